@@ -3,6 +3,7 @@
 #include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
+#include "core/striped_port.hpp"
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
 
@@ -11,6 +12,7 @@ using farpool::Memory;
 using farpool::MemoryPort;
 using farpool::Port;
 using farpool::PythonPort;
+using farpool::StripedPort;
 using farpool::ThrottledPort;
 using farpool::VerifiedPort;
 
@@ -127,4 +129,29 @@ With `shared` both directions are on one link. The rates are above 0.)")
             nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"), nb::arg("shared"))
         .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>(),
              "Stop throttling, and end the transfers that are held back.");
+
+    nb::class_<Held<StripedPort>, Port>(
+        m, "StripedPort", nb::type_slots(held_slots<StripedPort>),
+        R"(Port over several ports, which hold stripes of `stripe` bytes in turn and work at the same time.
+
+Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripes follow one another from offset 0. With
+`placed` each extent is told by `place`, and a transfer moves a whole extent; errors name the inner tier.)")
+        .def(
+            "__init__",
+            [](Held<StripedPort>* self, std::string name, nb::object ports, std::uint64_t stripe, std::uint64_t share,
+               bool placed) {
+                const nb::tuple held(ports);
+                std::vector<Port*> inner;
+                for (const nb::handle port : held) {
+                    inner.push_back(&nb::cast<Port&>(port));
+                }
+                new (self) Held<StripedPort>(held, std::move(name), std::move(inner), stripe, share, placed);
+            },
+            nb::arg("name"), nb::arg("ports"), nb::kw_only(), nb::arg("stripe"), nb::arg("share"), nb::arg("placed") = false,
+            nb::sig("def __init__(self, name: str, ports: collections.abc.Sequence[Port], *, stripe: int, share: int, placed: "
+                    "bool = False) -> None"))
+        .def("place", &StripedPort::place, nb::arg("offset"), nb::arg("pieces"),
+             nb::sig("def place(self, offset: int, pieces: collections.abc.Sequence[int]) -> None"),
+             "Set the offsets, in their ports, of the pieces of the extent at `offset`.")
+        .def("forget", &StripedPort::forget, nb::arg("offset"), "Forget the pieces of an extent that was freed.");
 }

@@ -462,20 +462,12 @@ private:
     std::optional<BufferView> view_;
 };
 
-// A RemotePort with its ends, which it keeps alive.
+// A RemotePort with its end, which it keeps alive.
 struct HeldRemotePort final : RemotePort {
-    HeldRemotePort(std::string name, nb::list ends, std::uint64_t stripe, double timeout)
-        : RemotePort(std::move(name), natives(ends), stripe, timeout), held(std::move(ends)) {}
+    HeldRemotePort(std::string name, nb::object end, double timeout)
+        : RemotePort(std::move(name), nb::cast<const End&>(end).native(), timeout), held(std::move(end)) {}
 
-    static std::vector<farpool::RemoteEnd> natives(const nb::list& ends) {
-        std::vector<farpool::RemoteEnd> found;
-        for (nb::handle end : ends) {
-            found.push_back(nb::cast<const End&>(end).native());
-        }
-        return found;
-    }
-
-    nb::list held;
+    nb::object held;
 };
 
 // The numbers of the keys whose first rank is each of the nodes.
@@ -698,20 +690,18 @@ connections. `dial` returns the descriptor of a new authenticated stream, which 
              nb::sig("def __init__(self, node: str, lease: int, nbytes: int, *, memory: object | None, dial: "
                      "collections.abc.Callable[[], int | Stream], tenant: int, credential: int, spin: float) -> None"));
 
-    nb::class_<HeldRemotePort, Port>(
-        m, "RemotePort",
-        R"(Port of a tier whose space is on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+    nb::class_<HeldRemotePort, Port>(m, "RemotePort",
+                                     R"(Port over memory that one node has lent.
 
-The ends lend equally many bytes, a multiple of `stripe`. `timeout`: seconds that a node may take for a piece of at most
-a stripe. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError, ChecksumError. Keeps the ends alive.)")
+`timeout`: seconds that the node may take for a piece. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError,
+ChecksumError. Keeps the end alive.)")
         .def(
             "__init__",
-            [](HeldRemotePort* self, std::string name, nb::object ends, std::uint64_t stripe, double timeout) {
-                new (self) HeldRemotePort(std::move(name), nb::list(ends), stripe, timeout);
+            [](HeldRemotePort* self, std::string name, nb::object end, double timeout) {
+                new (self) HeldRemotePort(std::move(name), std::move(end), timeout);
             },
-            nb::arg("name"), nb::arg("ends"), nb::kw_only(), nb::arg("stripe"), nb::arg("timeout"),
-            nb::sig("def __init__(self, name: str, ends: collections.abc.Sequence[RemoteEnd], *, stripe: int, timeout: float) "
-                    "-> None"));
+            nb::arg("name"), nb::arg("end"), nb::kw_only(), nb::arg("timeout"),
+            nb::sig("def __init__(self, name: str, end: RemoteEnd, *, timeout: float) -> None"));
 
     m.attr("WINDOW") = farpool::window;
     m.attr("WINDOW_BYTES") = farpool::window_nbytes;

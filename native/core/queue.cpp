@@ -345,11 +345,7 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
         Outcome& outcome = outcomes[index] = {taken[index]->id, std::nullopt, false, time, time};
         try {
             for (const Piece& piece : taken[index]->pieces) {
-                if (lane.direction == Direction::read) {
-                    lane.port->read(piece.offset, reinterpret_cast<void*>(piece.address), piece.nbytes);
-                } else {
-                    lane.port->write(piece.offset, reinterpret_cast<const void*>(piece.address), piece.nbytes);
-                }
+                lane.port->move(lane.direction, piece);
             }
         } catch (const PortFailure& failure) {
             outcome.error = failure.error();

@@ -26,14 +26,6 @@
 
 namespace farpool {
 
-enum class Direction : int { read = 0, write = 1 };
-
-struct Piece {
-    std::uint64_t offset;
-    std::uintptr_t address;
-    std::size_t nbytes;
-};
-
 // A reference that the submitter holds until it receives the entry's result.
 using Keepalive = PyObject*;
 

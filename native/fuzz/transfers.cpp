@@ -17,6 +17,7 @@
 
 #include "core/clock.hpp"
 #include "core/crc32c.hpp"
+#include "core/striped_port.hpp"
 #include "fuzz/check.hpp"
 #include "fuzz/dice.hpp"
 #include "node/files.hpp"
@@ -340,7 +341,7 @@ void try_exchange(Dice& dice) {
     }
 }
 
-// Tries a RemotePort over some nodes, whose leases may be mapped.
+// Tries a StripedPort over the RemotePorts of some nodes, whose leases may be mapped.
 void try_port(Dice& dice) {
     constexpr std::uint64_t stripe = 512;
     const std::size_t count = 1 + dice.below(3);
@@ -378,7 +379,12 @@ void try_port(Dice& dice) {
     bool known = true;  // true while the nodes are known to have these bytes
     bool retired = false;
     {
-        RemotePort port("tier", ends, stripe, timeout);
+        std::vector<std::unique_ptr<RemotePort>> remotes;
+        std::vector<Port*> ports;
+        for (const RemoteEnd& end : ends) {
+            ports.push_back(remotes.emplace_back(std::make_unique<RemotePort>("tier", end, timeout)).get());
+        }
+        StripedPort port("tier", ports, stripe, nbytes, false);
         for (int transfer = 0; transfer < 8; ++transfer) {
             const std::uint64_t offset = dice.below(content.size() + 1);
             const std::uint64_t length = dice.below(content.size() - offset + 1);

@@ -11,32 +11,12 @@
 
 namespace farpool {
 
-namespace {
-
-constexpr std::size_t window = 16;  // pieces asked for and not yet answered, altogether, times the nodes over the wire
-
-}  // namespace
-
-struct RemotePort::Node {
-    RemoteEnd end;
-    std::mutex fence;  // held while `ending` is waited for; taken before the other
-    std::mutex mutex;
-    std::vector<std::unique_ptr<Connection>> idle;
-    std::vector<std::unique_ptr<Connection>> ending;  // failed; what was written over them may still reach the lease
-};
-
-struct RemotePort::Piece {
-    std::size_t node;
-    std::uint64_t offset;  // in the node's lease
-    std::byte* memory;
-    std::size_t nbytes;
-};
-
-// A connection to a node that is lent to a transfer, and returned at its end unless it is of no more use.
+// A connection that the port lends to a transfer. The transfer returns it at its end; a broken one is only waited for.
 class RemotePort::Borrowed {
 public:
-    explicit Borrowed(Node& node) : node_(&node) {}
-    Borrowed(Borrowed&& other) noexcept = default;
+    explicit Borrowed(RemotePort& port) : port_(port) {}
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
     ~Borrowed() { give_back(); }
 
     Connection& operator*() { return *connection_; }
@@ -47,10 +27,10 @@ public:
         }
         await_ends(deadline);
         {
-            const std::lock_guard lock(node_->mutex);
-            while (connection_ == nullptr && !node_->idle.empty()) {
-                connection_ = std::move(node_->idle.back());
-                node_->idle.pop_back();
+            const std::lock_guard lock(port_.mutex_);
+            while (connection_ == nullptr && !port_.idle_.empty()) {
+                connection_ = std::move(port_.idle_.back());
+                port_.idle_.pop_back();
                 if (connection_->stale()) {
                     connection_.reset();
                 }
@@ -58,21 +38,21 @@ public:
         }
         was_idle_ = connection_ != nullptr;
         if (connection_ == nullptr) {
-            connection_ = std::make_unique<Connection>(node_->end.dial(), node_->end.node, node_->end.settings);
+            connection_ = std::make_unique<Connection>(port_.end_.dial(), port_.end_.node, port_.end_.settings);
         }
     }
 
-    // True if it failed and had been idle before: then the node may have been away meanwhile, and a new connection may work.
+    // True if it failed and had been idle before: the node may have restarted in between, and a new connection may work.
     bool died_idle() const noexcept { return was_idle_ && connection_ != nullptr && connection_->broken(); }
 
-    // Gives up this connection and all idle ones to the node, which are as old.
+    // Gives up this connection and all idle ones, which are as old.
     void drop() {
         if (connection_ != nullptr) {
             connection_->give_up();
         }
         give_back();
-        const std::lock_guard lock(node_->mutex);
-        node_->idle.clear();
+        const std::lock_guard lock(port_.mutex_);
+        port_.idle_.clear();
     }
 
 private:
@@ -84,198 +64,162 @@ private:
         if (!whole) {
             connection_->hang_up();
         }
-        const std::lock_guard lock(node_->mutex);
-        (whole ? node_->idle : node_->ending).push_back(std::move(connection_));
+        const std::lock_guard lock(port_.mutex_);
+        (whole ? port_.idle_ : port_.ending_).push_back(std::move(connection_));
     }
 
     void await_ends(double deadline) {
-        const std::lock_guard one_at_a_time(node_->fence);
-        std::unique_lock lock(node_->mutex);
-        while (!node_->ending.empty()) {
-            Connection& ending = *node_->ending.back();
+        const std::lock_guard one_at_a_time(port_.fence_);
+        std::unique_lock lock(port_.mutex_);
+        while (!port_.ending_.empty()) {
+            Connection& ending = *port_.ending_.back();
             lock.unlock();
             ending.await_end(deadline);
             lock.lock();
-            std::erase_if(node_->ending, [&](const auto& one) { return one.get() == &ending; });
+            std::erase_if(port_.ending_, [&](const auto& one) { return one.get() == &ending; });
         }
     }
 
-    Node* node_;
+    RemotePort& port_;
     std::unique_ptr<Connection> connection_;
     bool was_idle_ = false;
 };
 
-RemotePort::RemotePort(std::string name, std::vector<RemoteEnd> ends, std::uint64_t stripe, double timeout)
-    : name_(std::move(name)), stripe_(stripe), timeout_(timeout), owner_(getpid()) {
-    if (ends.empty() || stripe == 0) {
-        fail_value(name_ + ": expected at least one node, and a stripe of at least 1 byte");
+class RemotePort::Exchange final : public Transfer {
+public:
+    Exchange(RemotePort& port, Direction direction) : port_(port), direction_(direction), borrowed_(port) {}
+    void start(const Piece& piece) override {
+        port_.require_inside(piece);
+        borrowed_.open(port_.deadline());
+        port_.send(direction_, piece, *borrowed_);
     }
-    for (RemoteEnd& end : ends) {
-        if (end.nbytes != ends.front().nbytes || end.nbytes % stripe != 0) {
-            fail_value(name_ + ": " + end.node + " lends " + std::to_string(end.nbytes) +
-                       " bytes, expected as many of each node and a multiple of " + std::to_string(stripe));
-        }
-        nodes_.push_back(std::make_unique<Node>());
-        nodes_.back()->end = std::move(end);
-    }
-}
+    void finish(const Piece& piece) override { port_.receive(direction_, piece, *borrowed_); }
+    bool may_retry() const noexcept override { return borrowed_.died_idle(); }
+    void abandon() override { borrowed_.drop(); }
+
+private:
+    RemotePort& port_;
+    const Direction direction_;
+    Borrowed borrowed_;
+};
+
+RemotePort::RemotePort(std::string name, RemoteEnd end, double timeout)
+    : name_(std::move(name)), end_(std::move(end)), timeout_(timeout), owner_(getpid()) {}
 
 RemotePort::~RemotePort() = default;
 
-unsigned RemotePort::concurrency() const noexcept { return wired_nodes() > 0 ? 4 : 1; }
-
-std::size_t RemotePort::wired_nodes() const noexcept {
-    return static_cast<std::size_t>(
-        std::count_if(nodes_.begin(), nodes_.end(), [](const auto& node) { return node->end.memory == nullptr; }));
-}
-
 double RemotePort::deadline() const noexcept { return monotonic_seconds() + timeout_; }
 
-std::vector<RemotePort::Piece> RemotePort::cut(std::uint64_t offset, std::byte* memory, std::size_t nbytes) const {
-    const std::uint64_t capacity = nodes_.front()->end.nbytes * nodes_.size();
-    if (offset > capacity || nbytes > capacity - offset) {
-        fail_value(name_ + ": offset " + std::to_string(offset) + " and " + std::to_string(nbytes) + " bytes lie outside of " +
-                   std::to_string(capacity) + " bytes");
-    }
-    std::vector<Piece> pieces;
-    pieces.reserve(nbytes / stripe_ + 2);
-    while (nbytes > 0) {
-        const std::uint64_t stripe = offset / stripe_;
-        const std::uint64_t inside = offset % stripe_;
-        const std::size_t step = std::min<std::uint64_t>(nbytes, stripe_ - inside);
-        pieces.push_back({stripe % nodes_.size(), stripe / nodes_.size() * stripe_ + inside, memory, step});
-        offset += step;
-        memory += step;
-        nbytes -= step;
-    }
-    return pieces;
-}
-
-void RemotePort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
-    transfer(Op::read, offset, static_cast<std::byte*>(into), nbytes);
-}
-
-void RemotePort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
-    transfer(Op::write, offset, static_cast<std::byte*>(const_cast<void*>(from)), nbytes);
-}
-
-void RemotePort::transfer(Op op, std::uint64_t offset, std::byte* memory, std::size_t nbytes) {
+void RemotePort::require_owner() const {
     if (getpid() != owner_) {
         fail_closed(name_ + ": its connections belong to the process that opened it, not to a fork of it");
     }
-    const std::vector<Piece> pieces = cut(offset, memory, nbytes);
-    std::vector<Borrowed> borrowed;
-    borrowed.reserve(nodes_.size());
-    for (const auto& node : nodes_) {
-        borrowed.emplace_back(*node);
+}
+
+void RemotePort::require_inside(const Piece& piece) const {
+    if (piece.offset > end_.nbytes || piece.nbytes > end_.nbytes - piece.offset) {
+        fail_value(name_ + ": offset " + std::to_string(piece.offset) + " and " + std::to_string(piece.nbytes) +
+                   " bytes are outside of the " + std::to_string(end_.nbytes) + " bytes that " + end_.node + " has lent");
     }
+}
+
+void RemotePort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
+    transfer(Direction::read, {offset, reinterpret_cast<std::uintptr_t>(into), nbytes});
+}
+
+void RemotePort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
+    transfer(Direction::write, {offset, reinterpret_cast<std::uintptr_t>(from), nbytes});
+}
+
+std::unique_ptr<Transfer> RemotePort::begin(Direction direction) {
+    require_owner();
+    return copies() ? nullptr : std::make_unique<Exchange>(*this, direction);
+}
+
+void RemotePort::transfer(Direction direction, const Piece& piece) {
+    require_owner();
+    if (copies()) {
+        require_inside(piece);
+        copy(direction, piece);
+        return;
+    }
+    Exchange exchange(*this, direction);
     try {
-        attempt(op, pieces, borrowed);
+        exchange.start(piece);
+        exchange.finish(piece);
     } catch (const PortFailure& failure) {
-        const bool again = failure.error().kind == ErrorKind::node &&
-                           std::any_of(borrowed.begin(), borrowed.end(), [](const auto& one) { return one.died_idle(); });
-        if (!again) {
+        if (failure.error().kind != ErrorKind::node || !exchange.may_retry()) {
             throw;
         }
-        // Reading or writing the same bytes twice does no harm. Replies of the first attempt must not be met, though.
-        for (Borrowed& one : borrowed) {
-            one.drop();
-        }
-        attempt(op, pieces, borrowed);
+        // Moving the same bytes twice does no harm. But a reply to the first attempt must not be taken for a later one.
+        exchange.abandon();
+        exchange.start(piece);
+        exchange.finish(piece);
     }
 }
 
-void RemotePort::attempt(Op op, const std::vector<Piece>& pieces, std::vector<Borrowed>& borrowed) {
-    std::vector<const Piece*> wired;
-    wired.reserve(pieces.size());
-    for (const Piece& piece : pieces) {
-        if (nodes_[piece.node]->end.memory == nullptr) {
-            wired.push_back(&piece);
-        }
-    }
-    const std::size_t most_unanswered = window * wired_nodes();
-    std::size_t sent = 0;
-    const auto send_more = [&](std::size_t received) {
-        for (; sent < wired.size() && sent - received < most_unanswered; ++sent) {
-            Borrowed& one = borrowed[wired[sent]->node];
-            one.open(deadline());
-            send(op, *wired[sent], *one);
-        }
-    };
-    send_more(0);
-    for (const Piece& piece : pieces) {  // while the others' nodes work
-        if (nodes_[piece.node]->end.memory != nullptr) {
-            copy(op, piece);
-        }
-    }
-    for (std::size_t received = 0; received < wired.size(); ++received) {
-        send_more(received);
-        receive(op, *wired[received], *borrowed[wired[received]->node]);
-    }
-}
-
-void RemotePort::copy(Op op, const Piece& piece) const {
-    const RemoteEnd& end = nodes_[piece.node]->end;
-    const auto* header = reinterpret_cast<const SegmentHeader*>(end.memory);
+void RemotePort::copy(Direction direction, const Piece& piece) const {
+    const auto* header = reinterpret_cast<const SegmentHeader*>(end_.memory);
     const auto require_held = [&] {
         if (header->retired.load(std::memory_order_acquire) != 0) {
-            fail_node(ErrorKind::lease_lost, end.node, "it took the lease of " + name_ + " back, and its bytes are lost");
+            fail_node(ErrorKind::lease_lost, end_.node, "it took the lease of " + name_ + " back, and its bytes are lost");
         }
     };
     require_held();
-    std::byte* there = end.memory + segment_header_nbytes + piece.offset;
-    if (op == Op::read) {
-        std::memcpy(piece.memory, there, piece.nbytes);
+    std::byte* there = end_.memory + segment_header_nbytes + piece.offset;
+    if (direction == Direction::read) {
+        std::memcpy(reinterpret_cast<void*>(piece.address), there, piece.nbytes);
     } else {
-        std::memcpy(there, piece.memory, piece.nbytes);
+        std::memcpy(there, reinterpret_cast<const void*>(piece.address), piece.nbytes);
     }
-    // The node says that it takes the memory back before it does.
+    // The node sets the mark before it takes the memory back.
     std::atomic_thread_fence(std::memory_order_acquire);
     require_held();
 }
 
-void RemotePort::send(Op op, const Piece& piece, Connection& connection) const {
+void RemotePort::send(Direction direction, const Piece& piece, Connection& connection) const {
+    const bool reads = direction == Direction::read;
     const std::uint64_t arguments[2] = {piece.offset, piece.nbytes};
-    Request request{op};
-    request.meta = {reinterpret_cast<const char*>(arguments), op == Op::read ? sizeof arguments : sizeof arguments[0]};
-    request.lease = nodes_[piece.node]->end.lease;
-    const iovec payload{piece.memory, piece.nbytes};
-    if (op == Op::write) {
+    Request request{reads ? Op::read : Op::write};
+    request.meta = {reinterpret_cast<const char*>(arguments), reads ? sizeof arguments : sizeof arguments[0]};
+    request.lease = end_.lease;
+    const iovec payload{reinterpret_cast<void*>(piece.address), piece.nbytes};
+    if (!reads) {
         request.payload = {&payload, 1};
         request.nbytes = piece.nbytes;
     }
     connection.send(request, deadline());
 }
 
-void RemotePort::receive(Op op, const Piece& piece, Connection& connection) const {
-    // A deadline for each piece: bytes that go on arriving are no failure, however many there are.
+void RemotePort::receive(Direction direction, const Piece& piece, Connection& connection) const {
+    // A deadline for each piece: as long as bytes go on arriving, there is no failure, however many they are.
     const double until = deadline();
     const ReplyHead head = connection.receive_head(until);
     const bool done = head.status == static_cast<std::uint16_t>(Status::done);
-    if (!done || op == Op::write) {
+    if (!done || direction == Direction::write) {
         connection.drop_payload(until);
     }
     if (!done) {
         refuse(head, piece);
     }
-    if (op == Op::read) {
+    if (direction == Direction::read) {
         if (head.nbytes != piece.nbytes) {
             connection.give_up();
             fail_node(ErrorKind::protocol, connection.node(),
                       "the node sent " + std::to_string(head.nbytes) + " bytes, expected " + std::to_string(piece.nbytes));
         }
-        connection.receive_payload(piece.memory, until);
+        connection.receive_payload(reinterpret_cast<void*>(piece.address), until);
     }
 }
 
 void RemotePort::refuse(const ReplyHead& head, const Piece& piece) const {
-    const std::string& node = nodes_[piece.node]->end.node;
+    const std::string& node = end_.node;
     const std::string text = head.meta.empty() ? std::string() : " (" + head.meta + ")";
     switch (static_cast<Status>(head.status)) {
         case Status::unknown:
             fail_node(ErrorKind::lease_lost, node,
                       "it no longer has the memory that it lent to " + name_ +
-                          ": it began anew, or the program was away for longer than its grace" + text);
+                          ": it restarted empty, or the program was away for longer than its grace" + text);
         case Status::denied:
             fail_node(ErrorKind::denied, node, "the access key lacks the right to use memory for " + name_ + text);
         case Status::checksum:

@@ -1,4 +1,4 @@
-// A tier's space on nodes: striped round robin, each node's stripes one after the other in its lease.
+// A port over memory that one node has lent: mapped into this process, or reached over connections.
 #pragma once
 
 #include <sys/types.h>
@@ -27,36 +27,38 @@ struct RemoteEnd {
 
 class RemotePort : public Port {
 public:
-    // All ends lend the same number of bytes, a multiple of the stripe. `timeout`: seconds that a node may take for a
-    // piece of at most a stripe.
-    RemotePort(std::string name, std::vector<RemoteEnd> ends, std::uint64_t stripe, double timeout);
+    // `name`: of the tier, for errors. `timeout`: seconds that the node may take for a piece.
+    RemotePort(std::string name, RemoteEnd end, double timeout);
     ~RemotePort() override;
     RemotePort(const RemotePort&) = delete;
     RemotePort& operator=(const RemotePort&) = delete;
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
-    unsigned concurrency() const noexcept override;
+    std::unique_ptr<Transfer> begin(Direction direction) override;
+    unsigned concurrency() const noexcept override { return copies() ? 1 : 4; }
+    bool copies() const noexcept override { return end_.memory != nullptr; }
 
 private:
-    struct Node;
-    struct Piece;
     class Borrowed;
+    class Exchange;
 
-    std::size_t wired_nodes() const noexcept;
-    std::vector<Piece> cut(std::uint64_t offset, std::byte* memory, std::size_t nbytes) const;
-    void transfer(Op op, std::uint64_t offset, std::byte* memory, std::size_t nbytes);
-    void attempt(Op op, const std::vector<Piece>& pieces, std::vector<Borrowed>& borrowed);
-    void copy(Op op, const Piece& piece) const;
-    void send(Op op, const Piece& piece, Connection& connection) const;
-    void receive(Op op, const Piece& piece, Connection& connection) const;
+    void transfer(Direction direction, const Piece& piece);
+    void copy(Direction direction, const Piece& piece) const;
+    void send(Direction direction, const Piece& piece, Connection& connection) const;
+    void receive(Direction direction, const Piece& piece, Connection& connection) const;
     [[noreturn]] void refuse(const ReplyHead& head, const Piece& piece) const;
+    void require_owner() const;
+    void require_inside(const Piece& piece) const;
     double deadline() const noexcept;
 
     const std::string name_;
-    const std::uint64_t stripe_;
+    const RemoteEnd end_;
     const double timeout_;
     const pid_t owner_;
-    std::vector<std::unique_ptr<Node>> nodes_;
+    std::mutex fence_;  // held while `ending_` is waited for; taken before the other
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Connection>> idle_;
+    std::vector<std::unique_ptr<Connection>> ending_;  // failed; bytes written over them may still reach the lease
 };
 
 }  // namespace farpool

@@ -67,7 +67,7 @@ from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import Stats
 from farpool.registry import open_registry
 from farpool.store import AsyncStore, Store
-from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
+from farpool.tiers import Dram, Faulty, Nvme, Remote, Striped, Throttled, Tier, Traced, Verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +130,7 @@ __all__ = [
     "Stats",
     "Store",
     "StoreClosedError",
+    "Striped",
     "TapeFileError",
     "TapeTruncatedError",
     "Throttled",

@@ -173,6 +173,20 @@ class ThrottledPort(Port):
     def lift(self) -> None:
         """Stop throttling, and end the transfers that are held back."""
 
+class StripedPort(Port):
+    """Port over several ports, which hold stripes of `stripe` bytes in turn and work at the same time.
+
+    Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripes follow one another from offset 0. With
+    `placed` each extent is told by `place`, and a transfer moves a whole extent; errors name the inner tier.
+    """
+
+    def __init__(self, name: str, ports: Sequence[Port], *, stripe: int, share: int, placed: bool = False) -> None: ...
+    def place(self, offset: int, pieces: Sequence[int]) -> None:
+        """Set the offsets, in their ports, of the pieces of the extent at `offset`."""
+
+    def forget(self, offset: int) -> None:
+        """Forget the pieces of an extent that was freed."""
+
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
     (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself.
@@ -604,13 +618,13 @@ class RemoteEnd:
     ) -> None: ...
 
 class RemotePort(Port):
-    """Port of a tier whose space is on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+    """Port over memory that one node has lent.
 
-    The ends lend equally many bytes, a multiple of `stripe`. `timeout`: seconds that a node may take for a piece of at most
-    a stripe. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError, ChecksumError. Keeps the ends alive.
+    `timeout`: seconds that the node may take for a piece. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError,
+    ChecksumError. Keeps the end alive.
     """
 
-    def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
+    def __init__(self, name: str, end: RemoteEnd, *, timeout: float) -> None: ...
 
 WINDOW: int = 64
 

@@ -16,6 +16,7 @@ from farpool.memory.tiers import (
     Remote,
     RemoteSpec,
     SafetensorsFile,
+    Striped,
     TensorEntry,
     Throttled,
     ThrottledSpec,
@@ -27,6 +28,7 @@ from farpool.memory.tiers import (
     TraceRecord,
     Verified,
     Verifies,
+    WrapperTier,
     tier_spec,
 )
 
@@ -44,6 +46,7 @@ __all__ = [
     "Remote",
     "RemoteSpec",
     "SafetensorsFile",
+    "Striped",
     "TensorEntry",
     "Throttled",
     "ThrottledSpec",
@@ -55,6 +58,7 @@ __all__ = [
     "TracedSpec",
     "Verified",
     "Verifies",
+    "WrapperTier",
     "tier_spec",
 ]
 

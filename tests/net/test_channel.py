@@ -186,7 +186,7 @@ def test_a_restarted_node_is_met_again_with_what_was_lent_and_published(tmp_path
         put(channel, b"key", b"bytes")
         reader = channel.attach(soon())
         lease = channel.lend(MIB, soon())
-        port = RemotePort("remote", [lease.end(10.0)], stripe=MIB, timeout=10.0)
+        port = RemotePort("remote", lease.end(10.0), timeout=10.0)
         memory = Memory(4096)
         memoryview(memory)[:4096] = b"x" * 4096
         port.write(8192, memory.address, 4096)
@@ -216,7 +216,7 @@ def test_a_node_that_began_anew_has_lost_the_lease(tmp_path: Path) -> None:
     first.start()
     with closing(channel_to(first)) as channel:
         lease = channel.lend(MIB, soon())
-        port = RemotePort("remote", [lease.end(10.0)], stripe=MIB, timeout=10.0)
+        port = RemotePort("remote", lease.end(10.0), timeout=10.0)
         first.stop()
         with make_node(tmp_path / "node", first.address.port):
             memory = Memory(4096)
@@ -235,7 +235,7 @@ def test_memory_is_lent_zeroed_and_given_back(node: Node, transport: Transport) 
         assert node.stats()["lent"] >= MIB
         memory = Memory(MIB)
         memoryview(memory)[:] = b"x" * memory.nbytes
-        RemotePort("remote", [lease.end(10.0)], stripe=MIB, timeout=10.0).read(0, memory.address, MIB)
+        RemotePort("remote", lease.end(10.0), timeout=10.0).read(0, memory.address, MIB)
         assert not any(memoryview(memory)[:MIB])
         lease.release(soon())
         assert lease.address is None
@@ -259,7 +259,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(node: Node, monkeypatch: pyt
 def test_mapped_memory_lives_as_long_as_a_port_uses_it(node: Node) -> None:
     with closing(channel_to(node)) as channel:
         lease = channel.lend(MIB, soon())
-        port = RemotePort("remote", [lease.end(10.0)], stripe=MIB, timeout=10.0)
+        port = RemotePort("remote", lease.end(10.0), timeout=10.0)
         lease.release(soon())
         del lease
         memory = Memory(4096)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool._native import Memory, NodeServer, RemoteEnd, RemotePort
+from farpool._native import Memory, NodeServer, Port, RemoteEnd, RemotePort, StripedPort
 from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import (
     AccessDeniedError,
@@ -58,6 +58,11 @@ def end(dial: Callable[[], int], nbytes: int, *, memory: mmap.mmap | None = None
     return RemoteEnd(NAME, lease, nbytes, memory=memory, dial=dial, tenant=0, credential=0, spin=0.0)
 
 
+def striped(ends: list[RemoteEnd], share: int, *, stripe: int = STRIPE) -> StripedPort:
+    ports = [RemotePort("remote", end, timeout=10.0) for end in ends]
+    return StripedPort("remote", ports, stripe=stripe, share=share)
+
+
 def never() -> int:
     raise AssertionError("nothing is to be dialled")
 
@@ -68,13 +73,13 @@ def server(tmp_path: Path) -> Iterator[NodeServer]:
         yield server
 
 
-def write(port: RemotePort, offset: int, data: bytes) -> None:
+def write(port: Port, offset: int, data: bytes) -> None:
     memory = Memory(len(data))
     memoryview(memory)[: len(data)] = data
     port.write(offset, memory.address, len(data))
 
 
-def read(port: RemotePort, offset: int, nbytes: int) -> bytes:
+def read(port: Port, offset: int, nbytes: int) -> bytes:
     memory = Memory(nbytes)
     port.read(offset, memory.address, nbytes)
     return bytes(memoryview(memory)[:nbytes])
@@ -84,7 +89,7 @@ def read(port: RemotePort, offset: int, nbytes: int) -> bytes:
 def test_a_striped_space_agrees_with_a_bytearray(server: NodeServer, kinds: str) -> None:
     share = 12 * STRIPE
     ends = [Ends(server, mapped=kind == "m").make(share) for kind in kinds]
-    port = RemotePort("remote", ends, stripe=STRIPE, timeout=10.0)
+    port = striped(ends, share)
     model = bytearray(share * len(kinds))
     rng = random.Random(kinds)
     sizes = [1, 100, STRIPE - 1, STRIPE, STRIPE + 1, 3 * STRIPE + 17, len(model)]
@@ -102,7 +107,7 @@ def test_a_striped_space_agrees_with_a_bytearray(server: NodeServer, kinds: str)
 
 def test_stripes_lie_round_robin_and_one_after_the_other_in_each_lease(server: NodeServer) -> None:
     makers = [Ends(server) for _ in range(3)]
-    port = RemotePort("remote", [maker.make(2 * STRIPE) for maker in makers], stripe=STRIPE, timeout=10.0)
+    port = striped([maker.make(2 * STRIPE) for maker in makers], 2 * STRIPE)
     for stripe in range(6):
         write(port, stripe * STRIPE, bytes([stripe + 1]) * STRIPE)
     for number, maker in enumerate(makers):
@@ -113,7 +118,7 @@ def test_stripes_lie_round_robin_and_one_after_the_other_in_each_lease(server: N
 
 def test_many_more_pieces_than_the_window_are_moved(server: NodeServer) -> None:
     stripe = 4096
-    port = RemotePort("remote", [Ends(server).make(4 * MIB) for _ in range(2)], stripe=stripe, timeout=10.0)
+    port = striped([Ends(server).make(4 * MIB) for _ in range(2)], 4 * MIB, stripe=stripe)
     data = random.Random(2).randbytes(8 * MIB)
     write(port, 0, data)
     assert read(port, 0, 8 * MIB) == data
@@ -121,7 +126,7 @@ def test_many_more_pieces_than_the_window_are_moved(server: NodeServer) -> None:
 
 def test_threads_share_a_port_and_its_connections_are_used_again(server: NodeServer) -> None:
     makers = [Ends(server) for _ in range(2)]
-    port = RemotePort("remote", [maker.make(8 * MIB) for maker in makers], stripe=STRIPE, timeout=10.0)
+    port = striped([maker.make(8 * MIB) for maker in makers], 8 * MIB)
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -148,20 +153,20 @@ def test_threads_share_a_port_and_its_connections_are_used_again(server: NodeSer
 @pytest.mark.parametrize("mapped", [False, True])
 def test_what_lies_outside_of_the_space_is_refused(server: NodeServer, mapped: bool, offset: int, nbytes: int) -> None:
     ends = [Ends(server, mapped=mapped).make(2 * STRIPE) for _ in range(2)]
-    port = RemotePort("remote", ends, stripe=STRIPE, timeout=10.0)
     memory = Memory(5 * STRIPE)
-    for move in (port.read, port.write):
-        with pytest.raises(ValueError, match="outside"):
-            move(offset, memory.address, nbytes)
+    for port in (striped(ends, 2 * STRIPE), RemotePort("remote", ends[0], timeout=10.0)):
+        for move in (port.read, port.write):
+            with pytest.raises(ValueError, match="outside"):
+                move(offset, memory.address, nbytes)
 
 
 def test_ends_that_do_not_fit_together_are_refused(server: NodeServer) -> None:
-    with pytest.raises(ValueError, match="at least one node"):
-        RemotePort("remote", [], stripe=STRIPE, timeout=1.0)
-    with pytest.raises(ValueError, match="as many of each node"):
-        RemotePort("remote", [end(never, STRIPE), end(never, 2 * STRIPE)], stripe=STRIPE, timeout=1.0)
-    with pytest.raises(ValueError, match="a multiple of 65536"):
-        RemotePort("remote", [end(never, STRIPE + 1)], stripe=STRIPE, timeout=1.0)
+    with pytest.raises(ValueError, match="at least one port"):
+        striped([], STRIPE)
+    with pytest.raises(ValueError, match="whole stripes"):
+        striped([end(never, STRIPE + 1)], STRIPE + 1)
+    with pytest.raises(ValueError, match="outside of the 65536 bytes"):
+        read(striped([end(never, STRIPE), end(never, STRIPE)], 2 * STRIPE), 3 * STRIPE, 1)
     with pytest.raises(ValueError, match="expected a header of 4096 and a lease of 65536"):
         end(never, STRIPE, memory=mmap.mmap(-1, STRIPE))
 
@@ -169,7 +174,7 @@ def test_ends_that_do_not_fit_together_are_refused(server: NodeServer) -> None:
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_lease_that_was_taken_back_is_lost(server: NodeServer, mapped: bool) -> None:
     maker = Ends(server, mapped=mapped)
-    port = RemotePort("remote", [maker.make(STRIPE)], stripe=STRIPE, timeout=10.0)
+    port = RemotePort("remote", maker.make(STRIPE), timeout=10.0)
     write(port, 0, b"bytes")
     server.release(SESSION, maker.leases[0])
     with pytest.raises(LeaseLostError, match="remote") as caught:
@@ -180,7 +185,7 @@ def test_a_lease_that_was_taken_back_is_lost(server: NodeServer, mapped: bool) -
 
 
 def test_a_key_without_the_right_is_an_access_error(server: NodeServer) -> None:
-    port = RemotePort("remote", [Ends(server, rights=int(Right.READ)).make(STRIPE)], stripe=STRIPE, timeout=10.0)
+    port = RemotePort("remote", Ends(server, rights=int(Right.READ)).make(STRIPE), timeout=10.0)
     with pytest.raises(AccessDeniedError):
         write(port, 0, b"bytes")
 
@@ -189,7 +194,7 @@ def test_what_dialling_raises_is_what_the_transfer_raises() -> None:
     def fail() -> int:
         raise LookupError("no such host")
 
-    port = RemotePort("remote", [end(fail, STRIPE)], stripe=STRIPE, timeout=1.0)
+    port = RemotePort("remote", end(fail, STRIPE), timeout=1.0)
     with pytest.raises(LookupError, match="no such host"):
         write(port, 0, b"bytes")
 
@@ -198,7 +203,7 @@ def test_what_dialling_raises_is_what_the_transfer_raises() -> None:
 def test_a_restarted_node_still_has_what_was_written(tmp_path: Path, mapped: bool) -> None:
     with serving(tmp_path, ephemeral=False) as server:
         maker = Ends(server, mapped=mapped)
-        port = RemotePort("remote", [maker.make(4 * STRIPE)], stripe=STRIPE, timeout=10.0)
+        port = RemotePort("remote", maker.make(4 * STRIPE), timeout=10.0)
         write(port, STRIPE - 3, b"before")
     with serving(tmp_path, ephemeral=False) as maker.server:
         assert read(port, STRIPE - 3, 6) == b"before"
@@ -250,7 +255,7 @@ def scripted_port(
     *scripts: Callable[[socket.socket], None], timeout: float = 10.0
 ) -> Iterator[tuple[RemotePort, Scripted]]:
     node = Scripted(*scripts)
-    port = RemotePort("remote", [end(node.dial, 4 * STRIPE)], stripe=STRIPE, timeout=timeout)
+    port = RemotePort("remote", end(node.dial, 4 * STRIPE), timeout=timeout)
     try:
         yield port, node
     finally:
@@ -363,7 +368,7 @@ def test_a_reply_that_is_not_the_bytes_is_an_error(reply: dict[str, object], err
 
 
 def test_a_fork_does_not_use_the_connections_of_its_parent(server: NodeServer) -> None:
-    port = RemotePort("remote", [Ends(server).make(STRIPE)], stripe=STRIPE, timeout=10.0)
+    port = RemotePort("remote", Ends(server).make(STRIPE), timeout=10.0)
     write(port, 0, b"bytes")
 
     def child() -> None:

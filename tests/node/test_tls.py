@@ -121,7 +121,7 @@ def test_private_memory_goes_both_ways(node: RunningNode, trainer: Path, monkeyp
     monkeypatch.setenv("FARPOOL_TLS", str(trainer))
     channel = Channel(address_of(node), transport="tcp")
     lease = channel.lend(8 * MIB, soon())
-    port = RemotePort("tier", [lease.end(PATIENCE)], stripe=MIB, timeout=PATIENCE)
+    port = RemotePort("tier", lease.end(PATIENCE), timeout=PATIENCE)
     value = random.Random(8).randbytes(7 * MIB + 11)
     memory = Memory(len(value))
     view = memoryview(memory)[: len(value)]

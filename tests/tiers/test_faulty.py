@@ -3,8 +3,9 @@ import time
 
 import pytest
 
+from farpool._native import Memory
 from farpool.errors import ConfigError, TierError, TierFullError
-from farpool.memory.tiers import Dram, Extent, Faulty, HasPort
+from farpool.memory.tiers import Dram, Extent, Faulty
 
 WAIT = 30
 
@@ -100,9 +101,15 @@ def test_full_refuses_every_reservation_until_it_is_switched_off() -> None:
         assert tier.reserve(1) == Extent(0, 1)
 
 
-def test_it_has_no_port_that_would_pass_the_faults_by() -> None:
-    with Faulty(Dram("1MiB")) as tier:
-        assert not isinstance(tier, HasPort)
+def test_transfers_through_its_port_get_the_faults() -> None:
+    with Faulty(Dram("1MiB"), script={1: "fail", 2: "fail"}) as tier:
+        extent, memory = tier.reserve(64), Memory(64)
+        tier.port.write(extent.offset, memory.address, 64)
+        with pytest.raises(TierError, match=r"write of 64 bytes .* on purpose"):
+            tier.port.write(extent.offset, memory.address, 64)
+        with pytest.raises(TierError, match=r"read of 64 bytes .* on purpose"):
+            tier.port.read(extent.offset, memory.address, 64)
+        assert tier.operations == 3
 
 
 @pytest.mark.parametrize(

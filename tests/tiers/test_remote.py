@@ -267,7 +267,7 @@ def test_memory_is_zero_when_it_is_lent_again(pair: list[str]) -> None:
         channel = Channel(parse_address(pair[0]), transport="tcp")
         lease = channel.lend(64 * MIB, time.monotonic() + WAIT)
         memory = Memory(64 * MIB)
-        RemotePort("raw", [lease.end(WAIT)], stripe=STRIPE, timeout=WAIT).read(0, memory.address, memory.nbytes)
+        RemotePort("raw", lease.end(WAIT), timeout=WAIT).read(0, memory.address, memory.nbytes)
         assert bytes(memoryview(memory)).count(0) == memory.nbytes
         lease.release(time.monotonic() + WAIT)
         channel.close()

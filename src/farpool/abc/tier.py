@@ -1,13 +1,12 @@
 """The interface of tiers, which every tier implements.
 
-A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: blocks move as one, so there
-are no partial transfers. What a fresh extent contains is unspecified. Reservation is bookkeeping and quick; transfers
-take as long as the medium takes, and the pool's queue calls them from threads of its own.
+A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: a block moves as one, so there
+are no partial transfers. The content of a new extent is unspecified. Reservation is bookkeeping and quick; transfers
+take as long as the medium takes, and the pool's queue calls them from its own threads.
 
-A tier may be written in Python alone (implement :meth:`Tier.read_into` and :meth:`Tier.write_from`); the queue's native
-threads then take the interpreter lock for that call only. A tier that also has a native
-data path (:class:`HasPort`) is read and written without the interpreter lock. What only some tiers can do is a
-runtime-checkable protocol, never a flag.
+A tier may be written in Python alone (implement :meth:`Tier.read_into` and :meth:`Tier.write_from`). The queue's native
+threads then take the interpreter lock for that call only. A tier that also has a native data path (:class:`HasPort`) is
+read and written without the interpreter lock. An ability that only some tiers have is a runtime-checkable protocol.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class TierInfo:
     name : str
         Shown in errors and statistics, for example ``dram``; unique within a pool.
     kind : str
-        ``hbm``, ``dram``, ``cxl``, ``remote`` or ``nvme``.
+        Name of a registered kind, such as ``dram``, ``remote`` or ``nvme``. Shown in statistics; nothing depends on it.
     capacity : int
         Bytes that can be reserved altogether.
     alignment : int
@@ -72,15 +71,23 @@ class TierInfo:
 class Tier(ABC):
     """Base class of tiers, kinds of memory with a capacity, a latency and a bandwidth.
 
-    Constructing a tier checks its arguments and nothing else; :meth:`open` takes the resources and :meth:`close` gives
-    them back. Both may be called again; a closed tier can be opened again and is then empty. Methods are safe to call
-    from several threads.
+    The constructor of a tier checks its arguments and does nothing else; :meth:`open` acquires the resources and
+    :meth:`close` releases them. Both may be called again; a closed tier can be opened again and is then empty. Methods
+    are safe to call from several threads.
     """
 
     @property
     @abstractmethod
     def info(self) -> TierInfo:
         """Description of the tier, valid before it is opened."""
+
+    @property
+    def in_process(self) -> bool:
+        """True if the bytes never leave the memory of this process. False unless the tier declares it.
+
+        A pool verifies the bytes of all other tiers: it wraps them in `Verified`, unless they verify themselves.
+        """
+        return False
 
     @abstractmethod
     def open(self) -> None:
@@ -110,7 +117,7 @@ class Tier(ABC):
 
     @abstractmethod
     def free(self, extent: Extent) -> None:
-        """Free an extent, on which the caller has no transfer under way.
+        """Free an extent. The caller has no transfer of it under way.
 
         Raises
         ------
@@ -127,8 +134,8 @@ class Tier(ABC):
     def read_into(self, extent: Extent, into: memoryview) -> None:
         """Read the whole extent into a writable, contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The tier uses the buffer until the call returns, and not later. Several threads may transfer different
-        extents at the same time; the caller orders the transfers of one extent.
+        The tier does not use the buffer after the call has returned. Several threads may transfer different extents at
+        the same time; the caller orders the transfers of one extent.
 
         Raises
         ------
@@ -142,7 +149,7 @@ class Tier(ABC):
     def write_from(self, extent: Extent, data: memoryview) -> None:
         """Write the whole extent from a contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The tier uses the buffer until the call returns, and not later.
+        The tier does not use the buffer after the call has returned.
 
         Raises
         ------

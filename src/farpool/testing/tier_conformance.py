@@ -26,6 +26,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from farpool._native import Memory, PythonPort
 from farpool.abc.tier import Extent, HasPort, Tier, TierInfo
 from farpool.errors import TierError, TierFullError
+from farpool.memory.tiers.kinds import GROUP, kind_names
 from farpool.testing.tier_machine import tier_machine
 
 __all__ = ["TierConformance"]
@@ -74,7 +75,8 @@ class TierConformance:
         info = self.make_tier().info
         assert isinstance(info, TierInfo)
         assert info.name
-        assert info.kind in {"hbm", "dram", "cxl", "remote", "nvme"}
+        known = {"hbm", "cxl", *kind_names()}
+        assert info.kind in known, f"no package offers the kind {info.kind!r} as an entry point of the group {GROUP}"
         assert info.capacity >= 8 * _MIB
         assert info.alignment >= 1
         assert info.capacity % info.alignment == 0

@@ -13,7 +13,6 @@ from farpool.memory.pool.account import Account
 from farpool.memory.pool.space import TierSpace
 from farpool.memory.pool.stats import ClassStats, Stats, TableStats, TierStats
 from farpool.memory.tiers import HoldsMemory, Tier
-from farpool.memory.tiers.port_wrapper import PortWrapper
 from farpool.memory.tiers.wrapper import WrapperTier
 from farpool.sizes import format_size
 
@@ -74,7 +73,7 @@ def take(
                 space.tier.reserved,
                 space.peak,
                 booked.page_locked,
-                max(_touched(space.tier), booked.page_locked),  # what is page-locked is backed, used or not
+                max(_touched(space.tier), booked.page_locked),  # page-locked memory is backed, used or not
             )
         )
     counters = pager.counters
@@ -122,8 +121,8 @@ def _tables(pager: Pager, storages: Iterable[Storage]) -> tuple[TableStats, ...]
 
 
 def _touched(tier: Tier) -> int:
-    while isinstance(tier, WrapperTier | PortWrapper):
-        tier = tier.inner
+    if isinstance(tier, WrapperTier):
+        return sum(map(_touched, tier.inners))
     return tier.touched if isinstance(tier, HoldsMemory) else 0
 
 

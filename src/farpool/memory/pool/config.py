@@ -14,12 +14,15 @@ from farpool.errors import ConfigError
 from farpool.memory.pool.config_layers import (
     CONFIG_VARIABLE,
     Layer,
+    checked_layer,
     environment_layer,
     named_layer,
+    no_such_setting,
     stacked,
     toml_layer,
 )
-from farpool.memory.tiers import DramSpec, NvmeSpec, RemoteSpec, Tier, TierSpec, tier_spec
+from farpool.memory.tiers import Tier, TierSpec, tier_spec
+from farpool.memory.tiers.kinds import is_kind, load_kind, short_type
 from farpool.sizes import format_size, parse_size
 
 __all__ = ["PoolConfig"]
@@ -30,8 +33,8 @@ _DEVICES = ("cpu", "cuda")
 class PoolConfig(Struct, frozen=True):
     """The settings of a pool.
 
-    Keyword arguments, a TOML file and the environment give equal configurations, as long as tiers are given as specs:
-    a `Tier` itself is equal only to itself.
+    Keyword arguments, a TOML file and the environment give equal configurations if tiers are given as specs; a `Tier`
+    is equal only to itself.
 
     Attributes
     ----------
@@ -44,14 +47,14 @@ class PoolConfig(Struct, frozen=True):
     prefetch : bool
         True to prefetch along the tape of recorded accesses.
     timeout : float
-        Seconds that an access waits for a transfer before it gives up with `TierTimeoutError`.
+        Seconds that an access waits for a transfer before it raises `TierTimeoutError`.
     debug : bool
         True to look for memory that is used outside its access, and for transfers out of order.
 
     Raises
     ------
     ConfigError
-        A setting is wrong or does not go together with another; names the setting.
+        A setting is wrong or contradicts another; names the setting.
     """
 
     fast: int
@@ -97,13 +100,11 @@ class PoolConfig(Struct, frozen=True):
         fast: int | str,
         tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
         *,
-        dram: int | str | None = None,
-        remote: str | Sequence[str] | None = None,
-        nvme: int | str | None = None,
         device: str = "cpu",
         prefetch: bool = True,
         timeout: float = 60.0,
         debug: bool = False,
+        **short_forms: Any,
     ) -> PoolConfig:
         """Make a configuration from settings, after checking them.
 
@@ -113,30 +114,23 @@ class PoolConfig(Struct, frozen=True):
             Bytes, or a size such as ``"64MiB"``.
         tiers : sequence of Tier, TierSpec or mapping, optional
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
-        dram, nvme : int or str, optional
-        remote : str or sequence of str, optional
-            Shorthand for ``tiers=[DramSpec(size=dram), RemoteSpec(nodes=remote), NvmeSpec(size=nvme)]``; the remote
-            tier takes what the nodes have free, the file lies in the folder for temporary files.
+        **short_forms
+            Lower tiers by kind, each with the one setting that the kind has as its short form: ``dram="1GiB"`` and
+            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. In the order of their kinds' typical
+            latencies.
 
         Raises
         ------
         ConfigError
-            Something does not parse or does not go together; names the setting.
+            A value does not parse or contradicts another; names the setting.
         """
-        if tiers is not None and (dram is not None or remote is not None or nvme is not None):
+        given = {name: value for name, value in short_forms.items() if value is not None}
+        if tiers is not None and given:
             raise ConfigError(
-                "tiers= and the shorthand dram=/remote=/nvme= exclude each other; give the tiers in one way",
+                f"tiers= and the shorthand {'=/'.join(given)}= exclude each other; give the tiers in one way",
                 setting="tiers",
             )
-        lower: list[TierSpec | Tier] = []
-        if tiers is not None:
-            lower = _lower_tiers(tiers)
-        for name, value in (("dram", dram), ("remote", remote), ("nvme", nvme)):
-            if value is not None:
-                try:
-                    lower.append(_short_form(name, value))
-                except ConfigError as error:
-                    raise ConfigError(str(error), setting=name) from None
+        lower = _short_tiers(given) if tiers is None else _lower_tiers(tiers)
         return cls(parse_size(fast, "fast"), tuple(lower), device, prefetch, timeout, debug)
 
     @classmethod
@@ -183,7 +177,7 @@ class PoolConfig(Struct, frozen=True):
         environment : mapping, optional
             Variables to read instead of the process's.
         **settings
-            As for :meth:`make`; all settings that make lower tiers count as one.
+            As for :meth:`make`. The lower tiers count as one setting, however they are given.
 
         Raises
         ------
@@ -193,17 +187,17 @@ class PoolConfig(Struct, frozen=True):
         environment = os.environ if environment is None else environment
         declared = _declared()
         below = named_layer(environment, declared) if path is None else toml_layer(path, declared)
-        return cls._of([below, environment_layer(environment, declared), _given(settings)])
+        return cls._of([below, environment_layer(environment, declared), checked_layer(settings, declared)])
 
     def replace(self, **settings: Any) -> PoolConfig:
-        """A copy of the configuration with some settings changed, which are those of :meth:`make`.
+        """A copy of the configuration with some settings of :meth:`make` changed.
 
         Raises
         ------
         ConfigError
             A setting is wrong.
         """
-        return self._of([Layer(asdict(self)), _given(settings)])
+        return self._of([Layer(asdict(self)), checked_layer(settings, _declared())])
 
     @classmethod
     def _of(cls, layers: Sequence[Layer]) -> PoolConfig:
@@ -215,7 +209,7 @@ class PoolConfig(Struct, frozen=True):
                 setting="fast",
             )
         try:
-            return cls.make(**layer.values)
+            return cls.make(**layer.values, **layer.short_forms)
         except ConfigError as error:
             origin = layer.origins.get(error.setting.partition("[")[0])
             if not origin:
@@ -226,27 +220,25 @@ class PoolConfig(Struct, frozen=True):
 def _declared() -> dict[str, Any]:
     """The known settings with their types, from the signature of `PoolConfig.make`."""
     hints = get_type_hints(PoolConfig.make)
-    del hints["return"]
+    del hints["return"], hints["short_forms"]
     return hints
 
 
-def _given(settings: dict[str, Any]) -> Layer:
-    """Layer of the settings that the program gives, after checking their names."""
-    declared = _declared()
-    for name, value in settings.items():
-        if name not in declared:
-            raise ConfigError(
-                f"{name} is {value!r}, but there is no such setting; expected one of {', '.join(declared)}"
-            )
-    return Layer(settings)
-
-
-def _short_form(name: str, value: Any) -> TierSpec:
-    """The spec of the tier that a shorthand stands for."""
-    if name == "remote":
-        return RemoteSpec(nodes=require_type(value, Sequence[str] | str, name))
-    size = parse_size(value, name)
-    return DramSpec(size=size) if name == "dram" else NvmeSpec(size=size)
+def _short_tiers(short_forms: Mapping[str, Any]) -> list[TierSpec | Tier]:
+    """Make the specs of tiers that are given in short form, fast kinds first."""
+    specs: list[TierSpec] = []
+    for name, value in short_forms.items():
+        if not is_kind(name):
+            raise no_such_setting(name, value, _declared())
+        try:
+            kind = load_kind(name, name)
+            value = require_type(value, short_type(kind), name)
+            if kind.short_form == "size":
+                value = parse_size(value, name)  # so that an error has the name that the user wrote
+            specs.append(kind(**{kind.short_form: value}))
+        except ConfigError as error:
+            raise ConfigError(str(error), setting=name) from None
+    return [*sorted(specs, key=lambda spec: (spec.typical_latency, spec.kind))]
 
 
 def _lower_tiers(tiers: object) -> list[TierSpec | Tier]:

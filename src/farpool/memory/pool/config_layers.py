@@ -1,4 +1,4 @@
-"""Layers of settings from a TOML file, the environment and keyword arguments, each over the one before."""
+"""Layers of settings from a TOML file, the environment and keyword arguments; a later layer wins."""
 
 from __future__ import annotations
 
@@ -10,30 +10,84 @@ from typing import Any
 
 from farpool.checks import require_type
 from farpool.errors import ConfigError
+from farpool.memory.tiers.kinds import is_kind, kind_names, load_kind, short_type
 
-__all__ = ["CONFIG_VARIABLE", "Layer", "environment_layer", "named_layer", "stacked", "toml_layer"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "Layer",
+    "checked_layer",
+    "environment_layer",
+    "named_layer",
+    "no_such_setting",
+    "stacked",
+    "toml_layer",
+]
 
 _PREFIX = "FARPOOL_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Environment variable that names the TOML file."""
 _TABLE = "pool"
-_TIERS = ("tiers", "dram", "remote", "nvme")
+_OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "registry", "tls"})
+"""Variables of farpool that are no settings of a pool. A kind of tier with such a name has no variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Settings from one source, and where each was found.
+    """Settings from one source, and the place of each.
 
     Attributes
     ----------
     values : dict of str to object
         The settings, by the names that `PoolConfig.make` gives them.
+    short_forms : dict of str to object
+        Values of the tiers that are given in short form, by kind.
     origins : dict of str to str
-        Where each was found, for errors; settings given in the program have no origin.
+        The place of each, for errors; settings given in the program have no origin.
     """
 
     values: dict[str, Any]
+    short_forms: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+
+
+def checked_layer(
+    settings: Mapping[str, Any], declared: Mapping[str, object], prefix: str = "", origin: str = ""
+) -> Layer:
+    """Make a layer of settings and short forms of tiers, after checking their names.
+
+    Parameters
+    ----------
+    settings : mapping
+        Values by name.
+    declared : mapping
+        The known settings.
+    prefix : str
+        Written before a name in errors.
+    origin : str
+        The place of the settings, for later errors.
+
+    Raises
+    ------
+    ConfigError
+        A name is neither a setting nor a kind of tier.
+    """
+    layer = Layer({}, origins=dict.fromkeys(settings, origin))
+    for name, value in settings.items():
+        if name in declared:
+            layer.values[name] = value
+        elif is_kind(name):
+            layer.short_forms[name] = value
+        else:
+            raise no_such_setting(prefix + name, value, declared)
+    return layer
+
+
+def no_such_setting(name: str, value: object, declared: Mapping[str, object]) -> ConfigError:
+    """Make the error for a setting that is neither declared nor a kind of tier."""
+    return ConfigError(
+        f"{name} is {value!r}, but there is no such setting; expected one of {', '.join(declared)}, or a kind of tier "
+        f"({', '.join(kind_names())})"
+    )
 
 
 def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> Layer:
@@ -66,13 +120,7 @@ def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> 
     if not isinstance(table, dict):
         found = f"{_TABLE} is {table!r}" if _TABLE in document else f"there is no [{_TABLE}]"
         raise ConfigError(f"{file}: {found}, expected a table [{_TABLE}] of {', '.join(declared)}")
-    for name, value in table.items():
-        if name not in declared:
-            raise ConfigError(
-                f"{file}: {_TABLE}.{name} is {value!r}, but there is no such setting; "
-                f"expected one of {', '.join(declared)}"
-            )
-    return Layer(table, dict.fromkeys(table, f"{file}, [{_TABLE}]"))
+    return checked_layer(table, declared, f"{file}: {_TABLE}.", f"{file}, [{_TABLE}]")
 
 
 def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) -> Layer:
@@ -92,38 +140,44 @@ def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) 
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
 
 
-def environment_layer(environment: Mapping[str, str], declared: Mapping[str, object]) -> Layer:
+def environment_layer(environment: Mapping[str, str], declared: Mapping[str, object], *, tiers: bool = True) -> Layer:
     """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty one counts as not set.
+
+    With `tiers` also read the short forms of tiers, such as ``FARPOOL_DRAM``.
 
     Raises
     ------
     ConfigError
         A value is not of the type that the setting is declared with.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, kind in declared.items():
-        variable = _PREFIX + name.upper()
-        text = environment.get(variable, "")
-        if text and name != "tiers":  # a list of tables does not fit into a variable
-            values[name] = require_type(text, kind, variable, text=True)
-            origins[name] = variable
-    return Layer(values, origins)
+    layer = Layer({})
+    for variable, text in sorted(environment.items()):
+        name = variable.removeprefix(_PREFIX).lower()
+        if not text or variable != _PREFIX + name.upper() or name in _OTHER_VARIABLES:
+            continue
+        if name in declared:
+            if name != "tiers":  # a list of tables does not fit into a variable
+                layer.values[name] = require_type(text, declared[name], variable, text=True)
+                layer.origins[name] = variable
+        elif tiers and is_kind(name):
+            layer.short_forms[name] = require_type(text, short_type(load_kind(name, variable)), variable, text=True)
+            layer.origins[name] = variable
+    return layer
 
 
 def stacked(layers: Sequence[Layer]) -> Layer:
     """Merge several layers of settings; a later one wins.
 
-    What makes the lower tiers (``tiers``, ``dram``, ``remote``, ``nvme``) is one setting: a layer that gives any of it
-    replaces all that the layers before it said about tiers.
+    The lower tiers are one setting: a layer with ``tiers`` or with short forms replaces all lower tiers of the layers
+    before it.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    merged = Layer({})
     for layer in layers:
-        if not layer.values.keys().isdisjoint(_TIERS):
-            for name in _TIERS:
-                values.pop(name, None)
-        values.update(layer.values)
-        for name in layer.values:
-            origins[name] = layer.origins.get(name, "")
-    return Layer(values, origins)
+        if layer.short_forms or "tiers" in layer.values:
+            merged.values.pop("tiers", None)
+            merged.short_forms.clear()
+        merged.values.update(layer.values)
+        merged.short_forms.update(layer.short_forms)
+        for name in (*layer.values, *layer.short_forms):
+            merged.origins[name] = layer.origins.get(name, "")
+    return merged

@@ -13,17 +13,17 @@ __all__ = ["LowerTiers"]
 
 
 class LowerTiers:
-    """The tiers and source files of a pool, numbered as in the pager: first the tiers, then files as they come.
+    """The tiers and source files of a pool, numbered as in the pager: the tiers, then files in order of first use.
 
     Parameters
     ----------
     tiers : iterable of Tier
-        From fast to slow. They are opened; if one cannot be, those opened before it are closed again.
+        From fast to slow. They are opened; if one cannot be opened, the ones before it are closed again.
 
     Attributes
     ----------
     tiers : list of Tier
-        The tiers; those whose bytes leave the process are wrapped in checksums.
+        The tiers; each whose bytes leave the process is wrapped in checksums.
     ports : list of Port
         Native ports of tiers and files.
     names : list of str
@@ -73,6 +73,4 @@ class LowerTiers:
 
 def _guarded(tier: Tier) -> Tier:
     """Wrap a tier in checksums if its bytes leave the process and it does not verify them itself."""
-    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verifies):
-        return Verified(tier)
-    return tier
+    return tier if tier.in_process or isinstance(tier, Verifies) else Verified(tier)

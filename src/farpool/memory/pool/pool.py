@@ -82,15 +82,11 @@ class Pool:
     Parameters
     ----------
     fast : int or str, optional
-        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, what is not given
-        here is read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, all settings that
+        are not given here are read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
     tiers : sequence of Tier, TierSpec or mapping, optional
         Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
-        that has to leave the fast tier goes to the first one with room.
-    dram, nvme : int or str, optional
-        Shorthand for such tiers; the file lies in the folder for temporary files.
-    remote : str or sequence of str, optional
-        Shorthand for a `Remote` on these nodes, with the memory that they have free, between the other two.
+        that is evicted from the fast tier moves to the first one with room.
     device : str, optional
         ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
     prefetch : bool, optional
@@ -99,7 +95,11 @@ class Pool:
         Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
     debug : bool, optional
         True to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
-        of order, which raises `OrderError`. Slow. The default is off, or what ``FARPOOL_DEBUG`` says.
+        of order, which raises `OrderError`. Slow. False by default, unless ``FARPOOL_DEBUG`` is set.
+    **short_forms
+        Short forms of lower tiers, by kind. ``dram="256MiB"`` and ``nvme="1GiB"`` give sizes; the file is in a folder
+        for temporary files. ``remote="host:7471"`` gives the nodes of a `Remote`, which takes the memory that they have
+        free. The order is that of the kinds' typical latencies. Kinds from installed packages work the same way.
 
     Raises
     ------
@@ -120,19 +120,25 @@ class Pool:
         fast: int | str | None = None,
         tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
         *,
-        dram: int | str | None = None,
-        remote: str | Sequence[str] | None = None,
-        nvme: int | str | None = None,
         device: str | None = None,
         prefetch: bool | None = None,
         timeout: float | None = None,
         debug: bool | None = None,
+        **short_forms: int | str | Sequence[str] | None,
     ) -> None:
-        # The arguments, by name: nothing else is local yet. (A copy: a debugger may add to it meanwhile.)
-        given = {name: value for name, value in dict(locals()).items() if name != "self" and value is not None}
+        settings = {
+            "fast": fast,
+            "tiers": tiers,
+            "device": device,
+            "prefetch": prefetch,
+            "timeout": timeout,
+            "debug": debug,
+            **short_forms,
+        }
+        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         if debug is None:
-            # It can be switched on from outside, to look into a program that makes its settings itself.
-            given |= environment_layer(os.environ, {"debug": bool}).values
+            # A user can switch it on from outside, to debug a program that gives all settings itself.
+            given |= environment_layer(os.environ, {"debug": bool}, tiers=False).values
         self._blocks = BlockPool(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
         _POOLS[id(self._blocks)] = self
 

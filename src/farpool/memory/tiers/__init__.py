@@ -1,16 +1,19 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
 from farpool.abc.tier import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Verifies
-from farpool.memory.tiers.dram import Dram
+from farpool.memory.tiers.dram import Dram, DramSpec
 from farpool.memory.tiers.faulty import Fault, Faulty
-from farpool.memory.tiers.nvme import Nvme
-from farpool.memory.tiers.remote import Remote
+from farpool.memory.tiers.kinds import tier_spec
+from farpool.memory.tiers.nvme import Nvme, NvmeSpec
+from farpool.memory.tiers.remote import Remote, RemoteSpec
 from farpool.memory.tiers.safetensors import SafetensorsFile
 from farpool.memory.tiers.safetensors_header import TensorEntry
-from farpool.memory.tiers.spec import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TierSpec, TracedSpec, tier_spec
+from farpool.memory.tiers.spec import ThrottledSpec, TierSpec, TracedSpec
+from farpool.memory.tiers.striped import Striped
 from farpool.memory.tiers.throttled import Throttled
 from farpool.memory.tiers.traced import Traced, TraceRecord
 from farpool.memory.tiers.verified import Verified
+from farpool.memory.tiers.wrapper import WrapperTier
 
 __all__ = [
     "Dram",
@@ -26,6 +29,7 @@ __all__ = [
     "Remote",
     "RemoteSpec",
     "SafetensorsFile",
+    "Striped",
     "TensorEntry",
     "Throttled",
     "ThrottledSpec",
@@ -37,5 +41,6 @@ __all__ = [
     "TracedSpec",
     "Verified",
     "Verifies",
+    "WrapperTier",
     "tier_spec",
 ]

@@ -1,26 +1,27 @@
 """The DRAM tier, which keeps bytes in host memory.
 
-The whole capacity is one range of address space of exactly that size (never rounded up to a power of two). Pages are
-backed by the operating system when they are first written, and stay until the tier is closed: a loop that frees and
-reserves the same extents on every pass would otherwise fault them in anew each time, at a fraction of memory's speed.
+The whole capacity is one range of address space of exactly that size (never rounded up to a power of two). The
+operating system backs a page when it is first written, and the tier keeps it until it is closed. Otherwise a loop that
+frees and reserves the same extents would pay for page faults on every pass, at a fraction of memory's speed.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from farpool._native import Memory, MemoryPort
-from farpool.abc.tier import Extent, TierInfo
+from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.errors import ConfigError
 from farpool.memory.tiers.port_tier import PortTier
 from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
+from farpool.memory.tiers.spec import TierSpec
 from farpool.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
-__all__ = ["Dram"]
+__all__ = ["Dram", "DramSpec"]
 
 
 class Dram(PortTier):
@@ -68,8 +69,12 @@ class Dram(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes of memory behind all that was ever reserved; they are held until the tier is closed."""
+        """Bytes up to the end of the highest extent that was ever reserved; they are held until the tier is closed."""
         return self._touched
+
+    @property
+    def in_process(self) -> bool:
+        return True
 
     def address(self, offset: int) -> int:
         """Address in memory of the byte at `offset`, valid while the tier is open."""
@@ -108,3 +113,15 @@ class Dram(PortTier):
 
     def _empty_space(self) -> ExtentSpace:
         return ExtentSpace(self._info.name, self._info.capacity, self._info.alignment)
+
+
+class DramSpec(TierSpec, frozen=True, kw_only=True):
+    """Specification of a tier in host memory, a `Dram`."""
+
+    kind: ClassVar[str] = "dram"
+    typical_latency: ClassVar[float] = 100e-9
+
+    size: int | str
+
+    def make_bare(self) -> Tier:
+        return Dram(self.size, self.name)

@@ -21,9 +21,9 @@ class Fault(StrEnum):
     """A kind of failure that is injected into one operation."""
 
     FAIL = "fail"
-    """The operation raises TierError; nothing is moved."""
+    """The operation raises TierError and moves no bytes."""
     CORRUPT = "corrupt"
-    """One bit of the bytes that are moved is flipped, silently."""
+    """The operation silently flips one bit of the bytes that it moves."""
     STALL = "stall"
     """The operation completes `stall_seconds` late."""
 
@@ -31,23 +31,23 @@ class Fault(StrEnum):
 class Faulty(WrapperTier):
     """Wrapper that makes operations of a tier fail, corrupt the bytes they move, or stall.
 
-    Reads and writes are counted together from 0, in the order in which they start. Whether the n-th has a fault depends
-    on `seed` and n alone.
+    Reads and writes are counted together from 0, in the order in which they start. `seed` and n alone decide if the
+    n-th has a fault.
 
     Parameters
     ----------
     inner : Tier
         The inner tier.
     seed : int
-        Selects which operations are hit.
+        Selects the operations that get a fault.
     fail_reads, fail_writes, corrupt_reads, corrupt_writes, stall : float
-        Probabilities from 0 to 1. Of several faults that are drawn for one operation, the first in this order counts.
+        Probabilities from 0 to 1. If several faults are drawn for one operation, the first in this order counts.
     stall_seconds : float
-        How late a stalled operation completes. :meth:`close` ends stalls at once.
+        Seconds by which a stalled operation completes late. :meth:`close` ends stalls at once.
     full : bool
         Every reservation raises TierFullError. May be changed at any time.
     script : mapping of int to str
-        Fault of the n-th operation: ``"fail"``, ``"corrupt"`` or ``"stall"``; goes before the probabilities.
+        Fault of the n-th operation: ``"fail"``, ``"corrupt"`` or ``"stall"``; wins over the probabilities.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class Faulty(WrapperTier):
         self._operations = 0
         self._injected: list[tuple[int, Fault]] = []
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._no_stalls = threading.Event()
 
     @property
     def operations(self) -> int:
@@ -110,10 +110,10 @@ class Faulty(WrapperTier):
 
     def open(self) -> None:
         super().open()
-        self._closing.clear()
+        self._no_stalls.clear()
 
     def close(self) -> None:
-        self._closing.set()
+        self._no_stalls.set()
         super().close()
 
     def reserve(self, nbytes: int) -> Extent:
@@ -142,7 +142,7 @@ class Faulty(WrapperTier):
 
     def _maybe_stall(self, fault: Fault | None) -> None:
         if fault is Fault.STALL:
-            self._closing.wait(self._stall_seconds)
+            self._no_stalls.wait(self._stall_seconds)
 
     def _maybe_fail(self, fault: Fault | None, word: str, extent: Extent) -> None:
         if fault is Fault.FAIL:
@@ -158,7 +158,7 @@ class Faulty(WrapperTier):
             draw = random.Random(f"{self._seed}/{ordinal}")
             fault = self._script.get(ordinal)
             for candidate, chance in chances:
-                # Each is drawn whether needed or not, so that changing one probability leaves the others' draws alone.
+                # Draw each one even if it is not needed, so that changing one probability leaves other draws alone.
                 hit = draw.random() < chance
                 if hit and fault is None:
                     fault = candidate

@@ -1,7 +1,7 @@
 """A tier in a file, on NVMe or whatever medium the file system is on.
 
-The file bypasses the page cache (O_DIRECT) where the file system allows that, through io_uring where the kernel has
-it. Its format is in `pool_file`. The lock belongs to the open file, so a child that this process forks shares it.
+Transfers bypass the page cache (O_DIRECT) if the file system allows that, and use io_uring if the kernel has it.
+`pool_file` has the format of the file. The lock belongs to the open file, so a child that this process forks shares it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from msgspec.structs import force_setattr
 
 from farpool._native import FilePort, Memory
-from farpool.abc.tier import Extent, TierInfo
+from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.errors import ConfigError, PoolFileError
 from farpool.memory.tiers.pool_file import HEADER_BYTES, PoolFileHeader
 from farpool.memory.tiers.port_tier import PortTier
 from farpool.memory.tiers.space import ExtentSpace
+from farpool.memory.tiers.spec import TierSpec
 from farpool.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
-__all__ = ["Nvme"]
+__all__ = ["Nvme", "NvmeSpec"]
 
 _ALIGNMENT = 4096
 _ATTEMPTS = 10
@@ -36,16 +40,16 @@ class Nvme(PortTier):
     Parameters
     ----------
     path : str or path-like
-        Where the file is made; its folder must exist. A pool file that a killed process left there is taken over. The
-        file is removed at close.
+        The file to create; its folder must exist. The tier takes over a pool file that a killed process left there, and
+        removes the file when it is closed.
     capacity : int or str
         Bytes, or a size such as ``"64GiB"``; rounded down to a multiple of 4096. All of it is allocated at open.
     name : str
         Name of the tier.
     direct : bool, optional
-        True to bypass the page cache; None does so where the file system allows it.
+        True to bypass the page cache; None bypasses it if the file system allows that.
     ring : bool
-        True to use io_uring where the kernel has it.
+        True to use io_uring if the kernel has it.
 
     Raises
     ------
@@ -124,7 +128,7 @@ class Nvme(PortTier):
                     ring=self._want_ring,
                 )
             except BaseException:
-                # A file that was somebody's and empty becomes empty again.
+                # A file that existed before and was empty becomes empty again.
                 if ours:
                     os.unlink(self._path)
                 else:
@@ -134,8 +138,8 @@ class Nvme(PortTier):
             os.close(fd)
             raise
         self._fd = fd
-        # Also when the tier is dropped, or the program ends, without close(). Only the name: native threads may still
-        # be writing to the descriptor.
+        # This also runs if the tier is dropped, or the program ends, without close(). It removes the name only, because
+        # native threads may still write to the descriptor.
         self._remove = weakref.finalize(self, _remove_file, self._path, fd, os.getpid())
         return port
 
@@ -168,11 +172,14 @@ class Nvme(PortTier):
                     ) from error
                 finally:
                     os.close(fd)
-            # The owner before may have removed the file between our opening and our lock.
+            # The previous owner may have removed the file after we opened it and before we locked it.
             if _is_file_at(self._path, fd):
                 return fd, created
             os.close(fd)
-        raise PoolFileError(f"{self._info.name}: {self._path} is made and removed all the time", tier=self._info.name)
+        raise PoolFileError(
+            f"{self._info.name}: other processes create and remove {self._path} again and again; choose another path",
+            tier=self._info.name,
+        )
 
     def _open_file(self) -> tuple[int, bool]:
         name, path = self._info.name, self._path
@@ -212,7 +219,7 @@ class Nvme(PortTier):
         free = status.f_bavail * status.f_frsize + os.fstat(fd).st_blocks * 512
         try:
             os.ftruncate(fd, 0)
-            # Before the space: if this process is killed meanwhile, the file can be told to be ours.
+            # Write the header first: if this process is killed while it allocates, the file can be recognized as ours.
             os.pwrite(fd, PoolFileHeader.for_this_process(self._info.capacity).pack(), 0)
             os.posix_fallocate(fd, 0, wanted)
         except OSError as error:
@@ -254,6 +261,43 @@ def _is_file_at(path: str, fd: int) -> bool:
 
 
 def _remove_file(path: str, fd: int, pid: int) -> None:
-    # A forked child is not the owner, and a file that somebody put in our place is not ours.
+    # A forked child is not the owner, and a file that another process put in its place is not ours.
     if os.getpid() == pid and _is_file_at(path, fd):
         os.unlink(path)
+
+
+class NvmeSpec(TierSpec, frozen=True, kw_only=True):
+    """Specification of a tier in a file, an `Nvme`.
+
+    Attributes
+    ----------
+    path : str, optional
+        The file; the path becomes absolute. Without one each tier gets a new file in a folder for temporary files that
+        is on disk.
+    direct : bool, optional
+        As in `Nvme`.
+    ring : bool
+        As in `Nvme`.
+    """
+
+    kind: ClassVar[str] = "nvme"
+    typical_latency: ClassVar[float] = 50e-6
+
+    size: int | str
+    path: str | None = None
+    direct: bool | None = None
+    ring: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            force_setattr(self, "path", os.path.abspath(self.path))
+        super().__post_init__()
+
+    def make_bare(self) -> Tier:
+        return Nvme(self.path or _temporary_path(), self.size, self.name, direct=self.direct, ring=self.ring)
+
+
+def _temporary_path() -> str:
+    """Path for a new temporary file on disk, in ``/var/tmp`` if that is writable: ``/tmp`` may be memory."""
+    folder = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+    return os.path.join(folder, f"farpool-{os.getpid()}-{os.urandom(4).hex()}.pool")

@@ -1,18 +1,20 @@
 """A tier in the memory of other processes and hosts, striped over leases from several nodes.
 
-Each node lends the same number of bytes. What is written is checksummed here and compared when it arrives back, so
-that neither the network nor the node's memory can change a byte unnoticed.
+Each node lends the same number of bytes. The tier keeps a checksum of each extent that is written and compares it when
+the bytes are read, so neither the network nor the node's memory can change a byte unnoticed.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from farpool._native import PythonPort, RemotePort, VerifiedPort
-from farpool.abc.tier import Extent, TierInfo
+from msgspec.structs import force_setattr
+
+from farpool._native import PythonPort, RemotePort, StripedPort, VerifiedPort
+from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.channel import Channel, Transport
@@ -21,45 +23,45 @@ from farpool.cluster.wire.settings import checked_timeout, checked_transport
 from farpool.errors import ConfigError, TierError
 from farpool.memory.tiers.port_tier import PortTier
 from farpool.memory.tiers.remote_nodes import Contact, borrow, free_bytes, give_back
-from farpool.memory.tiers.remote_one_sided import OneSidedStripes
+from farpool.memory.tiers.remote_one_sided import OneSidedLease
 from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
+from farpool.memory.tiers.spec import TierSpec
+from farpool.memory.tiers.striped import STRIPE
 from farpool.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
-__all__ = ["STRIPE", "Remote", "node_addresses"]
-
-STRIPE = 1 << 20
+__all__ = ["STRIPE", "Remote", "RemoteSpec", "node_addresses"]
 
 
 class Remote(PortTier):
     """A tier in memory that nodes lend (``farpool node``).
 
-    The bytes lie on all nodes in stripes of 1 MiB. At open each node lends its part, or none does; they get it back at
-    close, and soon after the program has ended. A node that is restarted still has it, unless it is an ephemeral one:
-    then what was in the tier is lost, and reading it is an error. Reads are verified, so a pool puts no `Verified`
-    round this tier.
+    The bytes are spread over all nodes in stripes of 1 MiB. At open each node lends its part, or none does; they get it
+    back at close, and soon after the program has ended. A node that is restarted still has its part, unless it is
+    ephemeral: then the bytes are lost, and reading them is an error. The tier verifies its reads, so a pool does not
+    wrap it in `Verified`.
 
     Parameters
     ----------
     *nodes : str
         Addresses, for example ``"tcp://10.0.0.7:7471"``.
     size : int or str, optional
-        Bytes altogether, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes what the
-        nodes have free: as many times what the fullest of them has free as there are nodes. They are asked when it is
-        first needed.
+        Bytes altogether, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes the memory
+        that the nodes have free: from each as many bytes as the fullest node has free. The tier asks them when it first
+        needs the number.
     name : str
         Name of the tier.
     key : AccessKey or str, optional
-        Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the environment's, in
-        ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
+        Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the key in the environment
+        variable ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
-        Seconds within which a node has to answer: at open, and in each transfer. A node that has to back much memory
-        at open has a second more for each 512 MiB of it.
+        Seconds within which a node must answer: at open, and for each piece of a transfer. At open a node gets a
+        second more for each 512 MiB, because it backs them with memory first.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
-        where that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
+        if that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
 
     Raises
     ------
@@ -131,7 +133,7 @@ class Remote(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes of mapped memory behind all that was ever reserved: the nodes own them, and they are resident here."""
+        """Bytes of mapped memory up to the end of the highest extent that was ever reserved. The nodes own them."""
         mapped = self.mapped
         return self._high * sum(mapped) // len(mapped) if mapped else 0
 
@@ -166,7 +168,7 @@ class Remote(PortTier):
             return extent
 
     def free(self, extent: Extent) -> None:
-        # One step against reserve(): the next owner of this place must not lose its checksum.
+        # reserve() must not come between the two steps, or the next owner of this offset would lose its checksum.
         with self._lifecycle:
             self._extents().free(extent)
             if self._verified is not None:
@@ -178,7 +180,8 @@ class Remote(PortTier):
         try:
             share = self._wanted or self._free_share(channels, time.monotonic() + self._timeout)
             leases = borrow(channels, share, self._name, self._timeout)
-            port = self._port_of(channels, leases)
+            ports = [self._port_of(*pair) for pair in zip(channels, leases, strict=True)]
+            port = StripedPort(self._name, ports, stripe=STRIPE, share=share)
             contact = Contact(self, channels, self._timeout)
         except BaseException:
             give_back(leases, time.monotonic() + self._timeout)
@@ -191,13 +194,10 @@ class Remote(PortTier):
         self._verified = VerifiedPort(port, self._name)
         return self._verified
 
-    def _port_of(self, channels: list[Channel], leases: list[Lease]) -> Port:
-        pairs = zip(channels, leases, strict=True)
-        one_sided = [(channel.one_sided, lease.id) for channel, lease in pairs if channel.one_sided is not None]
-        if one_sided:
-            return PythonPort(OneSidedStripes(one_sided, STRIPE, self._timeout))
-        ends = [lease.end(self._timeout) for lease in leases]
-        return RemotePort(self._name, ends, stripe=STRIPE, timeout=self._timeout)
+    def _port_of(self, channel: Channel, lease: Lease) -> Port:
+        if channel.one_sided is not None:
+            return PythonPort(OneSidedLease(channel.one_sided, lease.id, self._timeout))
+        return RemotePort(self._name, lease.end(self._timeout), timeout=self._timeout)
 
     def _close_port(self) -> None:
         contact, self._contact = self._contact, None
@@ -218,7 +218,7 @@ class Remote(PortTier):
 
     def _extents(self) -> ExtentSpace:
         if self._space is None:
-            raise ValueError(f"{self._name}: no extent is reserved, as the tier is not open")
+            raise ValueError(f"{self._name}: no extent is reserved, because the tier is not open")
         return self._space
 
     def _ways(self) -> list[Channel]:
@@ -226,7 +226,7 @@ class Remote(PortTier):
         return [Channel(address, key=key, transport=self._transport) for address in self._addresses]
 
     def _free_share(self, channels: list[Channel], deadline: float) -> int:
-        """Bytes of the whole stripes that fit into the free memory of each node."""
+        """Bytes of whole stripes that fit into the free memory of each node."""
         free = free_bytes(channels, self._name, deadline)
         if free < STRIPE:
             raise ConfigError(
@@ -272,3 +272,53 @@ def _share(size: int | str, nodes: int, name: str) -> int:
     if nbytes < 1:
         raise ConfigError(f"size of {name} is {size!r}, expected 1 byte or more, for example '8GiB'")
     return -(-nbytes // (nodes * STRIPE)) * STRIPE
+
+
+class RemoteSpec(TierSpec, frozen=True, kw_only=True):
+    """Specification of a tier in memory of other processes and hosts, a `Remote`.
+
+    Attributes
+    ----------
+    nodes : sequence of str or str
+        Addresses of the nodes, or one text with commas between them; becomes a tuple of full addresses.
+    size : int, str or None
+        As in `Remote`: None takes the memory that the nodes have free.
+    key : str, optional
+        As in `Remote`; not shown in the spec's text.
+    timeout : float
+        As in `Remote`.
+    transport : str
+        As in `Remote`.
+    """
+
+    kind: ClassVar[str] = "remote"
+    short_form: ClassVar[str] = "nodes"
+    typical_latency: ClassVar[float] = 3e-6
+
+    nodes: Sequence[str] | str
+    size: int | str | None = None
+    key: str | None = None
+    timeout: float = 5.0
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        nodes = self.nodes.replace(",", " ").split() if isinstance(self.nodes, str) else self.nodes
+        addresses = node_addresses(nodes, self.name or self.kind)
+        force_setattr(self, "nodes", tuple(str(address) for address in addresses))
+        super().__post_init__()
+
+    def make_bare(self) -> Tier:
+        return Remote(
+            *self.nodes,
+            size=self.size,
+            name=self.name,
+            key=self.key,
+            timeout=self.timeout,
+            transport=self.transport,
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteSpec({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in super().__rich_repr__() if name != "key"]

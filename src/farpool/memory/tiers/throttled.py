@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from farpool._native import ThrottledPort
 from farpool.abc.tier import Tier, TierInfo
 from farpool.errors import ConfigError
-from farpool.memory.tiers.port_wrapper import PortWrapper
+from farpool.memory.tiers.wrapper import WrapperTier
 from farpool.sizes import parse_rate
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["Throttled"]
 
 
-class Throttled(PortWrapper):
+class Throttled(WrapperTier):
     """Wrapper that delays transfers so that none ends earlier than over a link of a given rate and latency.
 
-    A link carries one transfer after another, in the order in which they come. A transfer occupies it for its bytes
-    over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The bytes are really
-    moved meanwhile; where that takes longer than the link would, the transfer ends when they are.
+    A link carries one transfer after another, in the order in which they begin. A transfer occupies the link for its
+    bytes over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The inner tier
+    really moves the bytes during that time; if it needs longer than the link would, the transfer ends when it has.
 
     Parameters
     ----------
@@ -71,15 +71,15 @@ class Throttled(PortWrapper):
         )
 
     def close(self) -> None:
-        """Close the tier; transfers under way are no longer delayed, and end as fast as the inner tier is."""
+        """Close the tier; transfers under way end as soon as the inner tier has moved their bytes."""
         with self._lifecycle:
             if self._throttle is not None:
                 self._throttle.lift()
             super().close()
 
-    def _wrap(self, port: Port) -> Port:
+    def _wrap(self, *ports: Port) -> Port:
         self._throttle = ThrottledPort(
-            port,
+            ports[0],
             read_rate=self._read_rate,
             write_rate=self._write_rate,
             latency=self._latency,

@@ -1,4 +1,4 @@
-"""Tracing of each operation on a tier, for tests and for finding out what a program does."""
+"""Tracing of each operation on a tier, for tests and for understanding a program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from farpool.abc.tier import Extent, Tier
 from farpool.errors import ConfigError
 from farpool.memory.tiers.wrapper import WrapperTier
+
+if TYPE_CHECKING:
+    from farpool._native import Port
 
 __all__ = ["TraceRecord", "Traced"]
 
@@ -33,15 +36,15 @@ class TraceRecord:
     op : str
         ``reserve``, ``free``, ``read`` or ``write``.
     time : float
-        When it began, in seconds on the monotonic clock.
+        Begin, in seconds on the monotonic clock.
     duration : float
-        Seconds until it had ended.
+        Seconds from begin to end.
     offset : int or None
-        Where the extent begins; None if a reservation failed.
+        Offset of the extent; None if a reservation failed.
     nbytes : int
         Bytes of the extent.
     error : str or None
-        Type and message of the error with which it ended.
+        Type and message of the error that it raised.
     """
 
     tier: str
@@ -56,17 +59,17 @@ class TraceRecord:
 class Traced(WrapperTier):
     """Wrapper that records each operation on a tier: in memory, for a callback, or in a file.
 
-    Transfers are noted in Python, so a pool calls the inner tier with the interpreter lock; everything is slower.
+    It records transfers in Python, so a pool calls it with the interpreter lock, and everything is slower.
 
     Parameters
     ----------
     inner : Tier
         The inner tier.
     callback : callable, optional
-        Called with each `TraceRecord`, from whichever thread sees the end of the operation. It must not use the tier.
-        What it raises is logged and does no harm to the operation.
+        Called with each `TraceRecord`, in the thread that ends the operation. It must not use the tier. An exception
+        that it raises is logged and does not affect the operation.
     path : str or path-like, optional
-        File for the records, one JSON object a line. Begun anew when the tier is opened.
+        File for the records, one JSON object a line. Overwritten when the tier is opened.
     keep : int
         Number of records that are kept for :meth:`records`; older ones are dropped.
 
@@ -92,32 +95,27 @@ class Traced(WrapperTier):
         self._file: BinaryIO | None = None
         self._kept: deque[TraceRecord] = deque(maxlen=keep)
         self._lock = threading.Lock()
-        self._lifecycle = threading.Lock()
 
     def records(self) -> tuple[TraceRecord, ...]:
         """The last records, in the order in which the operations ended."""
         with self._lock:
             return tuple(self._kept)
 
-    def open(self) -> None:
-        with self._lifecycle:
-            super().open()
-            if self._path is None or self._file is not None:
-                return
+    def _wrap(self, *ports: Port) -> Port:
+        if self._path is not None:
             try:
-                # Unbuffered, so that the lines are there when the process is killed.
+                # Unbuffered, so that each line is in the file even if the process is killed.
                 self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 - lives until close()
             except OSError as error:
-                super().close()
                 raise ConfigError(f"path of the trace: {self._path} cannot be written: {error.strerror}") from error
+        return super()._wrap(*ports)
 
-    def close(self) -> None:
-        with self._lifecycle:
-            super().close()
-            with self._lock:
-                if self._file is not None:
-                    self._file.close()
-                    self._file = None
+    def _close_port(self) -> None:
+        super()._close_port()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def reserve(self, nbytes: int) -> Extent:
         begin = time.monotonic()
@@ -139,12 +137,12 @@ class Traced(WrapperTier):
         self._note("free", begin, extent.offset, extent.nbytes)
 
     def read_into(self, extent: Extent, into: memoryview) -> None:
-        self._transfer("read", super().read_into, extent, into)
+        self._traced("read", super().read_into, extent, into)
 
     def write_from(self, extent: Extent, data: memoryview) -> None:
-        self._transfer("write", super().write_from, extent, data)
+        self._traced("write", super().write_from, extent, data)
 
-    def _transfer(
+    def _traced(
         self, op: str, transfer: Callable[[Extent, memoryview], None], extent: Extent, view: memoryview
     ) -> None:
         begin = time.monotonic()
@@ -166,5 +164,5 @@ class Traced(WrapperTier):
             if self._callback is not None:
                 self._callback(record)
         except Exception:
-            # The operation has happened; it must not look as if it had failed.
+            # The operation succeeded, so it must not look as if it had failed.
             _log.exception("%s: a trace record could not be delivered: %s", record.tier, record)

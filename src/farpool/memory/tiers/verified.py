@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from farpool._native import VerifiedPort
 from farpool.abc.tier import Extent, Tier
-from farpool.memory.tiers.port_wrapper import PortWrapper
+from farpool.memory.tiers.wrapper import WrapperTier
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["Verified"]
 
 
-class Verified(PortWrapper):
+class Verified(WrapperTier):
     """Wrapper that computes the CRC32C of each extent when it is written and compares it when it is read.
 
-    A read of bytes that are not those written raises ChecksumError; so does a read of an extent that was never written.
-    The checksums are in this process's memory, so corruption inside the tier cannot hide itself. Works natively,
-    without the interpreter lock, if the inner tier does.
+    A read raises ChecksumError if its bytes differ from the bytes that were written, or if the extent was never
+    written. The checksums are in this process's memory, so corruption inside the tier cannot hide itself. Works
+    natively, without the interpreter lock, if the inner tier does.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ class Verified(PortWrapper):
         self._verified: VerifiedPort | None = None
 
     def free(self, extent: Extent) -> None:
-        # One step against reserve(): the next owner of this place must not lose its checksum.
+        # reserve() must not come between the two steps, or the next owner of this offset would lose its checksum.
         with self._lifecycle:
-            self._inner.free(extent)
+            self.inner.free(extent)
             if self._verified is not None:
                 self._verified.forget(extent.offset)
 
@@ -44,8 +44,8 @@ class Verified(PortWrapper):
         port = self._verified
         return 0 if port is None else port.tracked
 
-    def _wrap(self, port: Port) -> Port:
-        self._verified = VerifiedPort(port, self.info.name)
+    def _wrap(self, *ports: Port) -> Port:
+        self._verified = VerifiedPort(ports[0], self.info.name)
         return self._verified
 
     def _close_port(self) -> None:

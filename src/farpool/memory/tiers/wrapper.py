@@ -1,53 +1,104 @@
-"""Base class of tiers that add a behaviour to another tier."""
+"""Base class of tiers that add a behaviour to other tiers."""
 
 from __future__ import annotations
 
-from farpool.abc.tier import Extent, Tier, TierInfo
+from typing import TYPE_CHECKING
+
+from farpool._native import PythonPort
+from farpool.abc.tier import Extent, HasPort, Tier, TierInfo
+from farpool.memory.tiers.port_tier import PortTier
+
+if TYPE_CHECKING:
+    from farpool._native import Port
 
 __all__ = ["WrapperTier"]
 
 
-class WrapperTier(Tier):
-    """A tier that passes each operation on to an inner tier; subclasses override what they change.
+class WrapperTier(PortTier):
+    """A tier over one or several inner tiers, which are opened and closed with it.
 
-    A wrapper has no port even where the inner tier has one: transfers through that would bypass its behaviour.
+    Each operation goes to the first inner tier; subclasses override the operations that they change. A wrapper with a
+    native data path overrides :meth:`_wrap`, and works without the interpreter lock if its inner tiers do. Otherwise
+    the pool's queue calls `read_into` and `write_from` of the wrapper, so that no transfer bypasses its behaviour.
 
     Parameters
     ----------
-    inner : Tier
-        The inner tier; opened and closed with the wrapper.
+    *inners : Tier
+        The inner tiers, at least one.
     """
 
-    def __init__(self, inner: Tier) -> None:
-        self._inner = inner
+    def __init__(self, *inners: Tier) -> None:
+        super().__init__()
+        self._inners = inners
 
     @property
     def inner(self) -> Tier:
-        """The inner tier."""
-        return self._inner
+        """The inner tier, or the first of several."""
+        return self._inners[0]
+
+    @property
+    def inners(self) -> tuple[Tier, ...]:
+        """All inner tiers."""
+        return self._inners
 
     @property
     def info(self) -> TierInfo:
-        return self._inner.info
+        return self.inner.info
+
+    @property
+    def in_process(self) -> bool:
+        return all(inner.in_process for inner in self._inners)
 
     @property
     def reserved(self) -> int:
-        return self._inner.reserved
-
-    def open(self) -> None:
-        self._inner.open()
-
-    def close(self) -> None:
-        self._inner.close()
+        return self.inner.reserved
 
     def reserve(self, nbytes: int) -> Extent:
-        return self._inner.reserve(nbytes)
+        with self._lifecycle:
+            return self.inner.reserve(nbytes)
 
     def free(self, extent: Extent) -> None:
-        self._inner.free(extent)
+        with self._lifecycle:
+            self.inner.free(extent)
 
     def read_into(self, extent: Extent, into: memoryview) -> None:
-        self._inner.read_into(extent, into)
+        if isinstance(self.port, PythonPort):
+            self.inner.read_into(extent, into)
+        else:
+            super().read_into(extent, into)
 
     def write_from(self, extent: Extent, data: memoryview) -> None:
-        self._inner.write_from(extent, data)
+        if isinstance(self.port, PythonPort):
+            self.inner.write_from(extent, data)
+        else:
+            super().write_from(extent, data)
+
+    def _wrap(self, *ports: Port) -> Port:
+        """Make the wrapper's port from the ports of the inner tiers; they are open."""
+        return PythonPort(self)
+
+    def _open_port(self) -> Port:
+        opened: list[Tier] = []
+        try:
+            for number, inner in enumerate(self._inners, 1):
+                try:
+                    inner.open()
+                except Exception as error:
+                    if len(self._inners) > 1:
+                        error.add_note(f"{self.info.name}: inner tier {number} of {len(self._inners)} cannot be opened")
+                    raise
+                opened.append(inner)
+            return self._wrap(*(inner.port if isinstance(inner, HasPort) else PythonPort(inner) for inner in opened))
+        except BaseException:
+            for inner in reversed(opened):
+                inner.close()
+            raise
+
+    def _close_port(self) -> None:
+        for inner in reversed(self._inners):
+            inner.close()
+
+    def _check_extent(self, extent: Extent) -> None:
+        # A tier written in Python checks the extent itself, when the port calls it.
+        if isinstance(self.inner, PortTier):
+            self.inner._check_extent(extent)
