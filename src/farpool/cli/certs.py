@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from farpool.checks import require_package
+
+if TYPE_CHECKING:
+    from farpool.cluster.wire.authority import Authority
 
 __all__ = ["app"]
 
@@ -32,9 +37,8 @@ def init(
     days: Days = 3650,
 ) -> None:
     """Make an authority. A thief of its ca.key can make certificates that all nodes accept: keep it off the nodes."""
-    from farpool.cluster.wire.authority import Authority
-
-    Authority.create(ca, name, days)
+    authority = _authority_class()
+    authority.create(ca, name, days)
     typer.echo(f"{ca}: an authority, valid for {days} days; keep {ca / 'ca.key'} to yourself")
 
 
@@ -56,10 +60,9 @@ def issue(
     days: Days = 90,
 ) -> None:
     """Make a key and a certificate, as a folder for `farpool node --tls` or for FARPOOL_TLS."""
-    from farpool.cluster.wire.authority import Authority
-
+    authority = _authority_class()
     folder = Path(name) if out is None else out
-    end = Authority(ca).issue(folder, name, role.value, host or [], days=days)
+    end = authority(ca).issue(folder, name, role.value, host or [], days=days)
     use = f"farpool node --tls {folder}" if role is _Role.NODE else f"FARPOOL_TLS={folder}"
     typer.echo(f"{folder}: the {role.value} {name}, valid until {end:%Y-%m-%d}; to be used with {use}")
 
@@ -74,7 +77,14 @@ def rotate(
 
     A node uses them after SIGHUP, a program from its next connection on. What is connected goes on.
     """
+    authority = _authority_class()
+    name, end = authority(ca).rotate(folder, days=days)
+    typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")
+
+
+def _authority_class() -> type[Authority]:
+    """Import the authority, which needs a package that only this command uses."""
+    require_package("cryptography", "tls", "farpool certs")
     from farpool.cluster.wire.authority import Authority
 
-    name, end = Authority(ca).rotate(folder, days=days)
-    typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")
+    return Authority

@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from farpool.checks import missing_package
 from farpool.cli.progress import progress_bars
 from farpool.demo.settings import Settings
-from farpool.errors import ConfigError
 from farpool.observe.provenance import provenance
 
 __all__ = ["demo"]
@@ -84,7 +84,7 @@ def demo(
         from farpool.demo.job import run
         from farpool.demo.report import report
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
 
     settings = Settings(budget, dram, nvme, question, docs, texts, timeline, remote, starts)
     with progress_bars() as progress:
@@ -106,7 +106,7 @@ def _shared_context(tokens: int, *, json: bool) -> None:
     try:
         from farpool.demo.shared_context import report, run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
     with progress_bars() as progress:
         outcome = run(tokens, 16, progress)
     if json:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from farpool.checks import missing_package
 from farpool.cli.store import Node, Timeout, open_store
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
@@ -37,7 +38,7 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"farpool.kv.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this needs the package {error.name!r}; pip install 'farpool[kv]'") from error
+        raise missing_package(error, "kv", "this command") from error
 
 
 def why(

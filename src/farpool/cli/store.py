@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from farpool.checks import require_package
 from farpool.cli.files import as_shown, open_source, read_parts, write_whole
 from farpool.cli.progress import Told, progress_bars
 from farpool.cluster.store import ObjectInfo, Store
@@ -218,6 +219,8 @@ def repair(
     evicted or expired while it ran as gone; these do not change the exit code.
     """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
+    if metrics is not None:
+        require_package("prometheus_client", "metrics", "--metrics")
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
     if metrics is not None:

