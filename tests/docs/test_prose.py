@@ -40,7 +40,7 @@ LEFT = {
 def test_no_docstring_begins_as_a_riddle() -> None:
     count, found = 0, []
     for file in [*_SOURCE.rglob("*.py"), *_SOURCE.rglob("*.pyi")]:
-        for text in docstrings(ast.parse(file.read_text())):
+        for text in docstrings(ast.walk(ast.parse(file.read_text()))):
             count += 1
             first = str(text.value).lstrip()
             if first.startswith(_RIDDLES):
