@@ -18,18 +18,18 @@ def require_type(value: object, declared: Any, what: str, *, text: bool = False)
     Parameters
     ----------
     value : object
-        The value given. A whole number is taken for a float; nothing else is converted.
+        The value given. A whole number is converted if a float is expected; nothing else is converted.
     declared : type
         A builtin type, or a union of builtin types.
     what : str
         Name of the setting, for the error.
     text : bool
-        The value is text that stands for the value, for example ``"1"`` or ``"true"``.
+        True if the value is text to be parsed, for example ``"1"`` or ``"true"``.
 
     Raises
     ------
     ConfigError
-        The value is of another type.
+        The value has another type.
     """
     try:
         return msgspec.convert(value, declared, strict=not text)

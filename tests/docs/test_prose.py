@@ -14,15 +14,11 @@ _RIDDLES = ("What ", "Whether ", "Of ", "Such ", "How ", "So much ", "Nobody ")
 
 MARKERS_PER_1000_WORDS_MAX = 0.2
 LEFT = {
-    "farpool": (0, 6, 0),
     "farpool/abc": (0, 1, 1),
     "farpool/bench": (48, 19, 28),
-    "farpool/cli": (1, 2, 1),
     "farpool/cluster": (58, 30, 12),
-    "farpool/demo": (4, 4, 1),
     "farpool/kv": (63, 51, 45),
     "farpool/memory": (44, 35, 7),
-    "farpool/observe": (3, 1, 0),
     "farpool/tensors": (25, 26, 6),
     "native/bindings": (22, 16, 7),
     "native/core": (14, 5, 2),

@@ -23,12 +23,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the fast tier is.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds: to see that it works, not to measure.")]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the fast tier.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes, takes seconds: shows that it works, measures nothing.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with tables and figures, too.")]
 LMCache = Annotated[
-    str | None, typer.Option("--lmcache", metavar="PYTHON", help="Has farpool and LMCache; default: this Python.")
+    str | None,
+    typer.Option("--lmcache", metavar="PYTHON", help="A Python that has farpool and LMCache; default: this one."),
 ]
 
 
