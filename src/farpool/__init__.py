@@ -1,7 +1,7 @@
 """farpool: one big memory for GPU and AI programs.
 
-A program sees one memory; behind it stand a fast tier with a byte budget and slower tiers below it. Results are
-equal to the last bit to those with everything resident.
+A program sees one memory. farpool keeps the bytes that the program needs now in a fast tier with a byte budget, and the
+rest in slower tiers. Results are equal, to the last bit, to a run with everything resident.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Old names of modules that have moved: ``farpool.node.process`` is the module ``farpool.cluster.node.process``.
 
-Programs and plug-ins of earlier releases import modules by the names of then. Each old name gives the very same module,
-so its classes and settings are the same objects under both names.
+Programs and plug-ins written for earlier releases import modules by their old names. An old name gives the same module
+object as the new one, so classes and settings are the same objects under both names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RENAMED = {
     "farpool.tiers": "farpool.memory.tiers",
     "farpool.tiers.base": "farpool.abc.tier",
 }
-"""Packages and modules that have moved, by their old names; modules inside a package have moved with it."""
+"""Packages and modules that have moved, by their old names. Modules inside a package have moved with it."""
 _FILES = frozenset({"farpool.registry", "farpool.store", "farpool.tiers"})
 """Old names that stay for users. They are files, so type checkers know them; only the modules inside are found here."""
 
@@ -75,14 +75,15 @@ class _Renamed(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has given the module the spec of its old name.
+        # The import system has replaced the module's spec by one with its old name; put the right one back.
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:
-    """Have imports find modules under their old names, too.
+    """Make modules importable under their old names, too.
 
-    This finder comes first: Python's own one would load a second copy of a module inside a renamed package.
+    This finder is the first one, because Python's own finder would load a second copy of a module inside a renamed
+    package.
     """
     sys.meta_path.insert(0, _Renamed())

@@ -10,9 +10,10 @@ __all__ = ["available_memory"]
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory available without swapping: the machine's, or less if a control group limits them.
+    """Return the bytes of host memory that this process can take without swapping.
 
-    File cache that the kernel gives up at once counts as free, as in ``MemAvailable`` of ``/proc/meminfo``.
+    The result is ``MemAvailable`` of ``/proc/meminfo``, which counts file cache that the kernel can drop at once, or
+    less if a control group of the process has a lower limit.
 
     Parameters
     ----------
@@ -46,7 +47,8 @@ def _groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = base / path.strip("/")
-        # Within a container the path may be the host's, while the container's group is mounted as the root.
+        # In a container the path may be the host's, although the container's own group is mounted as the root. Folders
+        # that do not exist are skipped, so we try the whole path and then each parent.
         for folder in (group, *group.parents):
             left = _left(folder, *names)
             if left is not None:
@@ -57,7 +59,7 @@ def _groups(root: Path) -> Iterator[int]:
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     try:
-        most = int((folder / limit).read_text())  # "max" is no number: no limit
+        most = int((folder / limit).read_text())  # "max", which means no limit, raises ValueError
         used = int((folder / usage).read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return most - used + int(counts.get(cache, 0))

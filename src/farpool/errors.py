@@ -1,7 +1,7 @@
 """Exceptions and warnings of farpool, as one class hierarchy.
 
 Each error also derives from the builtin that a caller would catch, so ``except MemoryError``, ``except OSError`` or
-``except ValueError`` work without knowing farpool. Messages say which value, what was expected and what to do.
+``except ValueError`` work without knowing farpool. A message names the value, the expected values and the remedy.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class BudgetError(FarpoolError, MemoryError):
     op : str
         The operation, for example ``aten.addmm``.
     needed : int
-        The smallest budget, in bytes of fast tier, that works for the step as far as it is known, in a new pool that is
-        used in the same way: for the operation (for each element of its lists), for each weight of the pool with its
-        bias, and for the operation on each layer whose names differ in numbers only. Optimizers add nothing to it,
-        since they are worked off in pieces. The message says so where the operation alone would need less.
+        The smallest budget, in bytes of fast tier, with which this step is known to work in a new pool that is used
+        the same way. It covers the operation (each element of its lists), each weight of the pool with its bias, and
+        the same operation on all layers whose names differ in numbers only. Optimizers add nothing, because they work
+        in pieces. If the operation alone needs less, the message says so.
     budget : int
-        Bytes of fast tier (or, at a pool's end, of memory) that there are.
+        Bytes of the fast tier; when a pool is left, bytes of available memory.
     """
 
     def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:
@@ -98,11 +98,11 @@ class BudgetError(FarpoolError, MemoryError):
 
 
 class ArgumentError(FarpoolError, TypeError):
-    """An argument is of a kind that the call cannot take. Says what was given, what was expected and what to do."""
+    """An argument has a type that the call does not accept. The message names it, the expected types and the remedy."""
 
 
 class PoolFullError(FarpoolError, MemoryError):
-    """No tier below the fast one has room for a block that has to leave it.
+    """A block must be evicted from the fast tier, but no tier below has room for it.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ class TierError(FarpoolError, OSError):
     tier : str
         Name of the tier, for example ``nvme``.
     block : int or None
-        The block that was moved, None where no block is involved.
+        The block that was being moved; None if no block is involved.
     """
 
     def __init__(self, message: str, *, tier: str = "", block: int | None = None) -> None:
@@ -169,7 +169,7 @@ class TierTimeoutError(TierError, TimeoutError):
 
 
 class ChecksumError(TierError):
-    """The bytes that came back are not those that were written."""
+    """The bytes that were read differ from the bytes that were written."""
 
 
 class PoolFileError(TierError):
@@ -184,7 +184,7 @@ class NodeError(FarpoolError, ConnectionError):
     node : str
         The node's address, for example ``tcp://10.0.0.7:7471``.
     refused : bool
-        The node is well and has answered that it does not do what was asked.
+        True if the node works and has refused the request; False if it failed or could not be reached.
     """
 
     def __init__(self, message: str, *, node: str = "", refused: bool = False) -> None:
@@ -198,7 +198,7 @@ class NodeTimeoutError(NodeError, TimeoutError):
 
 
 class ProtocolError(NodeError):
-    """The other side does not speak farpool's protocol, or only a version of it that this farpool does not."""
+    """The other side does not speak farpool's protocol, or none of the versions that this farpool speaks."""
 
 
 class KeyConflictError(FarpoolError, ValueError):
@@ -214,11 +214,11 @@ class NodeFullError(NodeError, MemoryError):
 
 
 class QuotaExceededError(NodeFullError):
-    """The session, its access key or its tenant holds as much at the node as it may, or has as many connections."""
+    """The session, its access key or its tenant has reached its limit of bytes or connections at the node."""
 
 
 class ObjectTooLargeError(NodeError, ValueError):
-    """The object is larger than the node."""
+    """The object is larger than all memory that the node lends."""
 
 
 class ReplicationError(NodeError):
@@ -234,7 +234,7 @@ class ProbeError(FarpoolError, RuntimeError):
 
 
 class LeaseLostError(NodeError):
-    """The node no longer has the memory that it lent: it started afresh, or the program was away beyond its grace."""
+    """The node no longer has the memory that it lent: it forgot it at a restart, or the program was away too long."""
 
 
 class RegistryError(FarpoolError, OSError):
@@ -381,7 +381,7 @@ class NameHeldError(FarpoolError, BlockingIOError):
     name : str
         The name.
     holder : str
-        The writer, as it has introduced itself.
+        Name of that writer.
     until : float
         When its lease ends unless it is renewed, in seconds since 1970.
     """

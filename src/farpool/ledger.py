@@ -1,7 +1,7 @@
 """The account of every byte that farpool holds, per tier and owner.
 
-Every holder of memory books it here when taking it and when giving it back. An account that would become negative is a
-bug of the caller, and raises ValueError at that call.
+Code that takes memory books it here, and books it again when it returns the memory. A call that would make an account
+negative is a bug of the caller and raises ValueError.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Account:
     requested : int
         Bytes that the owner asked for.
     reserved : int
-        Bytes set aside for them, alignment included.
+        Bytes set aside for this request, including alignment.
     page_locked : int
         Bytes that the operating system may not page out.
     touched : int
-        Bytes that have been used, so that the operating system had to back them.
+        Bytes that have been used, so that the operating system has backed them with memory.
     """
 
     requested: int = 0
@@ -50,7 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
         self._given_back: deque[tuple[str, str, Account]] = deque()
-        """Amounts that finalizers have given back, and that are not booked yet."""
+        """Amounts that finalizers have returned and that are not booked yet."""
         self._lock = threading.Lock()
 
     def add(
@@ -68,7 +68,7 @@ class Ledger:
     def subtract(
         self, tier: str, owner: str, *, requested: int = 0, reserved: int = 0, page_locked: int = 0, touched: int = 0
     ) -> None:
-        """Book bytes that `owner` gives back to `tier`.
+        """Book bytes that `owner` returns to `tier`.
 
         Raises
         ------
@@ -86,17 +86,20 @@ class Ledger:
             self._change(tier, owner, account, take_back=False)
 
     def subtract_finally(self, tier: str, owner: str, amount: Account) -> None:
-        """Book bytes that a finalizer gives back, which may run at any time, also while its thread is in here."""
+        """Book bytes that a finalizer returns.
+
+        A finalizer may run while its own thread holds the lock here, so this only appends to a queue.
+        """
         self._given_back.append((tier, owner, amount))
 
     def accounts(self) -> dict[tuple[str, str], Account]:
-        """Every account that is not empty, by ``(tier, owner)``, sorted."""
+        """Return all accounts that are not empty, sorted by ``(tier, owner)``."""
         with self._lock:
             self._settle()
             return dict(sorted(self._accounts.items()))
 
     def total(self, *, tier: str | None = None, owner: str | None = None) -> Account:
-        """Sum of the accounts, of one tier or one owner if given."""
+        """Return the sum of all accounts, or of one tier's or one owner's accounts."""
         total = _EMPTY
         for (of_tier, of_owner), account in self.accounts().items():
             if tier in (None, of_tier) and owner in (None, of_owner):

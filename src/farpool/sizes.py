@@ -29,7 +29,7 @@ def parse_size(value: int | str, what: str = "size") -> int:
         Bytes, or a number with a unit: B, KiB, MiB, GiB, TiB, PiB (powers of 1024) or KB, MB, GB, TB, PB (powers of
         1000), in upper or lower case.
     what : str
-        Name of what has this size, for the error.
+        Name of the setting or option, for the error.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def parse_size(value: int | str, what: str = "size") -> int:
     Raises
     ------
     ConfigError
-        The value is no size, or is not at least one byte.
+        The value cannot be read as a size, or is less than one byte.
     """
     nbytes = value if isinstance(value, int) and not isinstance(value, bool) else _bytes(value)
     if nbytes is None:
@@ -57,9 +57,9 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
     Parameters
     ----------
     value : float or str
-        Bytes per second, or a size as in `parse_size`, with or without ``/s`` behind it.
+        Bytes per second, or a size as in `parse_size`, with or without ``/s`` at its end.
     what : str
-        Name of what has this rate, for the error.
+        Name of the setting or option, for the error.
 
     Returns
     -------
@@ -69,7 +69,7 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
     Raises
     ------
     ConfigError
-        The value is no rate, or is not at least one byte per second.
+        The value cannot be read as a rate, or is less than one byte per second.
     """
     rate: float | None = None
     if isinstance(value, str):

@@ -98,7 +98,7 @@ def test_a_description_outlives_the_blocks_that_came_after_it(ttl: float | None)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [((), "nothing is named"), (("--namespace", "zz"), "expected 32 hexadecimal digits")]
+    ("options", "said"), [((), "no KV is selected"), (("--namespace", "zz"), "expected 32 hexadecimal digits")]
 )
 def test_a_purge_of_nothing_is_refused(node: RunningNode, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     refused = command("kv", "purge", *options, "--node", node.address, cwd=tmp_path)
@@ -139,5 +139,5 @@ def test_another_process_says_why_a_request_missed(node: RunningNode, tmp_path: 
             engine.wait(PATIENCE)
     gone = command("why", "chat-17", cwd=tmp_path)
     assert gone.returncode == 1
-    assert "no step of a request" in gone.stderr
+    assert "no engine of this user" in gone.stderr
     assert not (journal_folder() / f"kv-{engine.pid}.sock").exists()

@@ -1,4 +1,4 @@
-"""``torch.compile`` leaves alone what computes with paged tensors, says so once, and compiles everything else."""
+"""``torch.compile`` leaves code alone that computes with paged tensors, says so once, and compiles everything else."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_a_module_that_a_scripted_one_holds_is_refused_and_the_remedy_works(name
         made = MAKERS[name](layer)
         before = type(layer.weight)
         with pytest.raises(
-            UnsupportedError, match=r"weight is held by native code .*drop what was made of it"
+            UnsupportedError, match=r"weight is held by native code .*drop the objects that were made from it"
         ) as caught:
             move()
         assert "graph" not in str(caught.value)
@@ -218,7 +218,7 @@ def test_what_is_scripted_after_the_offload_computes_with_paged_tensors(name: st
     gradient, layer.weight.grad = layer.weight.grad, None
     farpool.offload(layer, evil)
     made = MAKERS[name](layer)
-    with pytest.raises(UnsupportedError, match=r"scripted.*drop it and give the module"):
+    with pytest.raises(UnsupportedError, match=r"scripted.*drop it and pass the original module"):
         farpool.offload(made, evil)
     outputs = made(torch.ones(2, 3))
     outputs.sum().backward()

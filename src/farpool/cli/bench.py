@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from farpool.bench.benchmark import NAMES, check_device, load, title_of
+from farpool.checks import missing_package
 from farpool.cli.progress import progress_bars
 from farpool.errors import ConfigError
 
@@ -22,12 +23,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the fast tier is.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds: to see that it works, not to measure.")]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the fast tier.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes, takes seconds: shows that it works, measures nothing.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with tables and figures, too.")]
 LMCache = Annotated[
-    str | None, typer.Option("--lmcache", metavar="PYTHON", help="Has farpool and LMCache; default: this Python.")
+    str | None,
+    typer.Option("--lmcache", metavar="PYTHON", help="A Python that has farpool and LMCache; default: this one."),
 ]
 
 
@@ -325,7 +329,7 @@ def _perform(
         with progress_bars() as progress:
             outcome = benchmark.run(settings, progress)
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error, "bench", "this benchmark") from error
     section = Section(name, benchmark, outcome, provenance())
     if report is not None:
         report.write_text(page(title_of(benchmark), [section]))
@@ -343,10 +347,6 @@ def _check_writable(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error, "bench", "this benchmark") from error
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot be written; name a file in a folder that can be")
-
-
-def _missing(error: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(f"this benchmark needs the package {error.name!r}; pip install 'farpool[bench]'")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from farpool.checks import require_package
+
+if TYPE_CHECKING:
+    from farpool.cluster.wire.authority import Authority
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Make the certificates with which nodes and programs prove themselves (TLS).",
+    help="Make the certificates with which nodes and programs prove their identity (TLS).",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Ca = Annotated[Path, typer.Option("--ca", metavar="DIR", help="The authority's folder.")]
-Days = Annotated[int, typer.Option(metavar="N", min=1, max=36500, help="How long it is valid.")]
+Days = Annotated[int, typer.Option(metavar="N", min=1, max=36500, help="Days for which it is valid.")]
 
 
 class _Role(StrEnum):
@@ -31,10 +36,9 @@ def init(
     name: Annotated[str, typer.Option(metavar="NAME", help="The authority's name.")] = "farpool",
     days: Days = 3650,
 ) -> None:
-    """Make an authority. A thief of its ca.key can make certificates that all nodes accept: keep it off the nodes."""
-    from farpool.cluster.wire.authority import Authority
-
-    Authority.create(ca, name, days)
+    """Make an authority. Keep its ca.key off the nodes: a thief of it can make certificates that all nodes accept."""
+    authority = _authority_class()
+    authority.create(ca, name, days)
     typer.echo(f"{ca}: an authority, valid for {days} days; keep {ca / 'ca.key'} to yourself")
 
 
@@ -42,12 +46,16 @@ def init(
 def issue(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="Of a client: its access key's name at the nodes.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="Name in the certificate; for a client, the name of its access key.",
+            show_default=False,
+        ),
     ],
     role: Annotated[_Role, typer.Option(help="Who uses the certificate.", show_default=False)],
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="Of a node: a name or IP address that it is reached by; once for each."),
+        typer.Option(metavar="HOST", help="For a node: a name or IP address by which programs reach it; repeatable."),
     ] = None,
     ca: Ca = Path("farpool-ca"),
     out: Annotated[
@@ -56,10 +64,9 @@ def issue(
     days: Days = 90,
 ) -> None:
     """Make a key and a certificate, as a folder for `farpool node --tls` or for FARPOOL_TLS."""
-    from farpool.cluster.wire.authority import Authority
-
+    authority = _authority_class()
     folder = Path(name) if out is None else out
-    end = Authority(ca).issue(folder, name, role.value, host or [], days=days)
+    end = authority(ca).issue(folder, name, role.value, host or [], days=days)
     use = f"farpool node --tls {folder}" if role is _Role.NODE else f"FARPOOL_TLS={folder}"
     typer.echo(f"{folder}: the {role.value} {name}, valid until {end:%Y-%m-%d}; to be used with {use}")
 
@@ -70,11 +77,18 @@ def rotate(
     ca: Ca = Path("farpool-ca"),
     days: Days = 90,
 ) -> None:
-    """Put a new key and certificate in the place of those in a folder, of the same name, role and hosts.
+    """Replace the key and certificate in a folder by new ones with the same name, role and hosts.
 
-    A node uses them after SIGHUP, a program from its next connection on. What is connected goes on.
+    A node uses them after SIGHUP, a program from its next connection on. Open connections go on.
     """
+    authority = _authority_class()
+    name, end = authority(ca).rotate(folder, days=days)
+    typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")
+
+
+def _authority_class() -> type[Authority]:
+    """Import `Authority`, which needs a package that only these commands use."""
+    require_package("cryptography", "tls", "farpool certs")
     from farpool.cluster.wire.authority import Authority
 
-    name, end = Authority(ca).rotate(folder, days=days)
-    typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")
+    return Authority

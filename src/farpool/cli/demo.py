@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from farpool.checks import missing_package
 from farpool.cli.progress import progress_bars
 from farpool.demo.settings import Settings
-from farpool.errors import ConfigError
 from farpool.observe.provenance import provenance
 
 __all__ = ["demo"]
@@ -20,58 +20,64 @@ DEFAULTS = Settings()
 SIZE = "a size such as '20 MiB', or a percentage of the model's weights"
 
 
+Budget = Annotated[str, typer.Option(metavar="SIZE", help=f"Fast tier: {SIZE}.")]
+Question = Annotated[str, typer.Option(metavar="TEXT", help="Question to search the text for.")]
+Docs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Search the .txt and .md files of this folder instead of the Python standard library's documentation.",
+    ),
+]
+Texts = Annotated[int, typer.Option(metavar="N", min=1, help="At most this many passages, evenly spaced over all.")]
+DramSize = Annotated[str, typer.Option(metavar="SIZE", help=f"DRAM tier: {SIZE}.")]
+NvmeSize = Annotated[str, typer.Option(metavar="SIZE", help=f"NVMe tier, a temporary file: {SIZE}.")]
+Timeline = Annotated[Path, typer.Option(metavar="FILE", help="Picture of the pool's work (.png, .svg or .pdf).")]
+OnNodes = Annotated[
+    bool,
+    typer.Option(
+        "--remote",
+        help="Start two nodes that lend as much memory as both lower tiers together, and use them instead; then start "
+        "processes with weights that another process has published.",
+    ),
+]
+Starts = Annotated[int, typer.Option(metavar="N", min=1, help="With --remote: processes that start in each way.")]
+Kv = Annotated[
+    bool,
+    typer.Option(
+        "--kv",
+        help="Instead: answer questions over one long context in two processes; the second loads the KV that the first "
+        "has saved on a node.",
+    ),
+]
+Context = Annotated[int, typer.Option(metavar="TOKENS", min=16, max=65000, help="With --kv: length of the context.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")]
+
+
 def demo(
-    budget: Annotated[str, typer.Option(metavar="SIZE", help=f"Fast tier: {SIZE}.")] = DEFAULTS.budget,
-    question: Annotated[str, typer.Option(metavar="TEXT", help="What to look for.")] = DEFAULTS.question,
-    docs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Search the .txt and .md files of this folder instead of the Python standard library's documentation.",
-        ),
-    ] = None,
-    texts: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Passages at most, spread over all there are.")
-    ] = DEFAULTS.texts,
-    dram: Annotated[str, typer.Option(metavar="SIZE", help=f"DRAM tier: {SIZE}.")] = DEFAULTS.dram,
-    nvme: Annotated[str, typer.Option(metavar="SIZE", help=f"NVMe tier, a temporary file: {SIZE}.")] = DEFAULTS.nvme,
-    timeline: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where to draw what the pool did (.png, .svg or .pdf).")
-    ] = Path("farpool-timeline.png"),
-    remote: Annotated[
-        bool,
-        typer.Option(
-            "--remote",
-            help="Have two nodes, started for it, lend as much memory as both lower tiers together, in their place; "
-            "then start processes with weights that another process has published.",
-        ),
-    ] = False,
-    starts: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --remote: processes that start in either way.")
-    ] = DEFAULTS.starts,
-    kv: Annotated[
-        bool,
-        typer.Option(
-            "--kv",
-            help="Instead: answer questions over one long context in two processes, of which the second loads the KV "
-            "that the first has saved on a node.",
-        ),
-    ] = False,
-    context: Annotated[
-        int, typer.Option(metavar="TOKENS", min=16, max=65000, help="With --kv: length of the context.")
-    ] = 1024,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
+    budget: Budget = DEFAULTS.budget,
+    question: Question = DEFAULTS.question,
+    docs: Docs = None,
+    texts: Texts = DEFAULTS.texts,
+    dram: DramSize = DEFAULTS.dram,
+    nvme: NvmeSize = DEFAULTS.nvme,
+    timeline: Timeline = Path("farpool-timeline.png"),
+    remote: OnNodes = False,
+    starts: Starts = DEFAULTS.starts,
+    kv: Kv = False,
+    context: Context = 1024,
+    json: Json = False,
 ) -> None:
     """Search real text with a model that has a quarter of its bytes resident.
 
-    A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection all resident and, in turn, with its weights
-    in a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits. With
-    --remote the rest is on two nodes, reached over TCP; and new processes start with weights that one process has
-    published and the others map, compared with reading them from their file.
+    A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection twice: with all weights resident, and with
+    its weights in a pool that has a small byte budget and keeps the rest in DRAM and in a file. Both runs must give the
+    same bits. With --remote two nodes keep the rest, and the pool reaches them over TCP. Then one process publishes
+    weights, new processes map them, and the demo compares their start with reading the weights from a file.
 
     With --kv a small language model, built from a configuration, answers questions over one long context in two
-    processes: the second one's first token comes from KV that the first has saved on a node. Both must give the same
-    tokens, and the second must have loaded all whole blocks of the context.
+    processes: the second one loads the KV that the first has saved on a node. Both must give the same tokens, and the
+    second must have loaded all whole blocks of the context.
 
     Exit code 0: equal. 1: not equal, or not loaded. 2: an error.
     """
@@ -84,7 +90,7 @@ def demo(
         from farpool.demo.job import run
         from farpool.demo.report import report
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
 
     settings = Settings(budget, dram, nvme, question, docs, texts, timeline, remote, starts)
     with progress_bars() as progress:
@@ -100,13 +106,13 @@ def demo(
 
 
 def _shared_context(tokens: int, *, json: bool) -> None:
-    """Run the part of the demo that shares KV between processes."""
+    """Run the part of the demo in which processes share KV, and show its report."""
     from farpool.observe.tables import show
 
     try:
         from farpool.demo.shared_context import report, run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
     with progress_bars() as progress:
         outcome = run(tokens, 16, progress)
     if json:

@@ -1,4 +1,4 @@
-"""Reading and writing of the files that the verbs of ``farpool store`` name."""
+"""Reads and writes the files that users name in ``farpool store`` commands."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_parts(source: BinaryIO, file: str, nbytes: int) -> Iterator[bytes]:
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file that is there whole or not at all; a device or a FIFO is written to as it is.
+    """Write a file completely or not at all; write directly to a device or a FIFO.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             with open(path, "wb") as file:
                 file.writelines(parts)
             return
-        path = Path(os.path.realpath(path))  # a link stays one
+        path = Path(os.path.realpath(path))  # replace the target of a link, not the link
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with open(descriptor, "wb") as file:
@@ -75,13 +75,13 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        if error.errno is None:  # the error of a node or of the registry, where the parts come from
+        if error.errno is None:  # an error of the node or the registry that the parts are read from
             raise
         raise ConfigError(f"{path} cannot be written: {error.strerror}", setting="output") from error
 
 
 def as_shown(text: str | bytes) -> str:
-    """Escape control characters, so that a terminal shows the text and does not obey it."""
+    """Escape control characters, so that a terminal shows them instead of acting on them."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -1,4 +1,4 @@
-"""``farpool kv`` and ``farpool why``: KV that nodes keep, and what became of requests."""
+"""``farpool kv`` shows and removes KV on nodes; ``farpool why`` shows what happened to requests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from farpool.checks import missing_package
 from farpool.cli.store import Node, Timeout, open_store
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
@@ -29,27 +30,29 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Replicas = Annotated[int, typer.Option(metavar="N", min=1, help="Copies of each block, as your engines have it.")]
+Replicas = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Copies of each block; use the same number as your engines.")
+]
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module of ``farpool.kv``, which needs more packages than the rest."""
+    """Import a module of ``farpool.kv``, which needs packages that the extra ``kv`` installs."""
     try:
         return importlib.import_module(f"farpool.kv.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this needs the package {error.name!r}; pip install 'farpool[kv]'") from error
+        raise missing_package(error, "kv", "this command") from error
 
 
 def why(
     request: Annotated[
-        str, typer.Argument(metavar="[REQUEST]", help="A request's name or a part of it; none for the latest.")
+        str, typer.Argument(metavar="[REQUEST]", help="A request's name or a part of it. Default: the latest requests.")
     ] = "",
-    last: Annotated[int, typer.Option(metavar="N", min=1, help="Show this many steps at most, the latest ones.")] = 40,
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most this many steps, the latest ones.")] = 40,
     json: Json = False,
 ) -> None:
-    """Tell why a request's KV was loaded, computed or missed.
+    """Show why a request's KV was loaded, computed or missed.
 
-    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no such request is known.
+    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no engine knows such a request.
     """
     from farpool.observe.tables import show
 
@@ -62,7 +65,7 @@ def why(
         show(_steps_by_request(steps))
     if not steps:
         if not json:
-            typer.echo(f"no step of a request like {request!r} is known to any engine of this user here", err=True)
+            typer.echo(f"no engine of this user on this host knows a request like {request!r}", err=True)
         raise typer.Exit(1)
 
 
@@ -98,9 +101,10 @@ def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
 
 @app.command("ls")
 def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0, json: Json = False) -> None:
-    """List models, weights and tenants that have KV on the nodes, with the room that it takes.
+    """List models, weights and tenants that have KV on the nodes, and how many bytes it takes.
 
-    A namespace with question marks has blocks, and its description is lost: "farpool kv purge --namespace" removes it.
+    Question marks mean that a namespace has blocks but its description is lost; "farpool kv purge --namespace" removes
+    the blocks.
     """
     from farpool.observe.tables import show
 
@@ -158,11 +162,11 @@ def purge(
 ) -> None:
     """Remove the KV of some weights, a tenant or a namespace from all nodes.
 
-    With several options, only KV that matches all of them is removed. Exit code 1: there was none, or there are blocks
-    whose owner is unknown because their namespace's description is lost.
+    With several options, only KV that matches all of them is removed. Exit code 1: nothing matched, or some blocks have
+    an unknown owner because the description of their namespace is lost.
     """
     if weights is None and tenant is None and namespace is None:
-        raise ConfigError("nothing is named; expected --weights, --tenant or --namespace", setting="weights")
+        raise ConfigError("no KV is selected; expected --weights, --tenant or --namespace", setting="weights")
     wanted = None if namespace is None else _digest(namespace)
     blocks, keys = _module("blocks"), _module("keys")
     gone = 0
@@ -189,7 +193,7 @@ def purge(
 
 
 def _left_over(digest: bytes, count: int) -> str:
-    """Tell of blocks that no description names."""
+    """Report blocks whose namespace has no description, and the command that removes them."""
     return f"{count} blocks of unknown namespace {digest.hex()}: farpool kv purge --namespace {digest.hex()}"
 
 

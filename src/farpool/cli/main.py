@@ -1,6 +1,7 @@
 """Entry point of the ``farpool`` command: its verbs, its version, and the display of errors.
 
-All verbs are imported here, so their modules import what only they need when they run: a node has to start fast.
+This module imports the modules of all verbs. These import large packages only inside their functions, so that a node
+starts fast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
 
-assert names  # it adds its verbs to those of the store
+assert names  # importing it has added its verbs to the store's
 
 app = typer.Typer(
     name="farpool",

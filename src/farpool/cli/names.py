@@ -23,7 +23,8 @@ from farpool.sizes import format_size
 __all__: list[str] = []
 
 _PART = 16 << 20
-_SLICE = 5.0  # seconds of one wait; a signal is seen in between
+_WAIT_SLICE_S = 5.0
+"""Length of one wait. Python handles a signal only between two waits."""
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 RegistryOption = Annotated[
@@ -32,21 +33,23 @@ RegistryOption = Annotated[
         metavar="URL",
         envvar="FARPOOL_REGISTRY",
         show_envvar=True,
-        help="Where the names are: a path, or etcd://HOST,HOST2/PREFIX. Default: a file of yours on this host.",
+        help="The registry of names: a path, or etcd://HOST,HOST2/PREFIX. Default: your own file on this host.",
     ),
 ]
 Expect = Annotated[
     int | None,
-    typer.Option(metavar="VERSION", min=0, help="Fail unless the name has this version now; 0 for none yet."),
+    typer.Option(metavar="VERSION", min=0, help="Fail unless this is the current version; 0: the name must not exist."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-Hold = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long the previous version stays.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+Hold = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for which the previous version stays.")]
 
 
 @app.command()
 def publish(
     name: NameArgument,
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to publish; - for stdin.", show_default=False)],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE|-", help="The file to publish; - for stdin.", show_default=False)
+    ],
     expect: Expect = None,
     hold: Hold = 60.0,
     json: Json = False,
@@ -55,7 +58,7 @@ def publish(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Publish a file as the next version of a name, in parts, so that a large one is never in memory as a whole."""
+    """Publish a file as the next version of a name. It is sent in parts and never completely in memory."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         with progress_bars() as progress, open_source(file) as source:
             info = names.publish(name, _parts(source, file, progress), expect=expect)
@@ -74,7 +77,7 @@ def _parts(source: BinaryIO, file: str, progress: Told) -> Iterator[bytes]:
 def open_name(
     name: NameArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it. Default: stdout.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write. Default: stdout.")
     ] = None,
     version: Annotated[
         int | None, typer.Option(metavar="VERSION", min=1, help="An older version that is still held.")
@@ -84,7 +87,7 @@ def open_name(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a name's value to a file or to stdout; tensors are listed. A file is there whole or not at all."""
+    """Write a name's value to a file or to stdout; list tensors. A file is written completely or not at all."""
     with (
         open_store(node, replicas, timeout) as store,
         _names(store, registry, timeout) as names,
@@ -93,7 +96,7 @@ def open_name(
         if opened.info.tensors:
             if output is not None:
                 raise ConfigError(
-                    f"the name {name!r} holds tensors, which have no file; leave --output out to list them"
+                    f"the name {name!r} holds tensors, which cannot be written to one file; omit --output to list them"
                 )
             for entry in opened.tensors():
                 typer.echo(
@@ -120,7 +123,7 @@ def names_(
 
 @app.command()
 def history(name: NameArgument, json: Json = False, registry: RegistryOption = None, timeout: Timeout = 30.0) -> None:
-    """List the versions of a name, the oldest first; exit code 1 if it has never been published."""
+    """List the versions of a name, oldest first. Exit code 1: it was never published."""
     with _names(None, registry, timeout) as names:
         versions = names.history(name)
         _tell(versions, json)
@@ -150,19 +153,19 @@ def watch(
     after: Annotated[int, typer.Option(metavar="VERSION", min=0, help="Only versions above this one.")] = 0,
     count: Annotated[int | None, typer.Option(metavar="N", min=1, help="End after this many versions.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="End after this time; exit code 1 without versions.")
+        float | None, typer.Option(metavar="SECONDS", min=0, help="End after this time. Exit code 1: no version came.")
     ] = None,
     json: Json = False,
     registry: RegistryOption = None,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Print each new version of a name when it comes, the current one first."""
+    """Print the current version of a name, and then each new version when it is published."""
     deadline = None if seconds is None else time.monotonic() + seconds
     told = 0
     with _names(None, registry, timeout) as names, names.watch(name, after) as watching:
         while count is None or told < count:
-            left = _SLICE if deadline is None else deadline - time.monotonic()
-            info = watching.next(max(0.0, min(_SLICE, left)))
+            left = _WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
+            info = watching.next(max(0.0, min(_WAIT_SLICE_S, left)))
             if info is not None:
                 _tell([info], json)
                 told += 1
@@ -180,7 +183,7 @@ def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:
-    """Open the names over a store, which is None where no object is touched."""
+    """Open the names; `store` may be None for commands that read no objects."""
     return Names(store, registry or None, hold=hold, timeout=timeout)
 
 

@@ -31,89 +31,103 @@ if TYPE_CHECKING:
 
 __all__ = ["node"]
 
-_SAME_STOP_SECONDS = 1.0
+_SAME_STOP_S = 1.0
+"""A second signal within this time is the same request to stop."""
+
+Size = Annotated[str, typer.Option(metavar="SIZE", help="Memory to lend, for example 2GiB.", show_default=False)]
+Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 picks a free one.")]
+Nvme = Annotated[
+    tuple[str, str],
+    typer.Option(
+        metavar="PATH SIZE",
+        help="A file for objects that memory has no room for, and its size. Without it, the node evicts such objects.",
+        show_default=False,
+    ),
+]
+Name = Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")]
+Folder = Annotated[
+    str | None,  # a path would turn an empty string into "."
+    typer.Option(metavar="PATH", help="Folder of the segments; /dev/shm/farpool-UID/NAME by default."),
+]
+Keys = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Access keys (TOML, mode 0600). Needed to listen beyond loopback.")
+]
+Metrics = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="Address to serve /metrics for Prometheus on.", show_default=False),
+]
+Ephemeral = Annotated[
+    bool, typer.Option("--ephemeral", help="Ignore the data of earlier starts, and leave none behind.")
+]
+Grace = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0, help="Time for which a program that is gone keeps its leases and pins."),
+]
+Spin = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0, help="Time to poll for the next request before sleeping; 0 sleeps at once."),
+]
+Share = Annotated[
+    list[str],
+    typer.Option(
+        metavar="TENANT=SIZE",
+        help="Memory guaranteed to a tenant, for example 3=512MiB; repeatable.",
+        show_default=False,
+    ),
+]
+Fabric = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Also expose memory over a one-sided fabric, for example nixl; see docs/nixl.md first.",
+        show_default=False,
+    ),
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Serve TLS with the certificate in this folder (tls.crt, tls.key, ca.crt); see farpool certs.",
+    ),
+]
+InsecurePlaintext = Annotated[
+    bool, typer.Option("--insecure-plaintext", help="Allow to listen beyond loopback without TLS.")
+]
+SocketGroup = Annotated[
+    str,
+    typer.Option(
+        metavar="GROUP",
+        help="A group whose members may use the UNIX socket and map memory read-only; they need keys.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
 
 def node(
-    dram: Annotated[str, typer.Option(metavar="SIZE", help="Memory to lend, for example 2GiB.", show_default=False)],
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
-    ] = "127.0.0.1:7471",
-    nvme: Annotated[
-        tuple[str, str],
-        typer.Option(
-            metavar="PATH SIZE",
-            help="A file for objects for which memory has no room, and its size; without it, the node forgets them.",
-            show_default=False,
-        ),
-    ] = ("", ""),
-    name: Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")] = "",
-    folder: Annotated[
-        str | None,  # a path would make "." of an empty one
-        typer.Option(metavar="PATH", help="Where segments are kept; /dev/shm/farpool-UID/NAME by default."),
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Access keys (TOML, mode 0600). Needed to listen beyond loopback."),
-    ] = None,
-    metrics: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus there.", show_default=False)
-    ] = "",
-    ephemeral: Annotated[
-        bool, typer.Option("--ephemeral", help="Forget what an earlier start left, and leave nothing behind.")
-    ] = False,
-    grace: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="How long a program that is gone keeps its leases and pins."),
-    ] = 10.0,
-    spin: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0, help="How long to look for the next request before sleeping; 0 sleeps at once."
-        ),
-    ] = 50e-6,
-    share: Annotated[
-        list[str],
-        typer.Option(
-            metavar="TENANT=SIZE",
-            help="Memory guaranteed to a tenant, for example 3=512MiB; may be given several times.",
-            show_default=False,
-        ),
-    ] = [],  # noqa: B006 - typer wants a list, and nobody changes it
-    fabric: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Expose memory over a one-sided fabric, too, for example nixl; see docs/nixl.md first.",
-            show_default=False,
-        ),
-    ] = "",
-    tls: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Serve TLS with the certificate in this folder (tls.crt, tls.key, ca.crt); see farpool certs.",
-        ),
-    ] = None,
-    insecure_plaintext: Annotated[
-        bool, typer.Option("--insecure-plaintext", help="Listen beyond loopback without TLS, too.")
-    ] = False,
-    socket_group: Annotated[
-        str,
-        typer.Option(
-            metavar="GROUP",
-            help="A group whose members may use the UNIX socket, and map memory read-only; they need keys.",
-            show_default=False,
-        ),
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")] = False,
+    dram: Size,
+    listen: Listen = "127.0.0.1:7471",
+    nvme: Nvme = ("", ""),
+    name: Name = "",
+    folder: Folder = None,
+    keys: Keys = None,
+    metrics: Metrics = "",
+    ephemeral: Ephemeral = False,
+    grace: Grace = 10.0,
+    spin: Spin = 50e-6,
+    share: Share = [],  # noqa: B006 - typer needs a list, and this function does not change it
+    fabric: Fabric = "",
+    tls: Tls = None,
+    insecure_plaintext: InsecurePlaintext = False,
+    socket_group: SocketGroup = "",
+    json: Json = False,
 ) -> None:
-    """Lend memory of this host to programs here and elsewhere, until SIGTERM or SIGINT.
+    """Lend memory of this host to programs on this host and others, until SIGTERM or SIGINT.
 
-    Objects and leases stay in shared memory for the next start with the same name or folder. SIGHUP reads --keys and
-    --tls again.
+    Objects and leases stay in shared memory for the next start with the same name or folder. After SIGHUP the node
+    reads --keys and --tls again.
     """
-    # Not imported above: the command's other verbs would wait for it.
+    # Imported here, because the command's other verbs would have to wait for it.
     from farpool.cluster.node import Node
     from farpool.cluster.node.logs import configure
 
@@ -157,22 +171,22 @@ def _shares(given: list[str]) -> dict[int, int]:
 
 
 def _reload(running: Node, keys: Path | None) -> None:
-    """Make the node use the current keys and certificate; if they are invalid, log why and keep the old ones."""
+    """Make the node use the current keys and certificate; if they are invalid, log the reason and keep the old ones."""
     try:
         running.reload(lambda: None if keys is None else load_keys(keys))
     except ConfigError as error:
         log("not reloaded, the keys and the certificate stay as they were", level=logging.ERROR, reason=str(error))
-    except Exception:  # the thread that this runs in also waits for SIGTERM
+    except Exception:  # this thread also waits for SIGTERM, so it must not end
         log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
 
 def _announce(line: str) -> None:
-    """Write a line for the program that started the node; if writing fails, the node still lends memory."""
+    """Write a line for the program that started the node; if writing fails, log that and go on."""
     try:
-        print(line, end="", flush=True)  # writes nothing where there is no stdout
+        print(line, end="", flush=True)  # does nothing if there is no stdout
     except OSError as error:
         log("the ready line cannot be written", level=logging.WARNING, reason=error.strerror or str(error))
-        # The text in its buffer would be written, and fail, once more at exit.
+        # At exit Python would write the buffered text again, and fail again.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -196,14 +210,15 @@ def _ready_line(running: Node, *, json: bool) -> str:
 
 
 def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
-    """Catch SIGTERM and SIGINT from now on; return a function that waits for one. SIGHUP calls `reload`.
+    """Catch SIGTERM and SIGINT from now on; return a function that waits for one of them. SIGHUP calls `reload`.
 
-    A later one ends the process. One that comes within a second is the same stop: `timeout` and other wrappers signal
-    the process and then its whole group.
+    A second signal ends the process at once, unless it comes within a second: `timeout` and other wrappers signal the
+    process and then its whole group, which is one request to stop.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    # The signal may reach any thread; the handler would run in the main one, which nothing wakes then. The pipe does.
+    # The system may deliver a signal to any thread, but Python runs handlers in the main thread only, which sleeps. So
+    # the handlers do nothing: the signal's number is written to a pipe, and a thread reads it.
     signal.set_wakeup_fd(writable)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -212,21 +227,20 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
     def watch() -> None:
         while os.read(readable, 1)[0] == signal.SIGHUP:
             reload()
-        until = time.monotonic() + _SAME_STOP_SECONDS
+        until = time.monotonic() + _SAME_STOP_S
         stopping.set()
         while True:
             [number] = os.read(readable, 1)
             if number != signal.SIGHUP and time.monotonic() > until:
-                os._exit(
-                    128 + number
-                )  # as a shell says it; the default action could be restored by the main thread only
+                # The code that a shell gives for this signal. Only the main thread could restore the default action.
+                os._exit(128 + number)
 
     threading.Thread(target=watch, name="farpool-signals", daemon=True).start()
     return stopping.wait
 
 
 def _allow_many_files() -> None:
-    """Raise the limit on open files: each connection is one, and the usual 1,024 is for programs that use select."""
+    """Raise the limit of open files: each connection uses one, and the usual limit of 1,024 is too low for a node."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -26,16 +26,16 @@ Where = Annotated[
         metavar="URL",
         envvar="FARPOOL_REGISTRY",
         show_envvar=True,
-        help="A path, or etcd://HOST,HOST2/PREFIX. Default: a file of yours on this host.",
+        help="A path, or etcd://HOST,HOST2/PREFIX. Default: your own file on this host.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time that a request may take.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time limit for a request.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The backup.", show_default=False)]
 
 
 @app.command()
 def backup(file: File, registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Write all names, as they are at one moment, to a new file. Programs may keep using the registry."""
+    """Write a consistent snapshot of all names to a new file. Programs may keep using the registry."""
     from farpool.cluster.registry.backup import back_up
 
     with _open(registry, timeout) as opened:
@@ -47,11 +47,11 @@ def restore(
     file: File,
     registry: Where = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace a registry's file, which no program may have open.")
+        bool, typer.Option("--replace", help="Replace the registry's file. No program may have it open.")
     ] = False,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a backup's names to an empty registry of either kind. The holds of programs are not restored."""
+    """Restore a backup into an empty registry, a file or etcd. The holds of programs are not restored."""
     from farpool.cluster.registry import backup as backups
     from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError
@@ -69,7 +69,7 @@ def restore(
 
 @app.command()
 def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Read all entries, compare their checksums, and find what names point to. Exit code 1 if there is damage."""
+    """Verify the checksums of all entries and the entries that names refer to. Exit code 1 if there is damage."""
     from rich.markup import escape
 
     from farpool.cluster.names.check import check as checked_names

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from farpool.checks import require_package
 from farpool.cli.files import as_shown, open_source, read_parts, write_whole
 from farpool.cli.progress import Told, progress_bars
 from farpool.cluster.store import ObjectInfo, Store
@@ -32,13 +33,13 @@ app = typer.Typer(
 Node = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", metavar="ADDRESS", help="A node, tcp://HOST:PORT; once for each. Default: those in FARPOOL_NODES."
+        "--node", metavar="ADDRESS", help="A node, tcp://HOST:PORT; repeatable. Default: the nodes in FARPOOL_NODES."
     ),
 ]
 Replicas = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Copies of each object; give the number that your programs give.")
+    int, typer.Option(metavar="N", min=1, help="Copies of each object; use the same number as your programs.")
 ]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take, connecting included.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit for a call, including connecting.")]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.", show_default=False)]
 
 
@@ -62,10 +63,12 @@ def _missing(key: str) -> typer.Exit:
 @app.command()
 def put(
     key: Key,
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to store; - for stdin.", show_default=False)],
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="The file to store; - for stdin.", show_default=False)],
     ttl: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="How long it lives. Default: until it is dropped or evicted."),
+        typer.Option(
+            metavar="SECONDS", help="Time after which it expires. Default: it stays until it is dropped or evicted."
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Fail if the key has a value of another size or checksum.")
@@ -74,7 +77,7 @@ def put(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Store a file under a key. A value that the key has already stays; stderr says "stored" or "present"."""
+    """Store a file under a key. If the key has a value already, that value stays. Prints "stored" or "present"."""
     ttl_of(ttl)  # raises an error for a wrong time to live before we read the file
     with progress_bars() as progress, open_source(file) as source, open_store(node, replicas, timeout) as store:
         largest = store.largest()
@@ -84,8 +87,8 @@ def put(
             value += chunk
             if len(value) > largest:
                 raise ConfigError(
-                    f"{file} has more than {largest} bytes ({format_size(largest)}), which is all that the largest "
-                    "node can hold; give a smaller file",
+                    f"{file} has more than {largest} bytes ({format_size(largest)}), and the largest node cannot hold "
+                    "more; give a smaller file",
                     setting="file",
                 )
             progress("read", len(value) >> 20, max(total, len(value)) >> 20)
@@ -99,13 +102,13 @@ def put(
 def get(
     key: Key,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it. Default: stdout.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write. Default: stdout.")
     ] = None,
     node: Node = None,
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Write an object to a file or to stdout; exit code 1 if there is none. A file is written whole or not at all."""
+    """Write an object to a file, completely or not at all, or to stdout. Exit code 1: no node has it."""
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         progress("get", 0, 1)
         value = store.get(os.fsencode(key))
@@ -128,12 +131,12 @@ def _written(value: bytes, progress: Told) -> Iterator[memoryview]:
 @app.command()
 def ls(
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only keys that begin with this.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     node: Node = None,
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """List objects: size, key and how long they still live; in no order."""
+    """List objects in no particular order: size, key and remaining time to live."""
     with open_store(node, replicas, timeout) as store:
         for info in store.objects(os.fsencode(prefix)):
             if json:
@@ -192,7 +195,7 @@ def stat(
 
 @app.command()
 def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0) -> None:
-    """Drop an object, so that its key is free again; exit code 1 if there was none."""
+    """Drop an object, so that its key is free again. Exit code 1: no node had it."""
     with open_store(node, replicas, timeout) as store:
         if not store.drop(os.fsencode(key)):
             raise _missing(key)
@@ -201,7 +204,7 @@ def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 1
 @app.command()
 def repair(
     bandwidth: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes to copy in a second at most, for example 100MB.")
+        str | None, typer.Option(metavar="SIZE", help="Limit of bytes copied per second, for example 100MB.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     metrics: Annotated[
@@ -212,12 +215,14 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Copy objects again whose copies were lost with their nodes, fewest copies first; exit code 1 if some copies fail.
+    """Make the copies again that were lost with their nodes, objects with the fewest copies first.
 
-    The command names each object that still has too few copies, with the reasons. It counts objects that were dropped,
-    evicted or expired while it ran as gone; these do not change the exit code.
+    Prints each object that still has too few copies, with the reasons; then the exit code is 1. Objects that were
+    dropped, evicted or expired while the command ran are counted as gone and do not change the exit code.
     """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
+    if metrics is not None:
+        require_package("prometheus_client", "metrics", "--metrics")
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
     if metrics is not None:
@@ -247,12 +252,12 @@ def rotate_tenant(
     node: Node = None,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make everything that the access key's tenant has put so far unreadable; exit code 1 if a node was not reached.
+    """Make all objects unreadable that the access key's tenant has put so far. Exit code 1: a node was not reached.
 
-    No program can read it again, on any node or after any restart; pinned objects stay in memory until their unpin.
-    The key needs the rights "admin" and "publish". A node that was not reached may still return its objects. It
-    learns of the rotation from the first program with the right "publish" that has met it and a node that was reached,
-    for example "farpool store ls". Names whose objects are gone say so when they are opened.
+    No program can read these objects again, on any node and after any restart. Pinned objects stay in memory until they
+    are unpinned. The key needs the rights "admin" and "publish". A node that was not reached may still return its
+    objects. It learns of the rotation from the first program with the right "publish" that connects both to it and to a
+    node that was reached, for example "farpool store ls". Opening a name whose objects are gone raises an error.
     """
     with open_store(node, 1, timeout) as store:
         rotation = store.rotate_tenant()
@@ -266,8 +271,8 @@ def rotate_tenant(
             )
     if not rotation.complete:
         typer.echo(
-            "A node was not reached: it may still give out what was put before. When it is back, run "
-            '"farpool store ls" with all nodes and the same key, which tells it.',
+            "A node was not reached and may still return its old objects. When it is back, run "
+            '"farpool store ls" with all nodes and the same key: that passes the rotation on to it.',
             err=True,
         )
         raise typer.Exit(1)

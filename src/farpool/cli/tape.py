@@ -1,4 +1,4 @@
-"""``farpool tape``: show recordings that ``pool.record(path)`` has made."""
+"""``farpool tape``: show recordings made by ``pool.record(path)``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _tape() -> None:
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The tape file.", show_default=False)],
-    accesses: Annotated[int, typer.Option(metavar="N", min=0, help="Show the first N accesses, one a line.")] = 0,
+    accesses: Annotated[int, typer.Option(metavar="N", min=0, help="Show the first N accesses, one per line.")] = 0,
     figure: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw accesses and reuse distances (.png, .svg or .pdf)."),
@@ -35,7 +35,7 @@ def show(
 ) -> None:
     """Show a tape: sizes, times, its loop, reuse distances, and the least bytes to move at smaller budgets.
 
-    A file whose recording was not closed (its program was killed) is shown up to its last whole chunk.
+    If the recording was not closed because its program was killed, the file is shown up to its last whole chunk.
     """
     from rich.console import Console
     from rich.markup import escape

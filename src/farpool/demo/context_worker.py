@@ -1,4 +1,4 @@
-"""A process that answers questions over a long context, whose KV it computes and saves, or loads.
+"""A process that answers questions over a long context. It computes and saves the context's KV, or loads it.
 
 Reads a `ContextRequest` from stdin, writes a `ContextReply` to stdout.
 """
@@ -30,7 +30,7 @@ _CONFIG: dict[str, Any] = {
 
 
 class _Answerer:
-    """The model, and the cache of its KV on a node."""
+    """The model, and a cache on a node for its KV."""
 
     def __init__(self, node: str) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class _Answerer:
         return sum(one.nbytes for pair in pairs for one in pair)
 
     def step(self, tokens: list[int], past: Any) -> torch.Tensor:
-        """Compute tokens behind those of a cache, and return the logits of the last one."""
+        """Compute tokens that follow the tokens of a cache, and return the logits of the last one."""
         inputs = torch.tensor([tokens])
         logits: torch.Tensor = self.model(
             inputs, use_cache=True, logits_to_keep=1, **{self.cache_argument: past}
@@ -73,14 +73,14 @@ class _Answerer:
         return logits
 
     def computed(self, tokens: list[int], past: Any = None) -> Any:
-        """Compute the KV of tokens, behind what there is."""
+        """Compute the KV of tokens that follow the tokens of `past`, which begins empty by default."""
         past = DynamicCache(config=self.config) if past is None else past
         if tokens:
             self.step(tokens, past)
         return past
 
     def answer(self, context: list[int], question: list[int], new_tokens: int, *, load: bool) -> Answer:
-        """Answer a question over a context; with `load`, begin with the KV that is there."""
+        """Answer a question over a context; with `load`, first load the KV that the node has."""
         began = time.monotonic()
         past, there, loading, missed = DynamicCache(config=self.config), 0, 0.0, ""
         if load:
@@ -92,7 +92,8 @@ class _Answerer:
                 missed = str(match.reason or "blocks that were found did not load")
             for number, (keys, values) in enumerate(pairs if there else ()):
                 past.update(keys[..., :there, :], values[..., :there, :], number)
-        # The context is always computed by itself, so that the question is computed alike behind KV that was loaded.
+        # The context and the question are separate passes even if nothing was loaded. One pass over both could round
+        # in another way than a pass over the question alone.
         past = self.computed(context[there:], past)
         answer: list[int] = []
         step, first_seconds = question, 0.0
@@ -112,7 +113,7 @@ def main() -> None:
     loaded: list[Answer] = []
     with torch.inference_mode(), answerer.cache:
         nbytes = answerer.save(request.context) if request.saves else 0
-        answerer.computed(request.context[:16])  # so that nothing is measured that is done once in a process
+        answerer.computed(request.context[:16])  # warm up, because a process's first pass takes longer
         for question in request.questions:
             computed.append(answerer.answer(request.context, question, request.new_tokens, load=False))
             if not request.saves:

@@ -14,7 +14,7 @@ from farpool.errors import ConfigError
 __all__ = ["Passage", "folder_passages", "library_passages", "pick"]
 
 PASSAGE_CHARACTERS = 900
-"""About 200 word pieces of English, so that most passages are read whole by a model that reads 256."""
+"""About 200 word pieces of English: the model reads 256, so it reads most passages completely."""
 
 SHORTEST_DOCSTRING = 150
 
@@ -47,7 +47,7 @@ class Passage:
 
 
 def library_passages() -> list[Passage]:
-    """Passages from the docstrings of the running Python's standard library, read from its sources, not imported."""
+    """Return passages from docstrings of the running Python's standard library, read from its source files."""
     root = Path(sysconfig.get_path("stdlib"))
     return [
         passage
@@ -58,12 +58,12 @@ def library_passages() -> list[Passage]:
 
 
 def folder_passages(folder: Path, progress: Callable[[int, int], None] | None = None) -> list[Passage]:
-    """Passages from all ``.txt`` and ``.md`` files under a folder, in order of their paths.
+    """Return passages from all ``.txt`` and ``.md`` files under a folder, sorted by path.
 
     Raises
     ------
     ConfigError
-        The folder cannot be read, or has no such file with text in it.
+        The folder cannot be read, or none of its files has text.
     """
     if not folder.is_dir():
         raise ConfigError(f"--docs {folder}: not a folder; give one with .txt or .md files")
@@ -113,7 +113,7 @@ def _docstring_passages(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Split a text into passages: paragraphs are joined as long as they fit; a longer one is cut between words."""
+    """Split a text into passages: join paragraphs while they fit, and cut a longer paragraph between words."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())

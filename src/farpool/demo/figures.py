@@ -1,4 +1,4 @@
-"""The figures that the demo reports: how long the batches took, and what the pool did in a stretch of time."""
+"""The figures that the demo reports: times of the batches, and a pool's counters between two moments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Counts", "LinkTraffic", "Timing", "counts_between"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Time that the batches took.
+    """Times of the batches.
 
     Attributes
     ----------
     first_seconds, rest_seconds : float
         Seconds of the first batch, and of all others.
     texts_per_second : float
-        Throughput; the first batch is left out, unless it is the only one.
+        Throughput without the first batch, unless it is the only one.
     """
 
     first_seconds: float
@@ -39,16 +39,16 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Account of a pool between two moments, with counters as in :class:`farpool.memory.pool.stats.Stats`.
+    """Counters of a pool between two moments, named as in :class:`farpool.memory.pool.stats.Stats`.
 
     Attributes
     ----------
     hits, late : int
-        Accesses that found everything in place, and those whose bytes were already on their way.
+        Accesses whose bytes were resident, and accesses whose bytes were already being fetched.
     hit_rate : float or None
-        Share of the accesses that found everything in place; None without accesses.
+        Share of the accesses whose bytes were resident; None without accesses.
     prefetch_accuracy : float or None
-        Share of the prefetches, of those whose fate is known, that were used; None without any.
+        Share of prefetches that were used, among prefetches that were used or wasted; None without any.
     """
 
     accesses: int

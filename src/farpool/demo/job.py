@@ -1,7 +1,6 @@
 """Embed a text collection all resident and inside a byte budget, batch by batch in turn, and compare to the last bit.
 
-The first batch is told apart in both runs: in the plain one it warms the machine up, in the paged one it is the pass
-that the pool records.
+The first batch counts separately in both runs: it warms the machine up, and in the paged run the pool records it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from farpool.demo.settings import Settings
 from farpool.demo.start_up import StartUp, compare_starts
 from farpool.errors import ConfigError
 from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import Stats
 from farpool.memory.tiers import Tier
 from farpool.observe.timeline import Mark, check_drawable, draw_timeline
 from farpool.sizes import parse_size
@@ -33,11 +33,10 @@ __all__ = ["Answer", "Outcome", "run"]
 
 BATCH = 32
 ANSWERS = 5
-_DRAWN = 2
-"""Batches in the picture."""
+_BATCHES_DRAWN = 2
 _NODES = 2
-_SLACK = 64 << 20
-"""Bytes that a node lends beyond what lies in it: indexes, and rounding to stripes."""
+_NODE_SLACK_BYTES = 64 << 20
+"""Additional memory of a node, for its indexes and because sizes are rounded up to stripes."""
 MODEL = "all-MiniLM-L6-v2"
 
 Progress = Callable[[str, int, int], None]
@@ -61,21 +60,21 @@ class Outcome:
     equal : bool
         True if all embeddings of both runs are the same, bit for bit.
     weight_bytes, budget_bytes, peak_bytes : int
-        Bytes of the model's parameters and buffers, of the fast tier, and the most that was taken of it.
+        Bytes of the model's parameters and buffers, of the fast tier, and the most bytes used of the fast tier.
     tiers : dict
         Bytes of each lower tier.
     plain, paged : Timing
         Times of the run with all weights resident, and of the run inside the budget.
     relative_throughput : float
-        Paged over plain: median over the batches, the first left out.
+        Throughput of the paged run divided by the plain run's: the median over all batches but the first.
     first, rest : Counts
         Counts of the pool during the first batch and during all the others.
     nodes : tuple of str
-        Addresses of the nodes that lent the lower tier; none unless it was remote.
+        Addresses of the nodes that lent the lower tier; empty if the demo ran without ``--remote``.
     start_up : StartUp or None
-        Outcome of the second act; None unless the lower tier was remote.
+        Outcome of the second act; None if the demo ran without ``--remote``.
     unpaged_peak : int or None
-        The most bytes beside the pool, which the budget does not count: activations, the interpreter; None if unknown.
+        The most bytes outside the pool, which the budget does not count, such as activations; None if unknown.
     """
 
     model: str
@@ -107,7 +106,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     settings : Settings
         Settings of the run.
     progress : callable
-        Told the name of a step, how much of it is done, and how much there is.
+        Receives the name of a step, how much of it is done, and the total.
 
     Raises
     ------
@@ -118,14 +117,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     PoolFullError
         The tiers together are too small for the weights.
     """
-    if not settings.question.strip():
-        raise ConfigError("--question is empty; ask something")
-    if settings.texts < 1:
-        raise ConfigError(f"--texts {settings.texts}: at least 1 is needed")
-    if settings.starts < 1:
-        raise ConfigError(f"--starts {settings.starts}: at least 1 is needed")
-    if settings.timeline:
-        check_drawable(settings.timeline)
+    _check(settings)
     progress("Reading text", 0, 1)
     passages = pick(_passages(settings, progress), settings.texts)
     progress("Reading text", 1, 1)
@@ -140,54 +132,30 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     batches = embedder.batches([f"{passage.source}: {passage.text}" for passage in passages], BATCH)
     question = embedder.batches([settings.question], 1)[0]
     progress("Loading the model", 2, 2)
-
     reference = load_embedder()
-    expected_question = reference.embed(question)
 
     with _lower(settings, dram, nvme, weight_bytes) as lower:
-        with Pool(fast=budget, tiers=lower.tiers) as pool:
-            offload(
-                embedder.module,
-                pool,
-                progress=lambda done, total: progress("Moving the weights to the pool", done, total),
-            )
-            before = pool.stats()
-            after_first = before
-
-            def first_batch_done() -> None:
-                nonlocal after_first
-                after_first = pool.stats()
-
-            pairs = _embed_in_turn(reference, embedder, batches, progress, first_batch_done)
-            after = pool.stats()
-            embedded_question = embedder.embed(question)
-            if settings.timeline:
-                _draw_stretch(settings.timeline, pool, embedder, batches, budget, weight_bytes, progress)
-            peak = pool.stats().fast.peak
-            restore(embedder.module)
+        paged = _run_paged(settings, lower.tiers, budget, reference, embedder, batches, question, progress)
         start_up = _second_act(settings, lower.nodes[0], passages, reference, progress) if lower.nodes else None
-    equal = torch.equal(pairs.plain, pairs.paged) and torch.equal(expected_question, embedded_question)
-    plain, paged = timing_of(batches, pairs.plain_seconds), timing_of(batches, pairs.paged_seconds)
-    embeddings = pairs.paged
-
-    scores, rows = torch.topk(embeddings @ embedded_question[0], min(ANSWERS, len(passages)))
+    pairs = paged.pairs
+    scores, rows = torch.topk(pairs.paged @ paged.question[0], min(ANSWERS, len(passages)))
     return Outcome(
         model=MODEL,
         passages=len(passages),
         batches=len(batches),
-        equal=equal,
+        equal=paged.equal,
         weight_bytes=weight_bytes,
         budget_bytes=budget,
-        peak_bytes=peak,
-        tiers={tier.name: tier.capacity for tier in after.tiers},
-        plain=plain,
-        paged=paged,
+        peak_bytes=paged.peak,
+        tiers={tier.name: tier.capacity for tier in paged.after.tiers},
+        plain=timing_of(batches, pairs.plain_seconds),
+        paged=timing_of(batches, pairs.paged_seconds),
         relative_throughput=pairs.median_ratio(),
-        first=counts_between(before, after_first),
-        rest=counts_between(after_first, after),
+        first=counts_between(paged.before, paged.after_first),
+        rest=counts_between(paged.after_first, paged.after),
         nodes=lower.nodes,
         start_up=start_up,
-        unpaged_peak=after.unpaged_peak,
+        unpaged_peak=paged.after.unpaged_peak,
         question=settings.question,
         answers=tuple(
             Answer(score, passages[row].source, passages[row].text)
@@ -197,13 +165,74 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     )
 
 
+def _check(settings: Settings) -> None:
+    """Check the settings before anything is loaded."""
+    if not settings.question.strip():
+        raise ConfigError("--question is empty; ask something")
+    if settings.texts < 1:
+        raise ConfigError(f"--texts {settings.texts}: expected at least 1")
+    if settings.starts < 1:
+        raise ConfigError(f"--starts {settings.starts}: expected at least 1")
+    if settings.timeline:
+        check_drawable(settings.timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedRun:
+    """Outcome of both runs: embeddings, and the pool's statistics before, after the first batch and at the end."""
+
+    pairs: _Pairs
+    question: torch.Tensor
+    equal: bool
+    before: Stats
+    after_first: Stats
+    after: Stats
+    peak: int
+
+
+def _run_paged(
+    settings: Settings,
+    tiers: list[Tier],
+    budget: int,
+    reference: Embedder,
+    embedder: Embedder,
+    batches: Sequence[Batch],
+    question: Batch,
+    progress: Progress,
+) -> _PagedRun:
+    """Embed batches and question with both models, `embedder` in a pool, and draw the timeline if wanted."""
+    expected = reference.embed(question)
+    weight_bytes = embedder.weight_bytes
+    with Pool(fast=budget, tiers=tiers) as pool:
+        offload(
+            embedder.module,
+            pool,
+            progress=lambda done, total: progress("Moving the weights to the pool", done, total),
+        )
+        before = after_first = pool.stats()
+
+        def first_batch_done() -> None:
+            nonlocal after_first
+            after_first = pool.stats()
+
+        pairs = _embed_in_turn(reference, embedder, batches, progress, first_batch_done)
+        after = pool.stats()
+        embedded = embedder.embed(question)
+        if settings.timeline:
+            _draw_stretch(settings.timeline, pool, embedder, batches, budget, weight_bytes, progress)
+        peak = pool.stats().fast.peak
+        restore(embedder.module)
+    equal = torch.equal(pairs.plain, pairs.paged) and torch.equal(expected, embedded)
+    return _PagedRun(pairs, embedded, equal, before, after_first, after, peak)
+
+
 def share_of(size: str, whole: int, option: str) -> int:
     """Convert a size with a unit, or a percentage of `whole`, to bytes.
 
     Raises
     ------
     ConfigError
-        It is neither, or nothing is left of it; the message names the option.
+        The text is neither, or gives less than one byte; the message names the option.
     """
     text = size.strip()
     try:
@@ -213,7 +242,7 @@ def share_of(size: str, whole: int, option: str) -> int:
             f"{option} {size!r}: expected a size such as '20 MiB' or a percentage such as '25%'"
         ) from error
     if nbytes < 1:
-        raise ConfigError(f"{option} {size!r}: must be more than nothing")
+        raise ConfigError(f"{option} {size!r}: expected at least one byte")
     return nbytes
 
 
@@ -227,11 +256,11 @@ class _Lower:
 
 @contextlib.contextmanager
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
-    """Provide the lower tiers: DRAM and a file, or as many bytes on nodes that run for as long as the context."""
+    """Provide the lower tiers while the context is open: DRAM and a file, or as many bytes on two nodes."""
     if settings.remote:
         share = (dram + nvme) // _NODES
-        with lending(_NODES, share + weight_bytes + _SLACK) as nodes:
-            # Mapping is left to the second act: here the nodes are used as if they were other hosts.
+        with lending(_NODES, share + weight_bytes + _NODE_SLACK_BYTES) as nodes:
+            # The nodes are on this host, but the pool uses them over TCP as if they were other hosts.
             yield _Lower([Remote(*nodes, size=dram + nvme, transport="tcp")], nodes)
     else:
         with tempfile.TemporaryDirectory(prefix="farpool-", dir=_disk()) as folder:
@@ -241,7 +270,7 @@ def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Itera
 def _second_act(
     settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
 ) -> StartUp:
-    """Compare processes that start with weights from a node with the model in this one, which it tunes for that."""
+    """Compare new processes, which start with weights from a node, with `reference`, which this function tunes."""
     texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
     expected = []
     for turn in range(2):
@@ -281,7 +310,7 @@ class _Pairs:
     paged_seconds: list[float]
 
     def median_ratio(self) -> float:
-        """Median over the batches of plain over paged time; the first is left out if there are others."""
+        """Return the median of plain over paged time, over all batches but the first if there are several."""
         ratios = [plain / paged for plain, paged in zip(self.plain_seconds, self.paged_seconds, strict=True)]
         return statistics.median(ratios[1:] or ratios)
 
@@ -293,7 +322,7 @@ def _embed_in_turn(
     progress: Progress,
     first_batch_done: Callable[[], None],
 ) -> _Pairs:
-    """Embed each batch all resident and then paged, so that both meet the machine in the same state."""
+    """Embed each batch all resident and then paged, so that both run while the machine is in the same state."""
     texts = sum(len(batch.rows) for batch in batches)
     pairs = _Pairs(torch.empty(texts, embedder.width), torch.empty(texts, embedder.width), [], [])
     steps = (
@@ -331,7 +360,7 @@ def _draw_stretch(
 ) -> None:
     """Run batches from the middle once more, without the all-resident run between them, and draw the last two."""
     middle = len(batches) // 2
-    again = range(max(0, middle - _DRAWN), min(len(batches), middle + _DRAWN))
+    again = range(max(0, middle - _BATCHES_DRAWN), min(len(batches), middle + _BATCHES_DRAWN))
     progress("Drawing the timeline", 0, len(again) + 1)
     marks = []
     events: list[Event] = []
@@ -347,12 +376,12 @@ def _draw_stretch(
         path,
         budget=budget,
         title=f"{MODEL} with {budget / weight_bytes:.0%} of its {weight_bytes / 1e6:.0f} MB resident",
-        window=(marks[max(0, len(marks) - _DRAWN)].time, end),
+        window=(marks[max(0, len(marks) - _BATCHES_DRAWN)].time, end),
         marks=marks,
     )
     progress("Drawing the timeline", len(again) + 1, len(again) + 1)
 
 
 def _disk() -> str | None:
-    """Return a folder that is on a disk, as /tmp may be memory; None for the default folder."""
+    """Return a folder on a disk, because /tmp may be memory; None for the default folder."""
     return "/var/tmp" if Path("/var/tmp").is_dir() else None

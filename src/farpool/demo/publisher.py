@@ -1,4 +1,4 @@
-"""A process that publishes the model's weights under a name, as they are or tuned.
+"""A process that publishes the model's weights under a name, unchanged or tuned.
 
 Reads a `PublishRequest` from stdin, writes a `Published` to stdout.
 """
@@ -16,9 +16,9 @@ from farpool.demo.start_up import Published, PublishRequest
 
 
 def main() -> None:
-    """Publish the weights and report how much that was."""
+    """Publish the weights and report their number and size, and how long it took."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=PublishRequest)
-    import transformers.models.bert.modeling_bert  # noqa: F401 - so that loading is timed without it
+    import transformers.models.bert.modeling_bert  # noqa: F401 - here, so that the time of loading excludes it
 
     begin = time.monotonic()
     module = load_embedder().module

@@ -18,7 +18,7 @@ __all__ = ["report"]
 
 
 def report(outcome: Outcome) -> RenderableType:
-    """Build the report: answers first, then whether they can be trusted, then what the budget cost."""
+    """Build the report: the answers, then whether both runs are equal, then times and transfers."""
     parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
     if outcome.start_up:
         parts += [_start_up_verdict(outcome.start_up), _start_up(outcome.start_up)]
@@ -68,10 +68,10 @@ def _traffic(outcome: Outcome) -> Table:
     if outcome.nodes:
         tiers += f" on {' and '.join(outcome.nodes)}, over TCP"
     table = Table(
-        "What the pool did",
-        caption=f"Tiers below the fast one: {tiers}. The first batch is recorded, the others follow the recording."
+        "Work of the pool",
+        caption=f"Tiers below the fast one: {tiers}. The pool prefetches by its recording of the first batch."
         + (
-            f" Memory beside the pool (activations, the interpreter): at most {_mb(outcome.unpaged_peak)}."
+            f" Memory outside the pool (activations, the interpreter): at most {_mb(outcome.unpaged_peak)}."
             if outcome.unpaged_peak
             else ""
         ),
@@ -81,8 +81,8 @@ def _traffic(outcome: Outcome) -> Table:
     table.add_figures("first batch", f"other {outcome.batches - 1} batches")
     rows: list[tuple[str, Callable[[Counts], str]]] = [
         ("accesses", lambda counts: f"{counts.accesses:,}"),
-        ("found everything in place", lambda counts: _share(counts.hit_rate)),
-        ("found it on its way", lambda counts: f"{counts.late:,}"),
+        ("bytes were resident", lambda counts: _share(counts.hit_rate)),
+        ("bytes were being fetched", lambda counts: f"{counts.late:,}"),
         ("fetches on demand", lambda counts: f"{counts.demand_fetches:,}"),
         ("prefetches", lambda counts: f"{counts.prefetches:,}"),
         ("prefetches that were used", lambda counts: _share(counts.prefetch_accuracy)),
@@ -106,10 +106,10 @@ def _start_up_verdict(start_up: StartUp) -> Panel:
         f"[bold]moved[/]  {start_up.tensors} tensors, {_mb(start_up.nbytes)}, once, which took "
         f"{start_up.publish_seconds:.2f} s; then {start_up.sent_bytes:,} bytes to each process that mapped them",
         f"[bold]start[/]  weights ready in {start_up.relative_weights:.0%} of the time that the file takes",
-        "[bold green]next[/]   a process on mapped weights was told of a second version, mapped it and gave its "
+        "[bold green]next[/]   a process on mapped weights waited for a second version, mapped it and gave its "
         f"embeddings, bit for bit; {start_up.changed_tensors} tensors of it, {start_up.changed_bytes:,} bytes, were new"
         if start_up.followed
-        else "[bold red]NOT EQUAL[/]  a process that was told of a second version gave other embeddings",
+        else "[bold red]NOT EQUAL[/]  a process that mapped the second version gave other embeddings",
     ]
     return Panel("\n".join(lines), title="Weights published by one process, mapped by others", expand=True)
 
@@ -118,7 +118,7 @@ def _start_up(start_up: StartUp) -> Table:
     table = Table(
         "Starting",
         caption=f"Medians of {start_up.processes} new processes each. From the file: as transformers loads it, mapped "
-        "out of the page cache and not verified. From the node: mapped and verified. The publisher, which "
+        "from the page cache and not verified. From the node: mapped and verified. The publisher, which "
         f"built the model, read the file and copied the weights, took {start_up.load_seconds * 1e3:,.1f} ms.",
         expand=True,
     )

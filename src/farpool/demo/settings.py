@@ -1,4 +1,4 @@
-"""Settings of the demo. Needs no torch, so that the command can show its help at once."""
+"""Settings of the demo. This module does not import torch, so that the command shows its help quickly."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Settings:
     docs : Path or None
         Folder of the user's own ``.txt`` and ``.md`` files; None for the standard library's documentation.
     texts : int
-        Number of passages at most.
+        Maximum number of passages.
     timeline : Path or None
         File to draw the timeline into; None for no timeline.
     remote : bool
-        True if the lower tier is memory of two nodes, which the demo starts, instead of DRAM and NVMe; then also the
-        second act, in which processes start with weights that another one has published.
+        True to use memory of two nodes, which the demo starts, instead of DRAM and NVMe. Then the demo has a second
+        act, in which processes start with weights that another process has published.
     starts : int
-        Processes that start in either way in the second act.
+        Processes that start in each way in the second act.
     """
 
     budget: str = "25%"

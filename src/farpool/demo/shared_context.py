@@ -1,7 +1,7 @@
 """``farpool demo --kv``: two processes answer questions over one long context; one computes its KV, the other loads it.
 
-The model is a small Llama that is built from a configuration with a fixed seed, so its answers are no sentences: what
-counts is that both processes give the same tokens, and when the first of them comes.
+The model is a small Llama with random weights from a fixed seed, so its answers make no sense. The demo compares the
+tokens of both processes, and the times of their first tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ __all__ = ["BLOCK_TOKENS", "Answer", "ContextOutcome", "ContextReply", "ContextR
 
 BLOCK_TOKENS = 16
 """Tokens whose KV is saved and loaded together."""
-_PATIENCE = 600.0
-"""Seconds that one process may take."""
+_PROCESS_TIMEOUT_S = 600.0
 _NODE_BYTES = 1 << 30
 _QUESTIONS = (
     "How can I run another program and read what it prints?",
@@ -36,7 +35,7 @@ _QUESTIONS = (
 
 
 class ContextRequest(msgspec.Struct, frozen=True):
-    """Request to a process: the context and the questions as token ids, and how it comes by the context's KV.
+    """Request to a process: the context and the questions as token ids, and whether to compute or to load KV.
 
     Attributes
     ----------
@@ -49,8 +48,8 @@ class ContextRequest(msgspec.Struct, frozen=True):
     new_tokens : int
         Length of an answer.
     saves : bool
-        True for the process that computes the context and saves its KV; the other answers each question twice, with the
-        KV that is there and without.
+        True: compute the context, save its KV, and answer each question once. False: answer each question twice, once
+        without and once with KV from the node.
     """
 
     node: str
@@ -74,7 +73,8 @@ class Answer(msgspec.Struct, frozen=True):
     loading_seconds : float
         Time of lookup and load, which is part of `first_seconds`.
     missed : str
-        Reason why no more was loaded, as of ``farpool why``; empty if all whole blocks were, or nothing was to be.
+        Reason why some whole blocks were not loaded, as in ``farpool why``; empty if all were loaded, or if this
+        answer was to load nothing.
     """
 
     tokens: list[int]
@@ -85,7 +85,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class ContextReply(msgspec.Struct, frozen=True):
-    """Reply of a process: answers with and without KV that was there, and bytes of KV that it has saved or loaded."""
+    """Reply of a process: answers with loaded and with computed KV, and the bytes of KV that it has saved."""
 
     loaded: list[Answer]
     computed: list[Answer]
@@ -99,13 +99,13 @@ class ContextOutcome:
     Attributes
     ----------
     equal : bool
-        True if both processes gave the same tokens, with and without KV that was there.
+        True if both processes gave the same tokens, with computed and with loaded KV.
     context_tokens : int
         Length of the context.
     whole_tokens : int
-        Tokens of it that make whole blocks, which are all that can be loaded.
+        Tokens of the context in whole blocks. Only whole blocks can be loaded.
     loaded_tokens : int
-        Tokens of it whose KV the second process loaded for each question, the fewest.
+        The fewest tokens whose KV the second process loaded for a question.
     missed : str
         Reason why it did not load all of `whole_tokens`; empty if it did.
     nbytes : int
@@ -113,13 +113,13 @@ class ContextOutcome:
     questions : list of str
         Questions in text.
     computed : list of float
-        Seconds to the first token of each answer in the second process where it computes everything.
+        Seconds to the first token of each answer in the second process when it computes everything.
     loaded : list of float
-        The same where it loads the context's KV.
+        The same when it loads the context's KV.
     loading : list of float
         Seconds of lookup and load, for each question.
     speedup : float
-        Median of the ratios of both.
+        Median of the ratios `computed` to `loaded`.
     """
 
     equal: bool
@@ -141,7 +141,7 @@ class ContextOutcome:
 
 
 def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int], None]) -> ContextOutcome:
-    """Run both processes, one after the other, beside a node that is started for them.
+    """Start a node, and run both processes one after the other.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int]
     new_tokens : int
         Length of an answer.
     progress : callable
-        Told of what is done.
+        Receives the name of a step, how much of it is done, and the total.
 
     Raises
     ------
@@ -192,7 +192,7 @@ def _ask(request: ContextRequest, step: str) -> ContextReply:
         [sys.executable, "-m", "farpool.demo.context_worker"],
         input=msgspec.json.encode(request),
         capture_output=True,
-        timeout=_PATIENCE,
+        timeout=_PROCESS_TIMEOUT_S,
         check=False,
     )
     if done.returncode:

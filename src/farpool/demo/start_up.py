@@ -1,8 +1,8 @@
 """The demo's second act: one process publishes the weights, others map them and start, compared with the file.
 
-Each process is new, and both kinds import the same packages. What is compared is the time until the weights are ready:
-read from their file the way the library does it (it maps the file, which is in the page cache), or mapped from a node.
-Then a second version is published under the same name while a process that has mapped the first waits for it.
+Each process is new, and both kinds import the same packages. The demo compares the times until the weights are ready:
+read from their file as the library does it (it maps the file, which is in the page cache), or mapped from a node. Then
+one process publishes a second version under the same name while another, which has mapped the first, waits for it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,25 @@ import msgspec
 from farpool.cluster.store import Store
 from farpool.errors import FarpoolError
 
-__all__ = ["PATIENCE", "PublishRequest", "Published", "Start", "StartRequest", "StartUp", "Started", "compare_starts"]
+__all__ = [
+    "PROCESS_TIMEOUT_S",
+    "PublishRequest",
+    "Published",
+    "Start",
+    "StartRequest",
+    "StartUp",
+    "Started",
+    "compare_starts",
+]
 
-PATIENCE = 300.0
-"""Seconds that one process may take."""
+PROCESS_TIMEOUT_S = 300.0
 _NAME = "minilm"
 Way = Literal["file", "mapped"]
 _Reply = TypeVar("_Reply")
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Request to a publisher: where to publish the weights, under which name, and if they are to be tuned before."""
+    """Request to a publisher: node and registry, the name to publish, and whether to tune the weights before."""
 
     node: str
     registry: str
@@ -40,7 +48,7 @@ class PublishRequest(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """Reply of a publisher: what was published, and the seconds of loading it before and of publishing it."""
+    """Reply of a publisher: version, number and bytes of the tensors, and the seconds of loading and publishing."""
 
     version: int
     tensors: int
@@ -50,7 +58,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """Request to a starter: its way to the weights, its texts, and if it runs again with their next version."""
+    """Request to a starter: how it gets the weights, its texts, and whether it waits for the next version."""
 
     way: Way
     node: str
@@ -64,7 +72,7 @@ class StartRequest(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Reply of a starter: moments of the clock that all processes share, seconds of mapping, and embeddings."""
+    """Reply of a starter: times of the monotonic clock, which all processes share; seconds of mapping; embeddings."""
 
     imported: float
     mapping: float
@@ -76,7 +84,7 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Times that a start takes; medians over the processes, in seconds.
+    """Times of a start in seconds, as medians over the processes.
 
     Attributes
     ----------
@@ -85,7 +93,7 @@ class Start:
     weights : float
         From then until the weights were ready.
     mapping : float
-        Part of that until the node was reached and its memory mapped and verified.
+        Part of `weights` that went into connecting to the node, and mapping and verifying its memory.
     whole : float
         From the process's beginning until the weights were ready.
     answered : float
@@ -116,13 +124,13 @@ class StartUp:
     publish_seconds : float
         Seconds that publishing took.
     file, mapped : Start
-        Times of processes that read the weights from their file, and that mapped them from the node.
+        Times of processes that read the weights from their file, and of processes that mapped them from the node.
     relative_weights : float
         Seconds until the weights are ready, mapped over file; median over the pairs.
     sent_bytes : int
-        Bytes that the node sent to one process on mapped weights, on average: everything but the weights.
+        Bytes that the node sent to a process on mapped weights, on average. The weights are not among them.
     followed : bool
-        True if a process that had mapped the first version was told of the second and gave its embeddings, bit for bit.
+        True if a process that had mapped the first version then mapped the second, and gave its embeddings bit for bit.
     changed_tensors, changed_bytes : int
         Tensors and bytes of the second version that are not in the first.
     """
@@ -155,7 +163,7 @@ def compare_starts(
     sent: Callable[[], int],
     progress: Callable[[int, int], None],
 ) -> StartUp:
-    """Publish, then start processes in either way, in turn, then publish the next version and have one follow.
+    """Publish weights, start processes in both ways in turn, and have a process follow to a second version.
 
     Parameters
     ----------
@@ -166,17 +174,17 @@ def compare_starts(
     texts : sequence of str
         Texts that each process embeds.
     expected, expected_later : bytes
-        The embeddings that must come out, of the first version and of the second.
+        The right embeddings with the first and with the second version.
     batch : int
         Texts in a batch.
     threads : int
         Threads to compute with.
     processes : int
-        Number to start each way.
+        Number of processes to start in each way.
     sent : callable
-        Bytes that the node has sent altogether.
+        Returns the bytes that the node has sent since its start.
     progress : callable
-        Told how many processes have ended, and how many there will be.
+        Receives how many processes have ended, and how many there will be.
     """
     last = 2 * processes + 2
     progress(0, last)
@@ -184,37 +192,17 @@ def compare_starts(
     progress(1, last)
     starts: dict[Way, list[Start]] = {"file": [], "mapped": []}
     equal, sent_bytes = True, 0
+    request = StartRequest("file", node, registry, _NAME, None, False, list(texts), batch, threads)
     for number in range(processes):
         for turn, way in enumerate(starts):
             before = sent()
-            request = StartRequest(way, node, registry, _NAME, None, False, list(texts), batch, threads)
-            started, begin = _ask("starter", request, Started)
-            starts[way].append(
-                Start(
-                    started.imported - begin,
-                    started.ready - started.imported,
-                    started.mapping,
-                    started.ready - begin,
-                    started.answered - begin,
-                )
-            )
+            started, begin = _ask("starter", msgspec.structs.replace(request, way=way), Started)
+            starts[way].append(_start(started, begin))
             if way == "mapped":
                 equal = equal and started.embeddings == expected
                 sent_bytes += sent() - before
             progress(2 * number + turn + 2, last)
-    with (
-        Store(node, registry=registry) as store,
-        store.open(_NAME) as first,  # so that it can be mapped however late the other process comes
-        ThreadPoolExecutor() as beside,
-    ):
-        version = first.info.version
-        request = StartRequest("mapped", node, registry, _NAME, version, True, list(texts), batch, threads)
-        follower = beside.submit(_ask, "starter", request, Started)
-        _ask("publisher", PublishRequest(node, registry, _NAME, tuned=True), Published)
-        followed, _ = follower.result()
-        before_it = {entry.key for entry in first.tensors()}
-        with store.open(_NAME) as second:
-            changed = [entry for entry in second.tensors() if entry.key not in before_it]
+    follower, changed = _follow(request)
     progress(last, last)
     pairs = zip(starts["file"], starts["mapped"], strict=True)
     return StartUp(
@@ -228,9 +216,45 @@ def compare_starts(
         mapped=_median(starts["mapped"]),
         relative_weights=statistics.median(mapped.weights / file.weights for file, mapped in pairs),
         sent_bytes=sent_bytes // processes,
-        followed=(followed.embeddings, followed.later) == (expected, expected_later),
+        followed=(follower.embeddings, follower.later) == (expected, expected_later),
         changed_tensors=len(changed),
-        changed_bytes=sum(entry.nbytes for entry in changed),
+        changed_bytes=sum(changed),
+    )
+
+
+def _follow(request: StartRequest) -> tuple[Started, list[int]]:
+    """Publish a second version while a process waits for it.
+
+    Returns
+    -------
+    Started
+        Reply of the process that mapped both versions.
+    list of int
+        Bytes of each tensor of the second version that the first does not have.
+    """
+    with (
+        Store(request.node, registry=request.registry) as store,
+        # While this is open, the nodes keep the first version, so the other process can map it even if it is late.
+        store.open(request.name) as first,
+        ThreadPoolExecutor() as threads,
+    ):
+        request = msgspec.structs.replace(request, way="mapped", version=first.info.version, follow=True)
+        follower = threads.submit(_ask, "starter", request, Started)
+        _ask("publisher", PublishRequest(request.node, request.registry, request.name, tuned=True), Published)
+        started, _ = follower.result()
+        known = {entry.key for entry in first.tensors()}
+        with store.open(request.name) as second:
+            return started, [entry.nbytes for entry in second.tensors() if entry.key not in known]
+
+
+def _start(started: Started, begin: float) -> Start:
+    """Return the times of a process that was started at `begin`."""
+    return Start(
+        started.imported - begin,
+        started.ready - started.imported,
+        started.mapping,
+        started.ready - begin,
+        started.answered - begin,
     )
 
 
@@ -241,7 +265,7 @@ def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Re
         [sys.executable, "-m", f"farpool.demo.{module}"],
         input=msgspec.json.encode(request),
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=PROCESS_TIMEOUT_S,
         check=False,
     )
     if done.returncode:

@@ -1,7 +1,7 @@
 """A process that starts with the model's weights, from their file or mapped from a node, and embeds texts.
 
-Reads a `StartRequest` from stdin, writes a `Started` to stdout. With `follow` it embeds them again with the next
-version of the weights, once that is published.
+Reads a `StartRequest` from stdin, writes a `Started` to stdout. With `follow` it waits for the next version of the
+weights and embeds the texts again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from farpool.demo.start_up import PATIENCE, Started, StartRequest
+from farpool.demo.start_up import PROCESS_TIMEOUT_S, Started, StartRequest
 
 if TYPE_CHECKING:
     from farpool.demo.model import Embedder
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Start as requested, and report when each step was done."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=StartRequest)
-    # A program that uses the model needs these in either case.
+    # Both kinds of start import the same packages, so that the times differ in the weights only.
     import torch
     import transformers.models.bert.modeling_bert  # noqa: F401
 
@@ -45,7 +45,7 @@ def main() -> None:
     later = b""
     if request.follow:
         with store.watch(request.name, after=request.version or 0) as watch:
-            if watch.next(PATIENCE):
+            if watch.next(PROCESS_TIMEOUT_S):
                 later = _embed(with_tokenizer(build_on(farpool.map_tensors(store, request.name))), request)
     sys.stdout.buffer.write(msgspec.json.encode(Started(imported, mapping, ready, answered, embeddings, later)))
 

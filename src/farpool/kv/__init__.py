@@ -62,4 +62,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"farpool.kv.{_LATER[name]}"), name)
+    try:
+        return getattr(import_module(f"farpool.kv.{_LATER[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        message = f"farpool.kv.{name} needs the package 'prometheus_client'; pip install 'farpool[metrics]'"
+        raise ModuleNotFoundError(message, name=error.name) from error

@@ -1,4 +1,4 @@
-"""Finds the loop in a sequence: the distance at which it repeats itself most."""
+"""Finds the period at which a sequence repeats itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Loop:
     period : int
         Entries of one turn.
     turns : int
-        Turns that the repetition spans, the first one among them.
+        Number of turns, including the first one.
     repeated : float
-        Share of the entries that are equal to the one a period before.
+        Share of the entries that equal the entry one period earlier.
     """
 
     period: int
@@ -33,14 +33,14 @@ class Loop:
 
 
 def find_loop(entries: Sequence[int]) -> Loop | None:
-    """Find the period at which most entries equal the one a period before; the shortest among equals.
+    """Find the period at which most entries equal the entry one period earlier; among equals, the shortest.
 
-    A loop around inner loops is found once it has turned often enough to explain more entries than they do.
+    A loop that contains inner loops is found once it has turned so often that it explains more entries than they do.
 
     Returns
     -------
     Loop or None
-        None if no three entries in a row ever come again.
+        None if no sequence of three entries occurs twice.
     """
     distances: Counter[int] = Counter()
     latest: dict[tuple[int, ...], int] = {}

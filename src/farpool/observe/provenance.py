@@ -17,7 +17,7 @@ _PACKAGES = ("farpool", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Facts that are needed to judge a figure, or to reproduce it."""
+    """Facts with which a reader can judge a figure or reproduce it."""
 
     command: str
     date: str
@@ -27,11 +27,11 @@ class Provenance:
     system: str
     versions: dict[str, str]
     gpu: str = ""
-    """The GPU that the process has used; empty where it has used none."""
+    """The GPU that the process has used; empty if it has used none."""
 
 
 def _program() -> str:
-    """Name of the command; ``python -m farpool`` is the same as ``farpool``."""
+    """Return the name of the command; ``python -m farpool`` is the same as ``farpool``."""
     name = os.path.basename(sys.argv[0])
     return "farpool" if name == "__main__.py" else name
 
@@ -57,7 +57,7 @@ def provenance() -> Provenance:
 
 
 def _gpu() -> str:
-    torch = sys.modules.get("torch")  # it is not imported to find out that it was not used
+    torch = sys.modules.get("torch")  # a process that has not imported torch has used no GPU
     return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else ""
 
 

@@ -12,16 +12,17 @@ __all__ = ["quantiles", "reuse_distances"]
 
 
 def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
-    """Count reused bytes by reuse distance: bytes of the distinct blocks touched since the use before, own included.
+    """Count reused bytes by reuse distance: bytes of all blocks touched since the previous use, each counted once.
 
-    That is the size from which on a cache that evicts the least recently used block still has them (R. L. Mattson et
-    al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). A use that does not need
-    the content (the first one after the creation, or one that overwrites it) is no reuse; freed blocks count no more.
+    The block itself counts, too. A cache that evicts the least recently used block still has a reused block if the
+    cache is at least as large as the distance (R. L. Mattson et al., "Evaluation techniques for storage hierarchies",
+    IBM Systems Journal 9(2), 1970). A use that does not need the content, because it is the first one after the
+    creation or overwrites the block, is no reuse. Freed blocks no longer count.
     """
     touches = sum(len(access.operands) for access in accesses)
     tree = _PrefixSums(touches)
     latest: dict[int, tuple[int, int]] = {}
-    """For each block that was touched: position of the latest touch, and bytes."""
+    """Position of the latest touch of each block, and the block's bytes."""
     total = position = 0
     distances: Counter[int] = Counter()
     for access in accesses:
@@ -43,7 +44,7 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
 
 
 def quantiles(distances: Counter[int], shares: Iterable[float]) -> list[tuple[float, int]]:
-    """Return, for each share of the bytes used again (ascending), the distance within which it lies."""
+    """Return, for each share (ascending), the smallest distance that covers this share of the reused bytes."""
     ordered = sorted(distances.items())
     whole = sum(distances.values())
     found: list[tuple[float, int]] = []
@@ -77,7 +78,7 @@ class _PrefixSums:
             index += index & -index
 
     def before(self, index: int) -> int:
-        """Sum of the entries before this one."""
+        """Return the sum of the entries before this one."""
         value = 0
         while index:
             value += self._nodes[index]

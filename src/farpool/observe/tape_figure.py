@@ -1,4 +1,4 @@
-"""A picture of a tape: which blocks each access touches, and how far apart the uses of a block lie."""
+"""A picture of a tape: the blocks that each access touches, and the reuse distances of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {
     "expert": INK, "bytes": GREY,
 }  # fmt: skip
 _POINTS = 200_000
-"""Points to draw at most; more are thinned out evenly, since a picture has fewer pixels."""
+"""Maximum number of points. Of more points an even selection is drawn, because a picture has fewer pixels."""
 
 
 def draw_tape(trace: Trace, path: Path) -> None:

@@ -21,7 +21,7 @@ _SIGNS = {Mode.READ: "", Mode.WRITE: "+", Mode.OVERWRITE: "="}
 
 
 def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
-    """Build the report: where the tape comes from, what it holds, and what follows from it."""
+    """Build the report: origin of the tape, its contents, and the bytes that other budgets would move."""
     tiers = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in metadata.tiers) or "none"
     loop = summary.loop
     parts: list[RenderableType] = [
@@ -103,7 +103,7 @@ def _reuse(summary: TapeSummary) -> Table:
 
 
 def _least_moved(metadata: Metadata, summary: TapeSummary) -> Table:
-    table = _table("What Belady's rule would move", "fast tier", "fetched", "written", "of what is touched")
+    table = _table("Bytes that Belady's rule would move", "fast tier", "fetched", "written", "of touched bytes")
     for moved in summary.least_moved:
         recorded = " (as recorded)" if moved.budget == metadata.budget else ""
         share = (moved.fetched + moved.written) / summary.touched_bytes if summary.touched_bytes else 0.0

@@ -1,4 +1,4 @@
-"""Figures of a tape: sizes, times, its loop, reuse, and the bytes that would have to move at smaller budgets."""
+"""Figures of a tape: sizes, times, its loop, reuse, and the least bytes to move at smaller budgets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "s
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _BUDGETS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
-"""Budgets to examine, as parts of the bytes that live at once at most."""
+"""Budgets to examine, as parts of the most bytes that existed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """Blocks of a class: the number made altogether, and the most bytes of them that lived at once."""
+    """Blocks of a class: how many were made, and the most bytes of them that existed at once."""
 
     name: str
     blocks: int
@@ -38,7 +38,7 @@ class OpSummary:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The distance in bytes within which this share of the bytes that are used again lies."""
+    """The smallest distance, in bytes, that covers this share of the reused bytes."""
 
     share: float
     distance: int
@@ -61,23 +61,23 @@ class TapeSummary:
     ----------
     classes : tuple of ClassSummary
     peak_bytes : int
-        Bytes of the blocks that lived at once, at most.
+        The most bytes of blocks that existed at once.
     largest_access : int
         Bytes of the largest access: the smallest budget that can work.
     accesses, threads : int
     touched_bytes : int
         Bytes of all operands of all accesses.
     ops : tuple of OpSummary
-        Those with most compute first.
+        Operations, sorted by compute time, longest first.
     compute_seconds, think_seconds, stall_seconds : float
         Sums over all threads.
     loop : Loop or None
-        The dominating loop.
+        The loop that repeats most accesses; None if there is none.
     reuse : tuple of Reuse
     least_moved : tuple of LeastMoved
-        At the recorded budget and at parts of `peak_bytes`, by budget.
+        Bytes to move at the recorded budget and at parts of `peak_bytes`, sorted by budget.
     cut_off : str
-        Reason for which the file could not be read to its end; empty if it could.
+        Reason why the file could not be read to its end; empty if it could.
     """
 
     classes: tuple[ClassSummary, ...]

@@ -35,9 +35,9 @@ class ClassUse:
     Attributes
     ----------
     blocks : int
-        Number made altogether, or there at the beginning.
+        Number of blocks that existed at the beginning or were made later.
     live, peak : int
-        Bytes that live at the end, and at most.
+        Bytes of existing blocks at the end, and the maximum at any time.
     """
 
     blocks: int = 0
@@ -53,18 +53,18 @@ class Trace:
     ----------
     metadata : Metadata
     accesses : list of Access
-        In the order of the program.
+        The accesses in the order of the program.
     blocks : list of BlockAccess
         The same accesses, as blocks that are made, touched and dropped.
     touched : list of tuple of BlockInfo
         Blocks of the operands of each access.
     entries : list of int
-        The same accesses as numbers that are equal when the accesses are, whatever their blocks are called.
+        The same accesses as numbers; equal accesses have equal numbers even if their blocks have other names.
     classes : dict of str to ClassUse
     live, peak : int
-        Bytes that live at the end, and at most.
+        Bytes of existing blocks at the end, and the maximum at any time.
     cut_off : str
-        Reason for which the file could not be read to its end; empty if it could.
+        Reason why the file could not be read to its end; empty if it could.
     """
 
     metadata: Metadata
@@ -79,12 +79,12 @@ class Trace:
 
 
 def read_trace(tape: TapeFile) -> Trace:
-    """Read a tape file; one that was cut off up to its last whole chunk.
+    """Read a tape file; if it was cut off, up to its last whole chunk.
 
     Raises
     ------
     TapeFileError
-        It is damaged, or an access names a block that nobody has made.
+        The file is damaged, or an access names a block that no record has made.
     """
     trace = Trace(tape.metadata)
     infos: dict[int, BlockInfo] = {}
@@ -147,7 +147,7 @@ def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand]
 
 
 def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
-    """Return a key that is equal for equal accesses; rows picked by data are equal whichever rows they are."""
+    """Return a key that is equal for equal accesses; accesses to any rows of the same table are equal."""
     tables = {infos[run.table].label for run in access.runs if run.table >= 0}
     runs = tuple((infos[run.first].label, run.count, run.mode) for run in access.runs if run.table < 0)
     return access.op, runs, frozenset(tables)

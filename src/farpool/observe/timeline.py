@@ -1,4 +1,4 @@
-"""A picture of what a pool did: bytes resident, transfers on each link, operations and what they waited for."""
+"""A picture of a pool's work: resident bytes, transfers on each link, operations and stalls."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ Bar = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment to name in the picture.
+    """A labelled moment in the picture.
 
     Attributes
     ----------
     time : float
         Monotonic seconds, as in the events.
     label : str
-        Name of what begins there.
+        Text of the label.
     """
 
     time: float
@@ -65,8 +65,8 @@ class Mark:
 def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
     """Return the bytes in use in the fast tier after each event.
 
-    Events are reported a little after the end of what they describe, and by several threads: times are made to ascend
-    in the order of the reports, because it is then that the bytes were counted.
+    Several threads report events, each a little after its event has ended. The bytes were counted at the time of the
+    report, so this function makes the times ascend in the order of the reports.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def check_drawable(path: Path, what: str = "timeline") -> None:
     path : Path
         The file.
     what : str
-        Named in errors.
+        Name of the picture, for errors.
 
     Raises
     ------
@@ -96,11 +96,13 @@ def check_drawable(path: Path, what: str = "timeline") -> None:
         Matplotlib is not installed, the format is unknown, or the folder is missing or cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"a {what} needs matplotlib; pip install 'farpool[demo]'")
+        raise ConfigError(f"a {what} needs the package 'matplotlib'; pip install 'farpool[demo]'")
     if path.suffix not in FORMATS:
         raise ConfigError(f"{what} {path}: cannot draw the format {path.suffix!r}; use one of {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {path}: no folder {path.parent} that can be written; choose another")
+        raise ConfigError(
+            f"{what} {path}: the folder {path.parent} does not exist or cannot be written; choose another"
+        )
 
 
 def draw_timeline(
@@ -127,7 +129,7 @@ def draw_timeline(
     window : (float, float), optional
         Monotonic seconds to show; everything by default.
     marks : sequence of Mark, optional
-        Moments to name, such as the beginnings of batches.
+        Moments to label, for example where batches begin.
 
     Raises
     ------
@@ -159,15 +161,7 @@ def draw_timeline(
     for axes in (memory, transfers, work):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK, labelsize=9)
-        for mark in marks:
-            if start < mark.time < stop:
-                axes.axvline((mark.time - start) * 1e3, color=INK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
-    for mark in marks:
-        if start <= mark.time < stop:
-            memory.annotate(
-                mark.label, ((mark.time - start) * 1e3, 1), (4, -2), fontsize=8.5, color=INK, va="top",
-                xycoords=memory.get_xaxis_transform(), textcoords="offset points", zorder=5,
-            )  # fmt: skip
+    _draw_marks((memory, transfers, work), marks, start, stop)
     work.set_xlim(0, (stop - start) * 1e3)
     work.set_xlabel("milliseconds", color=INK)
     figure.align_ylabels()
@@ -175,6 +169,21 @@ def draw_timeline(
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise ConfigError(f"timeline {path}: cannot write it: {error.strerror}") from error
+
+
+def _draw_marks(panels: Sequence[Axes], marks: Sequence[Mark], start: float, stop: float) -> None:
+    """Draw a line through all panels at each mark, and the mark's label into the first panel."""
+    for mark in marks:
+        if not start <= mark.time < stop:
+            continue
+        left = (mark.time - start) * 1e3
+        if mark.time > start:  # a line on the left edge would hide the axis
+            for axes in panels:
+                axes.axvline(left, color=INK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
+        panels[0].annotate(
+            mark.label, (left, 1), (4, -2), fontsize=8.5, color=INK, va="top",
+            xycoords=panels[0].get_xaxis_transform(), textcoords="offset points", zorder=5,
+        )  # fmt: skip
 
 
 def _draw_resident(axes: Axes, events: Sequence[Event], start: float, stop: float, budget: int) -> None:
@@ -277,13 +286,13 @@ def _bar(event: Event, start: float, stop: float) -> Bar:
 
 
 def _visible(bars: list[Bar], seconds: float) -> list[Bar]:
-    """Widen bars that are thinner than a pixel, which would fade away."""
+    """Widen bars that are thinner than a pixel, because they would not be visible."""
     thinnest = seconds * 1e3 / 1700
     return [(left, max(width, thinnest)) for left, width in bars]
 
 
 def _covered(bars: list[Bar]) -> float:
-    """Return the milliseconds that are covered by at least one bar."""
+    """Return how many milliseconds at least one bar covers."""
     edges: list[list[float]] = []
     for left, width in sorted(bars):
         if edges and left <= edges[-1][1]:

@@ -17,20 +17,20 @@ __all__ = ["ArenaViews", "arena_views", "device_of", "is_device"]
 
 
 class ArenaViews:
-    """One typed view of a pool's whole arena for each dtype, made at first use.
+    """Views of a pool's whole arena, one for each dtype, made at first use.
 
-    They cover the address range that is reserved for the arena, so they outlive changes of the budget.
+    A view covers all addresses that are reserved for the arena, so it stays valid when the budget changes.
 
     Attributes
     ----------
     start, stop : int
-        Addresses between which the arena lies.
+        Address of the arena's first byte, and the address after its last byte.
     storage : torch.UntypedStorage
-        All of its bytes.
+        Storage of all bytes of the arena.
     device : torch.device
         The arena's device.
     debug : bool
-        True if nothing made here may outlive its operation: see `farpool.tensors.survivors`.
+        True if no tensor made here may outlive its operation: see `farpool.tensors.survivors`.
     """
 
     __slots__ = ("_bytes", "_typed", "debug", "device", "start", "stop", "storage")
@@ -62,7 +62,7 @@ class ArenaViews:
         return view
 
     def memory(self, start: int, stop: int) -> torch.UntypedStorage:
-        """Bytes ``[start, stop)`` of the arena as a storage of their own: it cannot be resized over its neighbours."""
+        """Bytes ``[start, stop)`` of the arena as a separate storage, which cannot be resized over its neighbours."""
         memory: torch.UntypedStorage = self.storage[start:stop]
         if self.debug:
             note(memory)

@@ -1,6 +1,6 @@
 """Rules that run before autograd, in front of an operator's native code.
 
-They hang on a dispatch key that only tensor subclasses pass, so plain calls cost nothing more.
+They are registered for a dispatch key that only tensor subclasses have, so that calls with plain tensors cost nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped
 
 
 def register(name: str, rule: Callable[..., Any]) -> None:
-    """Have a rule called in place of an operator of ``aten``; the dispatch keys come before its other arguments."""
+    """Make torch call a rule instead of an operator of ``aten``, with the dispatch keys as the first argument."""
     _library.impl(name, rule, _KEY.name, with_keyset=True)
 
 
 def keys_after(keys: Any) -> Any:
-    """Return the dispatch keys with which a rule redispatches its call, which does not come back to the rule."""
+    """Return the dispatch keys with which a rule redispatches a call, so that torch does not call the rule again."""
     return keys.remove(_KEY)
 
 
 def rules_included() -> Any:
-    """A context in which torch calls rules even while it handles an operation in Python, when it would skip them."""
+    """A context in which torch calls the rules although an operation is being handled in Python."""
     return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

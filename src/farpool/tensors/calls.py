@@ -1,7 +1,7 @@
 """The native dispatcher of operations on paged tensors, which runs most of them without Python.
 
-torch calls `calls.dispatch` for each operation; what that leaves goes to `farpool.tensors.dispatch`, which tells it of
-each operator that it may run itself.
+torch calls `calls.dispatch` for each operation. It passes operations that it cannot run to `farpool.tensors.dispatch`,
+which registers each operator that the native dispatcher may run from then on.
 """
 
 from __future__ import annotations

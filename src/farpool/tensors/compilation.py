@@ -1,10 +1,10 @@
-"""Keep ``torch.compile`` off code that computes with paged tensors, which runs uncompiled, and refuse ``torch.export``.
+"""Leave code that computes with paged tensors uncompiled, and refuse ``torch.export`` of such code.
 
-A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has none. Left alone,
-torch would break the graph at each operation with a paged argument and trace into farpool's own code. So each call that
-the compiler is about to trace is looked at first. If it has paged tensors within reach, it is left to the interpreter,
-with everything that it calls, this one time: nothing is remembered, so the same code is compiled for modules that
-are plain, and for this one as soon as it is restored. An export has nothing to fall back to, so it is refused.
+A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has no address. Without
+this module, torch would break the graph at each operation with a paged argument and trace into farpool's own code. So
+we examine each call that the compiler is about to trace. If it can reach paged tensors, the interpreter runs it, with
+everything that it calls. We decide for this call only, so that the same code is compiled for plain modules, and for
+this module after it is restored. An export cannot fall back to the interpreter, so it is refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def apply() -> None:
 
 
 def _step_aside_in(compiler: Any) -> None:
-    """Make the compiler skip each frame that has paged tensors within reach."""
+    """Make the compiler skip each frame that can reach paged tensors."""
     entry: Any = compiler.CatchErrorsWrapper
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
     left_alone = compiler.FrameExecStrategy(compiler.FrameAction.SKIP, compiler.FrameAction.SKIP)
-    # Older torch, such as 2.11, has no place for a reason.
+    # Older torch, such as 2.11, does not take a reason.
     reason = {"skip_reason": "it computes with paged tensors"} if "skip_reason" in _fields_of(skipped) else {}
 
     def call(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
@@ -54,7 +54,7 @@ def _step_aside_in(compiler: Any) -> None:
                 "its tensors out of the pool first, with farpool.restore(module)"
             )
         _warn(paged)
-        # For this call alone: the same code may be compiled for a module that is plain.
+        # For this call only, because the same code may be compiled for a plain module.
         return skipped(frame_exec_strategy=left_alone, apply_to_code=False, **reason)
 
     entry.__call__ = call
@@ -89,9 +89,8 @@ def _warn(paged: PagedTensor) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"torch.compile leaves alone what computes with {describe(paged)}, because it is paged. That runs "
-            "uncompiled, and so does all else that computes with paged tensors; results are the same. Compile modules "
-            "that stay plain by themselves (this is said once)",
+            f"torch.compile leaves code uncompiled that computes with {describe(paged)} or other paged tensors; "
+            "results are the same. Compile modules that stay plain by themselves (this warning appears once)",
             FarpoolWarning,
             stacklevel=3,
         )

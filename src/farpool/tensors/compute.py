@@ -1,7 +1,7 @@
-"""Running an operation on paged arguments: acquire the bytes that they view, compute on real tensors, release.
+"""Runs an operation on paged arguments: acquires the bytes that they view, computes on real tensors, and releases.
 
 All bytes are acquired in one call, so two threads cannot wait for each other. The common case, a few paged arguments
-of different storages, is handled by the native core (`farpool.tensors.calls`); this is for all others.
+of different storages, is handled by the native core (`farpool.tensors.calls`); this module handles all others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Replace an operator's error on real tensors where its own message would mislead; else return.
+    """Raise a better error if the message of an operator's error would mislead; otherwise return.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
         return compute_on_copies(signature, func, args, kwargs)
 
     found = paged_arguments(args, kwargs)
-    if not found:  # meanwhile another thread has taken them out of the pool
+    if not found:  # another thread has just taken them out of the pool
         return func(*args, **kwargs)
     first = found[0]
     operands = Operands()
@@ -143,7 +143,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _compute_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: dict[str, Any]) -> Any:
-    """Run an ``out=`` form: into plain tensors first, as an output may be resized over its neighbours in the arena."""
+    """Run an ``out=`` form into plain tensors first, because resizing an output could overwrite the arena around it."""
     plain = {name: _stand_in(value) for name, value in outputs.items()}
     result = func(*args, **{**kwargs, **plain})
     replaced: dict[int, Any] = {}

@@ -1,8 +1,8 @@
-"""Running an operator that may keep its operands, on private copies that it can hold for ever.
+"""Runs an operator that may keep its operands on private copies, which it may keep as long as it likes.
 
-Each copy has the strides of its operand and lies at the same distance from an aligned address, so that kernels choose
-the same way and the bits are the same. Copies are plain temporaries: they do not count against the budget, and an
-operand may be larger than the fast tier.
+Each copy has the strides of its operand and the same distance from an aligned address, so that kernels take the same
+path and give the same bits. Copies are plain temporaries: they do not count against the budget, and an operand may be
+larger than the fast tier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["compute_on_copies", "private_copy"]
 
 def private_copy(tensor: PagedTensor) -> torch.Tensor:
     """A plain copy of a paged tensor with the same strides and alignment, which shares memory with nothing."""
-    # A copy made in inference mode would be an inference tensor for whoever keeps it.
+    # The operator may keep the copy, and a copy made in inference mode would remain an inference tensor.
     with torch.inference_mode(False), torch.no_grad():
         start, stop = tensor.byte_range()
         before = start % ALIGNMENT // tensor.itemsize
@@ -41,13 +41,13 @@ def private_copy(tensor: PagedTensor) -> torch.Tensor:
 
 
 def compute_on_copies(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on copies of its paged arguments; what it wrote to them is written back.
+    """Run an operator on copies of its paged arguments, and write back the copies that it has changed.
 
     Raises
     ------
     UnsupportedError
-        Its result would view a paged argument, it writes to memory that is given to it twice, or it gives an argument
-        that it writes to another shape.
+        Its result would view a paged argument, two arguments share memory that it writes to, or it changes the shape of
+        an argument that it writes to.
     """
     operands = Operands()
     for position, value in enumerate(args):
@@ -103,7 +103,7 @@ def _own(operands: Operands, result: Any) -> Any:
         if result is copy:
             return tensor
         if type(result) is torch.Tensor and _is_view(result, copy):
-            # As the operator says nothing of it, it is seen only here that its result views an operand.
+            # The operator's schema does not say that its result views an operand, so we find out only here.
             start = tensor.byte_range()[0] + result.data_ptr() - copy.data_ptr()
             offset = start // result.itemsize
             return view_like(tensor, meta_view(result).as_strided(result.size(), result.stride(), offset))

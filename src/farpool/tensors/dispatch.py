@@ -1,11 +1,11 @@
-"""Dispatch of operations with paged arguments: the entry point for those that the native core leaves to Python.
+"""Dispatch of operations with paged arguments that the native core does not run itself.
 
-In this order: a rule written for the operation; a view; an operation made of others, which are dispatched in its place;
-everything else computes on real tensors (`farpool.tensors.compute`), and if these do not fit into the fast tier, by the
-operation's fallback.
+The first of these that applies runs the operation: a rule written for it; the rule for views; its decomposition into
+other operations, which are dispatched instead; and otherwise a computation on real tensors (`farpool.tensors.compute`).
+If the real tensors do not fit into the fast tier, the operation's fallback runs.
 
-Operators that need no more than pinning and real tensors, or a view that was made before, are told to the native core
-when they are first seen, and do not come here again (`farpool.tensors.calls`).
+Some operators need only pinned blocks and real tensors, or a view that was made before. At their first call they are
+registered with the native core, which runs them from then on (`farpool.tensors.calls`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Rule", "dispatch", "fallback", "family_rule", "general_fallback", "r
 
 Kind = Calls.Kind
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Function that handles an operator overload; it returns NotImplemented to leave the call to the general path."""
+"""Function that handles an operator overload; if it returns NotImplemented, the general path runs the call."""
 
 _rules: dict[Any, Rule] = {}
 _for_sparse: set[Any] = set()
@@ -44,7 +44,7 @@ _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
 _general_fallbacks: list[tuple[Callable[[Any], bool], Rule]] = []
 _handlers: dict[Any, Rule] = {}
-"""Handlers of the operator overloads that have been called before."""
+"""Handlers of operator overloads, filled at their first calls."""
 _OWN = frozenset(("_storage", "_arena", "_footprint"))
 """Attributes that a paged tensor has and a plain one lacks."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -96,7 +96,7 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 
 def general_fallback(handles: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
-    """Register a rule for these calls, for all overloads for which `handles` returns True, after their own fallback."""
+    """Register a fallback for all overloads for which `handles` returns True; it runs after their own fallback."""
 
     def register(function: Rule) -> Rule:
         _general_fallbacks.append((handles, function))
@@ -138,7 +138,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 
 def _handler_of(func: Any) -> Rule:
-    """Choose the handler of an overload at its first call; tell the native core of it if that can run it alone."""
+    """Choose an overload's handler at its first call; register it with the native core if that can run it alone."""
     signature = signature_of(func)
     general = _TREATMENTS[signature.treatment]
     fallbacks = _fallbacks_of(func)
@@ -205,11 +205,11 @@ def _retried(general: Rule, fallbacks: Sequence[Rule]) -> Rule:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Run our rules before autograd for the operators inside, as when torch decomposes this operator itself.
+    # Make our rules before autograd run for the inner operators, as they do when torch decomposes this operator.
     with rules_included():
         if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
-            # For plain tensors torch marks views as views here, too, and views of a tensor that requires a gradient
-            # require one. Matrix products look at that and pick another kernel, with other bits.
+            # For plain tensors torch marks views as views even here, and a view of a tensor that requires a gradient
+            # requires one, too. Matrix products check that and pick another kernel, which gives other bits.
             with _SetExclude(_views, False):
                 return run(func._op_dk, (_composite, *args), kwargs)
         return run(func._op_dk, (_composite, *args), kwargs)
@@ -226,7 +226,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_tracing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    # The real tensors would become constants of what is traced.
+    # A traced graph would contain the real tensors as constants.
     paged = paged_arguments(args, kwargs)
     raise UnsupportedError(
         f"{func} of {describe(paged[0]) if paged else 'a paged tensor'} cannot be traced (torch.export, make_fx, "

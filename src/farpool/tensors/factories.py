@@ -47,10 +47,10 @@ def allocate(
 
 
 def class_of_moments(parameter: PagedTensor) -> str:
-    """The class of blocks for an optimizer's state of a parameter (or for a tensor made like another paged one).
+    """The class of blocks for an optimizer's state of a parameter, or for a tensor made like another paged one.
 
-    Moments of a table are cut like the table, unless its gradients are known to be dense: rows that a sparse gradient
-    names are then changed without the rows beside them.
+    Moments of a table are cut into blocks like the table, so that a sparse gradient changes only the rows that it
+    names. If the gradients are known to be dense, this is not needed.
     """
     cls = parameter._storage.cls
     if cls == "embedding":
@@ -72,11 +72,11 @@ def empty(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | 
     Parameters
     ----------
     pool : StorageOwner
-        Where its bytes live.
+        Pool that holds its bytes.
     *shape : int or sequence of int
         Separate sizes, or one sequence of them.
     dtype : torch.dtype, optional
-        The default dtype of torch if left out.
+        By default the default dtype of torch.
     """
     size = shape_of(shape)
     return allocate(pool, size, contiguous_strides(size), dtype or torch.get_default_dtype())
@@ -108,7 +108,7 @@ def full(
 
 
 def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:
-    """A paged copy of a plain or paged tensor, without history; strides are kept where they are dense.
+    """A paged copy of a plain or paged tensor, without history. Dense strides are kept.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Footprints: the part of a storage that a paged tensor views, with cached uses, real tensors and views of it.
 
-Computing these again for each operation would cost more than a small operation itself. Paged tensors of the same
-geometry share a footprint where one was derived from the other's views, so ``weight.t()`` is worked out once.
+Computing these again for each operation would cost more than a small operation itself. Views of a footprint are cached
+in it, so the geometry of ``weight.t()`` is computed once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from farpool.tensors.arena import ArenaViews
 __all__ = ["Footprint"]
 
 _VIEWS = 64
-"""Most views cached for one footprint, so that a loop over the rows of a table cannot fill the memory."""
+"""Maximum number of views cached in one footprint, so that a loop over the rows of a table does not fill the memory."""
 _set = torch._C.TensorBase.set_
 
 
 class Footprint(NativeFootprint):
-    """An immutable geometry (size, strides, offset, dtype) over a storage, with caches of what was made of it.
+    """An immutable geometry (size, strides, offset, dtype) over a storage, with cached real tensor and views.
 
     Attributes
     ----------
@@ -31,9 +31,9 @@ class Footprint(NativeFootprint):
     dtype : torch.dtype
     size, stride : tuple of int
     offset : int
-        In elements, from the storage's start.
+        Distance from the storage's start, in elements.
     conj, neg : bool
-        True if the values are to be conjugated, negated.
+        True if the values are still to be conjugated or negated.
     start, stop : int
         Bytes of the storage that the elements touch.
     views : dict
@@ -58,12 +58,12 @@ class Footprint(NativeFootprint):
         if self.neg:
             torch._C._set_neg(real, True)
         if requires_grad:
-            # Some kernels look at it, to compute what backward will need.
+            # Some kernels check this, and then compute values that the backward pass will need.
             real.requires_grad_()
         return real  # type: ignore[no-any-return]
 
     def real_at(self, place: int, requires_grad: bool) -> torch.Tensor:
-        """The real tensor whose first byte lies at `place` in the arena; the cached one if it lies there."""
+        """The real tensor whose first byte is at `place` in the arena; the cached one if it is there."""
         kept = self.kept_real(place, requires_grad)
         if kept is not None:
             return kept

@@ -78,7 +78,7 @@ def dense_strides(
     memory_format = memory_format or torch.preserve_format
     if memory_format is torch.preserve_format and is_dense(tensor):
         return tuple(tensor.stride())
-    # Not empty_like: on the meta device it has an opinion of its own about the strides of dimensions of one element.
+    # We do not use empty_like: on the meta device it gives other strides to dimensions of one element.
     return tuple(stand_in(tensor).clone(memory_format=memory_format).stride())
 
 
@@ -94,7 +94,7 @@ def meta_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device with the geometry, dtype, conjugate and negative bits of `tensor`."""
     base = _meta_bases.get(tensor.dtype)
     if base is None:
-        # A base made under inference mode would be an inference tensor for ever after.
+        # A base made under inference mode would remain an inference tensor.
         with torch.inference_mode(False):
             base = torch.empty(_META_ELEMENTS, dtype=tensor.dtype, device="meta")
         _meta_bases[tensor.dtype] = base
@@ -114,7 +114,7 @@ def plain_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
 
 
 def row_bytes_of(size: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Bytes of one row of a tensor; 0 where its memory is not made of rows."""
+    """Bytes of one row of a tensor; 0 if its memory does not consist of rows."""
     if len(size) < 2 or 0 in size:
         return 0
     expected = 1

@@ -32,7 +32,7 @@ def _page(tensor: torch.Tensor) -> None:
     if calls.page_gradient(tensor, "farpool.gradient", copy_dense):
         return
     grad = tensor.grad
-    # A gradient with history (create_graph=True) would lose it, and a sparse one has no block to live in.
+    # A gradient with history (create_graph=True) would lose it, and blocks cannot hold a sparse gradient.
     if grad is None or type(grad) is not torch.Tensor or grad.requires_grad or not is_strided(grad):
         return
     if type(tensor) is PagedTensor and grad.device == tensor.device:

@@ -47,7 +47,7 @@ def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
 def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
     """Implement ``copy.deepcopy``: copies of tensors that share a storage share a storage, too.
 
-    As in torch, a Parameter's copy has neither gradient nor attributes; another leaf's has both.
+    As in torch, the copy of a Parameter has no gradient and no attributes; the copy of another leaf has both.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
@@ -98,14 +98,14 @@ def shallow_copy(tensor: PagedTensor) -> PagedTensor:
 
 
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
-    """Pickle as a plain tensor, which loads where farpool is not installed; the pool's bytes are read while writing."""
+    """Pickle as a plain tensor, which a program without farpool can load; its bytes are read while writing."""
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) can be pickled: use t.detach() first"
         )
     state = attributes_of(tensor)
     state.pop("_is_param", None)
-    # Hooks are not saved, nor are they by torch.
+    # Like torch, we do not save hooks.
     hooks: OrderedDict[Any, Any] = OrderedDict()
     if isinstance(tensor, torch.nn.Parameter):
         values = (tensor.data, tensor.requires_grad, hooks)
@@ -138,7 +138,7 @@ def reduce(tensor: PagedTensor, protocol: Any) -> Any:
 
 
 def reduce_for_process(tensor: PagedTensor) -> Any:
-    """Pickle for another process by value: torch would share the memory of a plain copy that is gone by then."""
+    """Pickle for another process by value: torch would share the memory of a plain copy, which would soon be gone."""
     file = io.BytesIO()
     torch.save(tensor, file)
     return _from_bytes, (file.getvalue(),)
@@ -161,7 +161,7 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
         return
     native = (
         f"{name} is held by native code (a scripted or traced module, DistributedDataParallel): call this before "
-        "scripting, tracing or wrapping the module, or drop what was made of it"
+        "scripting, tracing or wrapping the module, or drop the objects that were made from it"
     )
     graph = (
         f"{name} is held by an autograd graph: drop the outputs that were computed with it first (a loss, activations, "
@@ -169,7 +169,7 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
     )
     if _is_distributed() or not (tensor.is_leaf and tensor.requires_grad):
         raise UnsupportedError(f"{graph}; or {native.removeprefix(f'{name} is ')}")
-    # Where no graph knows the leaf this makes a node that does, for a moment: one holder more.
+    # If no graph knows the leaf, this makes a node for it, which is one more holder while it exists.
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     known = tensor._use_count()  # type: ignore[attr-defined]
     del node
@@ -192,8 +192,8 @@ def _poisoned(gradients: Any) -> None:
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange the contents of two tensors; `tensor` keeps its identity, weak references, hooks and attributes.
 
-    `other` becomes what `tensor` was. Unlike ``torch.utils.swap_tensors`` this allows weak references, which recurrent
-    modules keep to their weights: they name the object, and the object stays.
+    `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors`` this allows weak references, which
+    recurrent modules keep to their weights, because the referenced object stays the same.
     """
     for held in (tensor, other):
         if held._use_count() > 1 and held.is_leaf and held.requires_grad:  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.__dict__.update(attributes)
     if is_param and type(tensor) is PagedTensor:
         tensor.__dict__["_is_param"] = True
-    # Hooks are kept by the object but called by the implementation.
+    # The Python object keeps the hooks, but torch's C++ implementation calls them.
     if tensor._backward_hooks is not None:
         tensor._backward_hooks = tensor._backward_hooks
     if tensor._post_accumulate_grad_hooks is not None:

@@ -1,4 +1,4 @@
-"""Changing functions of other libraries by name, at once or as soon as somebody imports them.
+"""Replaces functions of other libraries by name, now or as soon as the program imports them.
 
 Importing them here would take seconds, and most programs need none of them.
 """
@@ -46,7 +46,7 @@ def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Import hook that calls a function with each awaited module right after its import; it finds no modules itself.
+    """Import hook that calls a function with each pending module right after its import; it finds no modules itself.
 
     Attributes
     ----------

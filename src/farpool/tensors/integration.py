@@ -25,7 +25,8 @@ _native_set_original: Any = _parametrize._maybe_set
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    # Natively, a plain tensor would take over the geometry of a paged one, but no memory: reading it ends the process.
+    # torch's own setter would give the plain tensor the geometry of a paged one but no memory, and reading it would
+    # crash.
     if type(value) is PagedTensor and type(tensor) is not PagedTensor:
         raise UnsupportedError(
             f"a plain tensor cannot view {describe(value)}, whose bytes move: use plain.copy_(paged), or "
@@ -35,7 +36,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    # With a geometry, torch takes the source's storage before it dispatches, and a paged one has no memory.
+    # If a geometry is given, torch takes the source's storage before it dispatches, and a paged source has no memory.
     for value in (*args, *kwargs.values()):
         if isinstance(value, PagedStorage):
             raise UnsupportedError(
@@ -53,7 +54,7 @@ def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _set_original(original: torch.Tensor, value: torch.Tensor) -> None:
     # A parametrization keeps the object of the parameter that it replaces, and sets its first values. It has made these
-    # values only for that, so they need not share memory with other tensors: a paged parameter takes a copy.
+    # values only for this purpose, so no other tensor needs to share their memory, and a paged parameter can copy them.
     if type(original) is PagedTensor:
         original.data = value
     elif type(value) is PagedTensor:
@@ -76,7 +77,7 @@ def apply() -> None:
         torch.Tensor.data = property(NATIVE_DATA.__get__, _set_data, doc=NATIVE_DATA.__doc__)  # type: ignore[assignment]
     if "set_" not in vars(torch.Tensor):
         torch.Tensor.set_ = _set  # type: ignore[method-assign, assignment]
-    # Optimizers choose their form by exact type; a paged parameter gets the form that its plain one would get.
+    # Optimizers choose an implementation by the exact type; a paged parameter gets the one for plain parameters.
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)

@@ -20,8 +20,8 @@ _LAZY = torch._C.DispatchKeySet(_CONJUGATE) | torch._C.DispatchKeySet(_NEGATIVE)
 def lazy_bits() -> Any:
     """Let operations conjugate and negate lazily, as they do for plain tensors.
 
-    While an operation is handled in Python these keys are excluded, and whatever is computed would read the values of a
-    conjugated tensor as if it were none.
+    While an operation is handled in Python torch excludes these dispatch keys, so a computation would read the values
+    of a conjugated tensor as if it were not conjugated.
     """
     return torch._C._ForceDispatchKeyGuard(
         torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _LAZY

@@ -1,8 +1,9 @@
-"""Closing a pool that has live tensors: they become plain tensors, or the pool stays open.
+"""Closes a pool that has live tensors: they become plain tensors, or the pool stays open.
 
-Whoever closes a pool by hand is told what still lives in it and can go on; whoever leaves a ``with`` block cannot, so
-there the tensors become plain even where an autograd graph holds them. The graph keeps what they were: a backward
-pass through it raises, and only a forward pass has to be repeated, while weights, gradients and moments are safe.
+A program that calls ``close()`` gets an error that names a live tensor, and can go on. A program that leaves a ``with``
+block cannot go back, so there the tensors become plain even if an autograd graph holds them. The graph keeps the paged
+tensors, and a backward pass through it raises. Weights, gradients and moments are safe, and only the forward pass has
+to be repeated.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
 _SHARE = 0.8
-"""Fraction of the available memory that tensors may take; the rest is for what the program does next."""
+"""Fraction of the available memory that tensors may take; the program needs the rest."""
 
 
 def _living(pool: StorageOwner) -> list[PagedTensor]:
     """The pool's tensors that the program still holds."""
     if gc.get_freeze_count():
-        gc.unfreeze()  # the collector does not list what the program has frozen
+        gc.unfreeze()  # the collector does not list objects that the program has frozen
     gc.collect()
     return [value for value in gc.get_objects() if type(value) is PagedTensor and value._storage.pool is pool]
 
@@ -74,7 +75,7 @@ def take_along(pool: StorageOwner) -> str:
     Returns
     -------
     str
-        Text of a warning that says what was done; empty if no tensor was live.
+        Text of a warning about the tensors that became plain; empty if no tensor was live.
 
     Raises
     ------
@@ -83,7 +84,8 @@ def take_along(pool: StorageOwner) -> str:
     UnsupportedError
         A tensor has history and no leaf shares its storage; nothing was changed.
     FarpoolError
-        A tier failed. What could be read before is plain, the rest still lives in the pool; a note says how much.
+        A tier failed. Tensors that were read before are plain, the others still live in the pool; a note has the
+        numbers.
     """
     found = _living(pool)
     if not found:
@@ -91,7 +93,7 @@ def take_along(pool: StorageOwner) -> str:
     leaves = [tensor for tensor in found if tensor.is_leaf]
     kept = {id(tensor._storage) for tensor in leaves}
     for tensor in found:
-        # A view of a parameter goes with its graph; but bytes that only it has would be lost.
+        # We may drop a view of a parameter with its graph, but not bytes that no leaf has.
         if id(tensor._storage) not in kept:
             raise UnsupportedError(
                 f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and only "
@@ -108,7 +110,7 @@ def take_along(pool: StorageOwner) -> str:
         raise BudgetError(
             f"the pool cannot be left: it holds {what}, and as plain tensors they do not fit into 80 % of the "
             f"{format_size(available)} that are available ({format_size(limit)}). It stays open and nothing is lost: "
-            "save them (torch.save(model.state_dict(), path)), drop what is not needed (del model, optimizer), "
+            "save them (torch.save(model.state_dict(), path)), drop those that you do not need (del model, optimizer), "
             "then pool.close()",
             op="leaving the pool",
             needed=needed,
@@ -126,7 +128,7 @@ def take_along(pool: StorageOwner) -> str:
         raise
     return (
         f"the pool was left with {what}: they were made plain, in place. To do without this warning, call "
-        "farpool.restore(model) and farpool.restore(optimizer) before, or drop what is not needed any more"
+        "farpool.restore(model) and farpool.restore(optimizer) before, or drop tensors that you no longer need"
     )
 
 

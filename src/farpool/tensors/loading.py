@@ -45,20 +45,20 @@ _DTYPES: dict[str, torch.dtype] = {
 def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, PagedTensor]:
     """Load the tensors of a safetensors file as paged tensors.
 
-    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves
-    the fast tier it is dropped, and read from the file again. The file must stay as it is while the pool is open.
+    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: it is evicted
+    without a write, and read from the file again. The file must stay as it is while the pool is open.
 
     Parameters
     ----------
     path : str or path-like
         The file.
     pool : Pool
-        Where the tensors live.
+        Pool that holds the tensors.
 
     Returns
     -------
     dict of str to PagedTensor
-        In the order of the file; for ``model.load_state_dict(weights, assign=True)``.
+        Tensors in the order of the file, for ``model.load_state_dict(weights, assign=True)``.
 
     Raises
     ------

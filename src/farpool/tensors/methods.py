@@ -1,6 +1,7 @@
 """Functions behind the methods of a paged tensor: copying, pickling, printing, paging its gradients.
 
-They build on the class, which is handed this module as its `farpool.tensors.paged_tensor.Methods`.
+They need the class, so the class cannot import them; it receives this module as its
+`farpool.tensors.paged_tensor.Methods`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class _PagedMode(TorchFunctionMode):
         return tensor.requires_grad_() if options.get("requires_grad") else tensor
 
     def _fill(self, value: int | None, args: tuple[Any, ...], options: dict[str, Any]) -> PagedTensor:
-        # Nothing of the tensor's size is made outside the pool, so it may be larger than the machine's free memory.
+        # No memory of the tensor's size is taken outside the pool, so it may be larger than the machine's free memory.
         size = shape_of(args if args else (options["size"],))
         tensor = allocate(self._pool, size, contiguous_strides(size), options.get("dtype") or torch.get_default_dtype())
         if value is not None:
@@ -104,13 +104,13 @@ def paged(pool: Pool) -> AbstractContextManager[Any]:
     """A context manager inside which new tensors live in a pool.
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
-    paged, and with them the parameters of modules that are made inside. Random ones have the bits of plain torch with
-    the same seed. So are models that ``from_pretrained`` of transformers loads inside, as by
+    paged, and so are the parameters of modules that are made inside. Random tensors have the bits of plain torch with
+    the same seed. Models that ``from_pretrained`` of transformers loads inside are paged as by
     `farpool.from_pretrained`. Only the thread that enters it is affected.
 
     Parameters
     ----------
     pool : Pool
-        Where the tensors live.
+        Pool that holds the tensors.
     """
     return _PagedMode(inside_of(pool, "paged"))

@@ -1,7 +1,7 @@
-"""Moving the tensors of a module or an optimizer into a pool and back, in place.
+"""Moves the tensors of a module or an optimizer into a pool and back, in place.
 
-The objects stay what the program holds: an optimizer, a tied layer or a weak reference made before goes on working.
-Tensors that shared memory share a storage; what is not a parameter or buffer of the module is left alone.
+The tensor objects stay the same, so an optimizer, a tied layer or a weak reference that was made before keeps working.
+Tensors that shared memory share a storage. Tensors that are no parameter or buffer of the module do not change.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class _Shared:
         ]
         if not ranges:
             return 0, 0
-        # Rounded, so that each tensor keeps its alignment.
+        # Rounded down, so that each tensor keeps its alignment.
         return min(start for start, _ in ranges) // _ALIGNMENT * _ALIGNMENT, max(stop for _, stop in ranges)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
-    """Yield each tensor's name, the tensor, and True if it is an embedding table; once for each place that holds it."""
+    """Yield name and tensor for each place that holds a tensor, and True if the tensor is an embedding table."""
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{prefix or 'the module'} is scripted or traced, so its tensors cannot be exchanged: drop it and give "
-                "the module that it was made of. What is scripted after farpool.offload(module, pool) computes with "
+                f"{prefix or 'the module'} is scripted or traced, so its tensors cannot be exchanged: drop it and pass "
+                "the original module. A module that is scripted after farpool.offload(module, pool) computes with "
                 "paged tensors"
             )
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -74,7 +74,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bo
 
 
 def _detach_computed(module: torch.nn.Module) -> None:
-    """Detach weights that are computed anew before each forward pass, so that their graphs hold no parameters.
+    """Detach weights that are computed again before each forward pass, so that their graphs hold no parameters.
 
     The older weight and spectral norms and pruning keep them as attributes.
     """
@@ -143,7 +143,7 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
 
 
 def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
-    """Paged copies of a group's tensors; as the tensors share memory, the copies share a storage."""
+    """Paged copies of a group's tensors. The copies share a storage, because the tensors share memory."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
     row_bytes = row_bytes_of(largest.size(), largest.stride(), largest.itemsize)
@@ -199,22 +199,22 @@ def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict
 def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
     """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
-    Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
-    computed from now on, are paged too. Tensors that are already in this pool stay there. Parameters and buffers of
-    lazy modules (``torch.nn.LazyLinear``) have no bytes yet; their module's first forward pass moves them.
+    Parameters and buffers keep their identity, ties and aliases. Their gradients are paged, too, both existing and
+    later ones. Tensors that are already in this pool stay there. Parameters and buffers of lazy modules
+    (``torch.nn.LazyLinear``) have no bytes yet; their module's first forward pass moves them.
 
-    An optimizer's moments go there by themselves: new ones are made there, those that ``load_state_dict`` brings are
-    moved as they are loaded, and those that were there before the module was moved, at the optimizer's next step. Give
-    the optimizer to have them moved now.
+    An optimizer's moments need no call: new moments are made in the pool, ``load_state_dict`` moves the moments that it
+    loads, and the optimizer's next step moves moments that are older than this call. Pass the optimizer to move them
+    now.
 
     Parameters
     ----------
     module : torch.nn.Module or torch.optim.Optimizer
         Any module on the pool's device, or an optimizer whose parameters are in the pool.
     pool : Pool
-        Where its tensors go.
+        Pool that receives the tensors.
     progress : callable, optional
-        Called with the bytes moved and the bytes altogether after each storage.
+        Called after each storage with the bytes moved so far and the total.
 
     Returns
     -------
@@ -224,10 +224,10 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     Raises
     ------
     ArgumentError
-        The arguments are swapped, or of other kinds.
+        The arguments are swapped, or have other types.
     UnsupportedError
-        A tensor is of a kind that cannot be paged, or something holds it; its name is in the message. Or no
-        parameter of the optimizer is in the pool.
+        A tensor cannot be paged, or native code or a graph holds it; the message names it. Or no parameter of the
+        optimizer is in the pool.
     PoolMixError
         A tensor is in another pool, or its lazy module goes into another one at its first forward pass.
     PoolFullError
@@ -284,7 +284,7 @@ def _offload_optimizer(
 def restore(module: _Owner) -> _Owner:
     """Undo `offload`: make the paged tensors of a module (and their gradients) or of an optimizer plain, in place.
 
-    A module's optimizer keeps its moments in the pool until it is given, too.
+    The module's optimizer keeps its moments in the pool until you pass it, too.
 
     Parameters
     ----------
@@ -298,11 +298,11 @@ def restore(module: _Owner) -> _Owner:
     Raises
     ------
     ArgumentError
-        It is neither.
+        The argument is neither.
     UnsupportedError
         A tensor is held by an autograd graph; nothing was changed.
     PoolClosedError
-        The pool is closed, its bytes are gone.
+        The pool is closed, and the bytes are gone.
     """
     require_movable(module, "restore")
     if isinstance(module, torch.optim.Optimizer):
@@ -325,7 +325,7 @@ def restore(module: _Owner) -> _Owner:
 def move_out(tensors: list[PagedTensor]) -> None:
     """Make leaves and their gradients plain, in place; tensors that shared a storage then share memory.
 
-    One storage after the other, each whole or not at all: after an error some are plain and the others as they were.
+    Storages are moved one by one, each completely or not at all: after an error some are plain, the others still paged.
     """
     groups: dict[int, list[PagedTensor]] = {}
     for tensor in tensors:
@@ -333,20 +333,20 @@ def move_out(tensors: list[PagedTensor]) -> None:
     waiting = list(groups.values())
     with torch.no_grad():
         while waiting:
-            # In a full pool, what has to be fetched finds no room; what is resident needs none, and leaves some.
+            # In a full pool there may be no room to fetch a storage. Resident storages need no room, and release some.
             full: list[tuple[list[PagedTensor], PoolFullError]] = []
             for group in waiting:
                 try:
                     _move_group_out(group)
                 except PoolFullError as error:
-                    full.append((group, error.with_traceback(None)))  # its frames hold tensors
+                    full.append((group, error.with_traceback(None)))  # the error's frames hold tensors
             if len(full) == len(waiting):
                 raise full[0][1]
             waiting = [group for group, _ in full]
 
 
 def _move_group_out(group: list[PagedTensor]) -> None:
-    """Make leaves of one storage plain. Afterwards nothing holds that storage: the next one may need its room."""
+    """Make leaves of one storage plain. Release that storage at once, because the next one may need its room."""
     plain = _plain_group(group)
     gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
     for tensor, twin, gradient in zip(group, plain, gradients, strict=True):

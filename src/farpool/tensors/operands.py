@@ -21,7 +21,7 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
-    """The paged tensors among the arguments, also those in lists, in order."""
+    """The paged tensors among the arguments and in lists among them, in order."""
     found = []
     for value in (*args, *kwargs.values()):
         if type(value) is PagedTensor:
@@ -37,7 +37,7 @@ class Operands:
     __slots__ = ("arena", "modes", "reals", "tensors")
 
     arena: ArenaViews
-    """Views of the pool's arena, stored with the first operand: another thread may move a tensor out later."""
+    """Views of the pool's arena, stored with the first operand, because another thread may take tensors out later."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, PagedTensor] = {}
@@ -78,7 +78,7 @@ class Operands:
         return self._replaced(value)
 
     def _replaced(self, item: Any) -> Any:
-        # By identity: what kind of tensor an object is may have changed in another thread since it was found.
+        # We compare identities, because another thread may have changed the object's class since it was found.
         real = self.reals.get(id(item))
         if real is None and type(item) is PagedTensor:
             raise PoolClosedError(
@@ -118,12 +118,12 @@ class Operands:
         return result
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """Wrap a result: one that aliases the arena becomes a paged view or a copy, as no plain tensor may view it."""
+        """Wrap a result: make a paged view or a copy if it aliases the arena, which no plain tensor may view."""
         for key, real in self.reals.items():
             if result is real:
                 return self.tensors[key]
         if result.layout is not torch.strided:
-            # A sparse tensor may have taken one of the operands for its values.
+            # A sparse tensor may use one of the operands as its values.
             return result.clone()
         if not self.arena.aliases(result):
             return result

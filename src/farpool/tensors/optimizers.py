@@ -1,9 +1,10 @@
-"""Moves the optimizer state of paged parameters into their pool, also where it was not made there.
+"""Moves the optimizer state of paged parameters into their pool if it was made outside.
 
-Moments that an optimizer makes for a paged parameter are made like it, and so in the pool. Those that were there before
-`offload`, or that ``load_state_dict`` brings, are plain tensors: they are paged here, at the next step and as they are
-loaded. State of another shape than the parameter, step counters, and what is no plain floating-point tensor with
-memory of its own (quantized moments, slices of a flat buffer) stays as it is.
+An optimizer makes moments "like" their parameter, so moments of a paged parameter are made in the pool. Moments that
+existed before `offload`, or that ``load_state_dict`` loads, are plain tensors: this module pages the former at the next
+step and the latter while they are loaded. Other state stays plain: step counters, tensors of another shape than the
+parameter, and everything but plain floating-point tensors with their own memory (quantized moments, slices of a flat
+buffer).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _TAKE_NORMS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK = "_farpool_offloads"
 _offloads = 0
-"""Number of modules offloaded so far. An optimizer that has stepped since the last one has its state in the pool."""
+"""Number of modules offloaded so far. An optimizer that has stepped since the last offload has its state in the
+pool."""
 
 
 def note_offload() -> None:
@@ -130,7 +132,7 @@ def page_moments_of(optimizer: Optimizer) -> None:
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
-    """The tensors that a step's operations take whole, whatever their size, as one tuple for each operation.
+    """The tensors that operations of a step need resident as a whole: one tuple for each operation.
 
     For optimizers that take norms, and for fused SGD.
     """
@@ -141,24 +143,24 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
         operands = [grad]
         if group["momentum"]:
             operands.append(optimizer.state.get(parameter, {}).get("momentum_buffer"))
-        like = parameter.detach()  # what is not there yet is made like it
+        like = parameter.detach()  # moments that do not exist yet are made like the parameter
         return [(parameter, *(torch.empty_like(like) if tensor is None else tensor for tensor in operands))]
     return []
 
 
 def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
-    """Raise before a step the `BudgetError` that would otherwise stop it half-way, with some tensors changed already.
+    """Raise the `BudgetError` before a step that would otherwise raise it half-way, with some tensors changed already.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     gradients_follow : bool
-        Parameters without a gradient will get one before they are stepped.
+        True if parameters without a gradient will get one before they are stepped.
 
     Raises
     ------
     BudgetError
-        The optimizer takes tensors whole that do not fit into the fast tier.
+        An operation of the optimizer needs tensors as a whole that do not fit into the fast tier together.
     """
     if torch.compiler.is_compiling():
         return
@@ -174,7 +176,7 @@ def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
                 paged = [tensor for tensor in operands if type(tensor) is PagedTensor]
                 pool = parameter._storage.pool
                 if sum(tensor.nbytes for tensor in paged) <= pool.fast // 2:
-                    continue  # it fits in any case, and need not be fetched for that
+                    continue  # it fits anyway, so we do not fetch it
                 kind = f"optim.{type(optimizer).__name__}"
                 try:
                     pool.release(pool.acquire([tensor._footprint.reader() for tensor in paged], kind))
@@ -202,6 +204,6 @@ def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **
 def apply() -> None:
     """Register the hooks in torch's optimizers; a second call changes nothing."""
     if Optimizer._process_value_according_to_param_policy is not _process_loaded:
-        # One moment after the other: no second copy of all of them is made on the way.
+        # Page one moment after the other, so that no second copy of all moments exists.
         Optimizer._process_value_according_to_param_policy = staticmethod(_process_loaded)  # type: ignore[method-assign, assignment]
         _optimizer.register_optimizer_step_pre_hook(_before_step)

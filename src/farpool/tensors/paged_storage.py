@@ -1,6 +1,6 @@
 """Storage objects that stand for a paged tensor's bytes: they have a size and an identity, but no memory.
 
-Savers ask for it to see which tensors share memory. ``torch.save`` gets one of its own, whose bytes are read when its
+Savers use it to find out which tensors share memory. ``torch.save`` gets another object, whose bytes are read when its
 record is written, so that a file larger than memory is written storage by storage.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["PagedStorage", "SavedStorage", "storage_of"]
 class PagedStorage(torch.UntypedStorage):
     """The ``untyped_storage()`` of paged tensors, the same for all views of the same bytes, without accessible memory.
 
-    To native code it is a storage without memory, on the meta device, so nothing can read or write through it.
+    For native code it is a storage without memory, on the meta device, so native code cannot read or write through it.
     """
 
     _bytes: PagedTensor
@@ -48,7 +48,7 @@ class PagedStorage(torch.UntypedStorage):
 
     @property
     def _cdata(self) -> int:
-        # torch's own savers tell storages apart by this number; the object it identifies lives as long as the bytes.
+        # torch's own savers identify storages by this number. The identified object lives as long as the bytes.
         return id(self._bytes._storage)
 
     def get_device(self) -> int:
@@ -80,7 +80,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
     return method
 
 
-# Everything is refused but what tells about the storage without its memory.
+# All methods are refused except those that describe the storage without reading its memory.
 _ANSWERED = frozenset(("element_size", "nbytes", "resizable", "size", "untyped"))
 _SPECIAL = ("__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce__", "__setitem__")
 for _name in (*_SPECIAL, *[name for name in dir(torch.UntypedStorage) if not name.startswith("__")]):
@@ -93,7 +93,7 @@ for _name in (*_SPECIAL, *[name for name in dir(torch.UntypedStorage) if not nam
 
 
 class SavedStorage(PagedStorage):
-    """A storage that ``torch.save`` is to write; its bytes are read from the pool only when its record is written."""
+    """A storage to be written by ``torch.save``; its bytes are read from the pool only when its record is written."""
 
     def data_ptr(self) -> int:
         """A number that identifies the storage; ``torch.save`` uses it to refuse a storage saved under two dtypes."""
@@ -106,14 +106,14 @@ class SavedStorage(PagedStorage):
         self.cpu()._write_file(*args)  # type: ignore[no-untyped-call]
 
 
-# Files name the class of a storage, and are to name one that is there without farpool.
+# A file contains the name of its storages' class, which must exist in a program without farpool.
 PagedStorage.__name__ = SavedStorage.__name__ = torch.UntypedStorage.__name__
 
 _known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictionary()
 
 
 def storage_of(tensor: PagedTensor) -> PagedStorage:
-    """The storage that ``tensor.untyped_storage()`` returns: one object for all views, as long as somebody holds it."""
+    """The storage that ``tensor.untyped_storage()`` returns: one object for all views while the program holds it."""
     key = id(tensor._storage)
     storage = _known.get(key)
     if storage is None:

@@ -1,8 +1,8 @@
-"""`PagedTensor`, the tensor that programs see: a geometry and a storage in a pool, without memory of its own.
+"""`PagedTensor`, the tensor that programs use: a geometry and a storage in a pool, without its own memory.
 
-A wrapper subclass keeps size, strides, offset, dtype and everything that autograd needs; what an operation does with it
-is decided in `farpool.tensors.dispatch`. Only what never reaches the dispatcher is overridden here: raw memory,
-printing, copying, pickling, and the ways to change a tensor's identity.
+It is a wrapper subclass with size, strides, offset, dtype and everything that autograd needs. Operations go to
+`farpool.tensors.dispatch`. This class overrides only methods that never reach the dispatcher: access to raw memory,
+printing, copying, pickling, and changes of a tensor's identity.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 
 class Methods(Protocol):
-    """Functions that implement methods of a paged tensor; they need the class, so `use_methods` hands them in."""
+    """Functions that implement methods of a paged tensor; `use_methods` sets them, because they need the class."""
 
     def deep_copy(self, tensor: PagedTensor, memo: dict[int, Any], /) -> PagedTensor: ...
     def materialize(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
@@ -71,9 +71,8 @@ class PagedTensor(torch.Tensor):
     """A tensor whose bytes live in a pool.
 
     Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by
-    its constructor. Views share the storage, copies (``clone()``, ``to(dtype)``, ``zeros_like``) are paged, and so is
-    what arithmetic makes of gradients and moments larger than the budget. All other results of computations are plain
-    tensors.
+    its constructor. Views share the storage. Copies (``clone()``, ``to(dtype)``, ``zeros_like``) are paged, and so are
+    results of arithmetic on gradients and moments that are larger than the budget. All other results are plain tensors.
     """
 
     _footprint: Footprint
@@ -131,7 +130,7 @@ class PagedTensor(torch.Tensor):
         return PagedTensor(self._storage, self._arena, self.dtype if dtype is None else dtype, size, stride, offset)
 
     def rebind(self, other: PagedTensor) -> None:
-        """Make this tensor a view of what `other` views; it keeps its identity, autograd history and attributes."""
+        """Make this tensor view the same bytes as `other`; it keeps its identity, autograd history and attributes."""
         NATIVE_DATA.__set__(self, other)
         self._footprint = other._footprint
 
@@ -139,7 +138,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> PagedTensor:
-        """A view of the same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
+        """A view of the same bytes without history. Setting it rebinds; a plain value is copied to the pool."""
         return NATIVE_DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -148,7 +147,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """True if gradients are accumulated into this tensor; they are paged too."""
+        """True if autograd accumulates gradients into this tensor; these are paged, too."""
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @requires_grad.setter
@@ -156,7 +155,7 @@ class PagedTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Change whether gradients are accumulated into this tensor, in place."""
+        """Switch accumulation of gradients into this tensor on or off."""
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
             _methods.page_gradients_of(self)
@@ -192,12 +191,12 @@ class PagedTensor(torch.Tensor):
         return _methods.storage_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy as a NumPy array, with ``force=True``; an array that shares memory with the tensor is impossible.
+        """A copy as a NumPy array, with ``force=True``; an array cannot share memory with the tensor.
 
         Raises
         ------
         UnsupportedError
-            Without `force`: what is written to a copy would be lost.
+            `force` is False. The array would be a copy, and writes to it would not reach the tensor.
         """
         if not force:
             _refuse("numpy() without force=True or cpu()")(self)

@@ -1,8 +1,8 @@
 """Elementwise operations on tensors larger than the fast tier, computed in pieces with bit-identical results.
 
 torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's
-share one by one. Both round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a
-compiler may contract one of them and not the other. So a cut must not change how an element is computed.
+share one by one. Both ways round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a
+compiler may contract operations in one and not in the other. So a cut must not change how an element is computed.
 
 - Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at
   the beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are
@@ -10,12 +10,12 @@ compiler may contract one of them and not the other. So a cut must not change ho
 - Fused optimizers divide a tensor at cache lines, so only its very last elements are computed one by one. Cuts are made
   at whole vectors.
 
-`tests/tensors/test_pieces.py` shows it for each operator, by NaNs whose bits tell how they were computed.
+`tests/tensors/test_pieces.py` checks this for each operator with NaNs whose bits show how they were computed.
 
-On a GPU torch has two kernels for most operations, one for aligned vectors and one for the rest, and that a compiler
-contracts alike in both has not been shown. Fused optimizers choose by the address and by whether the number of elements
-is a multiple of four. So a tensor of whole vectors, cut at whole vectors, is computed by the first kernel in pieces,
-too; `tests/gpu/test_pieces.py` compares the bits. Of everything else only what rounds once is computed in pieces there.
+On a GPU torch has two kernels for most operations, one for aligned vectors and one for the rest, and a compiler need
+not contract both alike. Fused optimizers choose by the address and by whether the number of elements is a multiple of
+four. So a tensor of whole vectors, cut at whole vectors, is computed by the first kernel in pieces, too;
+`tests/gpu/test_pieces.py` compares the bits. Other operations are computed in pieces on a GPU only if they round once.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _ROUND_ONCE = frozenset(
     )
 )
 _OF_TRUTH = frozenset(("where", "gt", "lt", "eq"))
-"""Operations that take or return booleans beside numbers, and round nothing."""
+"""Operations that mix booleans and numbers, and do not round."""
 _EXACT = (torch.float32, torch.float64)
 """Data types that kernels compute in directly; others are computed in float32 and rounded again."""
 
 
 class _Operand:
-    """A tensor argument that is taken in pieces."""
+    """A tensor argument that is divided into pieces."""
 
     __slots__ = ("mode", "tensor")
 
@@ -64,9 +64,11 @@ class _Operand:
 
 
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
-    """Return True if the operation is known to give the same bits in pieces as at once, on this device."""
+    """Return True if the operation is known to give the same bits in pieces and at once on this device."""
     if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT:
-        return False  # on the CPU, torch's leaves other bits in half-precision moments from run to run, also at once
+        return (
+            False  # on the CPU, torch's own implementation gives other bits in half-precision moments from run to run
+        )
     if tensor.device.type == "cpu":
         return tensor.dtype in _DTYPES
     if func._opname.startswith("_fused_"):
@@ -76,14 +78,14 @@ def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """An identifier of the memory that a tensor views, and where in that memory the view begins."""
+    """An identifier of the memory that a tensor views, and the position at which the view begins in it."""
     if type(tensor) is PagedTensor:
         return id(tensor._storage), tensor.byte_range()[0]
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
 
 
 def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _Operand]:
-    """The tensor arguments to take in pieces, by their ids, each with its access mode."""
+    """The tensor arguments to divide into pieces, by their ids, each with its access mode."""
     signature = signature_of(func)
     operands: dict[int, _Operand] = {}
     named = [(position in signature.writes, value) for position, value in enumerate(args)]
@@ -170,7 +172,7 @@ def compute_in_pieces(
     ----------
     func : operator overload
     args, kwargs
-        Its arguments. Lists of tensors have one element.
+        Arguments of the operation. Lists of tensors have one element.
     make_result : callable
         Makes the tensor that takes the result of an operation that is not in place, from a description of it on the
         meta device.
@@ -180,7 +182,7 @@ def compute_in_pieces(
     Returns
     -------
     torch.Tensor or None
-        The result; None for an operation in place. NotImplemented if pieces are not known to have the same bits.
+        The result; None for an operation in place. NotImplemented if pieces are not known to give the same bits.
     """
     operands = _collect(func, args, kwargs)
     paged = [operand.tensor for operand in operands.values() if type(operand.tensor) is PagedTensor]

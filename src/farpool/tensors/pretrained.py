@@ -1,13 +1,13 @@
 """Loading models of the transformers library from their checkpoints straight into a pool.
 
 transformers builds a model without memory, matches the tensors of its checkpoint with the parameters (renamed,
-converted to another dtype, fused), initializes what the checkpoint does not have, and ties. All of that stays its
-work. Four of its functions are wrapped, and do as before unless the calling thread loads into a pool:
+converted to another dtype, fused), initializes what the checkpoint does not have, and ties. transformers still does all
+of that. We wrap four of its functions, which behave as before unless the calling thread loads into a pool:
 
-- ``_load_pretrained_model`` is given the tensors of the safetensors files as paged ones, so nothing is read;
-- ``spawn_materialize`` reads ahead with threads; paged tensors wait until they are asked for;
-- ``convert`` fuses weights on plain copies, one fused weight at a time, and what comes out is paged at once;
-- ``_finalize_model_loading`` ends with `offload`, for what is in no file: buffers and new parameters.
+- ``_load_pretrained_model`` receives the tensors of the safetensors files as paged tensors, so nothing is read;
+- ``spawn_materialize``, which reads ahead with threads, does not read paged tensors ahead;
+- ``convert`` fuses weights on plain copies, one fused weight at a time, and pages each result at once;
+- ``_finalize_model_loading`` ends with `offload`, for tensors that no file has: buffers and new parameters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REFUSED: dict[str, str] = {
 
 @dataclass(slots=True)
 class _Target:
-    """A pool that a thread loads a model into, and the progress of that."""
+    """A pool that a thread loads a model into, and the progress of the load."""
 
     pool: BlockPool
     progress: Callable[[int, int], None] | None = None
@@ -83,7 +83,7 @@ _wrapped = False
 
 
 def is_loading() -> bool:
-    """Return True if the calling thread is loading a model in transformers, whose tensors must not be paged singly."""
+    """Return True while transformers loads a model in the calling thread. Its tensors must not be paged one by one."""
     return _thread.loading > 0
 
 
@@ -117,12 +117,12 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers into a pool, without a second copy of its weights.
 
-    The result is that of ``farpool.offload(model_class.from_pretrained(path), pool)``: the same parameters, buffers,
-    ties and dtypes, to the last bit. But weights are read from the safetensors files when they are used, and dropped,
-    not written anywhere, when they have to leave the fast tier. The files must stay as they are while the pool is open.
+    The result equals ``farpool.offload(model_class.from_pretrained(path), pool)``: the same parameters, buffers, ties
+    and dtypes, to the last bit. But weights are read from the safetensors files when they are used, and they are
+    evicted from the fast tier without being written anywhere. The files must stay as they are while the pool is open.
 
-    Weights that have to be converted (another ``dtype``, experts that are fused) are converted one at a time, and take
-    room in the pool.
+    Weights that must be converted (another ``dtype``, fused experts) are converted one at a time, and take room in the
+    pool.
 
     Parameters
     ----------
@@ -131,27 +131,27 @@ def from_pretrained(
     path : str or path-like
         The folder that ``save_pretrained`` wrote, or a name that ``from_pretrained`` of the class knows.
     pool : Pool
-        Where its tensors live.
+        Pool that holds the tensors.
     progress : callable, optional
-        Called with the bytes that are in the pool and the bytes altogether after each parameter.
+        Called after each parameter with the bytes in the pool and the total.
     **options
-        For ``from_pretrained`` of the class: ``dtype``, ``config``, ``attn_implementation`` and so on.
+        Options of the class's ``from_pretrained``: ``dtype``, ``config``, ``attn_implementation`` and so on.
 
     Returns
     -------
     torch.nn.Module
-        As ``from_pretrained`` of the class returns it.
+        The model, as the class's ``from_pretrained`` returns it.
 
     Raises
     ------
     ArgumentError
-        The class is none of transformers, or the pool is no pool.
+        The class is not a class of transformers, or the pool is not a `Pool`.
     ConfigError
-        There is no checkpoint at the path, or a file of it is no safetensors file.
+        The path has no checkpoint, or a file of the checkpoint is not a safetensors file.
     UnsupportedError
-        An option or the checkpoint asks for weights that a pool cannot hold; names it and what to do.
+        An option or the checkpoint asks for weights that a pool cannot hold; the message names it and a remedy.
     PoolFullError
-        The pool has no room for what is not read from files.
+        The pool has no room for tensors that are not read from files.
     """
     blocks = inside_of(pool, "from_pretrained")
     _require_model_class(model_class)
@@ -213,7 +213,7 @@ def _wrap_once() -> None:
         version = getattr(sys.modules.get("transformers"), "__version__", "?")
         warnings.warn(
             f"transformers {version} loads checkpoints in a way that farpool does not know, 5.0 or later is expected: "
-            "what from_pretrained makes inside farpool.paged(pool) stays plain, move it with "
+            "models that from_pretrained makes inside farpool.paged(pool) stay plain, move them with "
             "farpool.offload(model, pool)",
             FarpoolWarning,
             stacklevel=4,
@@ -226,7 +226,7 @@ def _wrap(modeling: Any, conversion: Any) -> None:
     kinds = (conversion.WeightConverter, conversion.WeightRenaming)
     converts = [vars(kind)["convert"] for kind in kinds]
     spawn = conversion.spawn_materialize
-    # All are there: from here on nothing fails.
+    # All functions exist, so the changes below cannot fail.
     model._load_pretrained_model = staticmethod(functools.partial(_load, load.__func__))
     model._finalize_model_loading = staticmethod(functools.partial(_finish, finish.__func__))
     conversion.spawn_materialize = functools.partial(_materialize_later, spawn)
@@ -290,7 +290,7 @@ def _materialize_later(
 def _convert(self: Any, original: Any, layer_name: str, *args: Any, fused: bool, **options: Any) -> dict[str, Any]:
     target = _thread.targets[-1] if _thread.targets else None
     if target is not None and fused:
-        # An operation on all experts of a layer could need more than the budget; outside the pool it needs only memory.
+        # Fuse outside the pool, because an operation on all experts of a layer could need more than the budget.
         for name, weights in self.collected_tensors.items():
             self.collected_tensors[name] = [w.plain if type(w) is _Weight else w for w in weights]
     found: dict[str, Any] = original(self, layer_name, *args, **options)
@@ -318,7 +318,7 @@ def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTenso
     for file in files:
         if not os.fspath(file).endswith(".safetensors"):
             raise UnsupportedError(
-                f"{file} is no safetensors file, and a pool reads no others: save the model anew with "
+                f"{file} is no safetensors file, and a pool reads no others: save the model again with "
                 "model.save_pretrained(folder), or load it plain and call farpool.offload(model, pool)"
             )
     tables = _tables_of(model)

@@ -1,8 +1,9 @@
-"""Changes to checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
+"""Changes checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
 
-They take the address of each tensor, to see which share memory and to write what lies there. A paged tensor has none.
-So what compares addresses is given places in the pool to compare, and what writes is given the bytes of one after
-another. Without a paged tensor among its arguments, each function does what it always did.
+Savers take the address of each tensor, to find out which tensors share memory and to write the bytes at the address. A
+paged tensor has no address. So functions that compare addresses receive positions in the pool instead, and functions
+that write receive the bytes of one tensor after another. Without a paged tensor among its arguments, each function
+behaves as before.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def apply() -> None:
 
 
 class _Place:
-    """Stand-in for a paged tensor, whose numbers compare like the addresses of plain tensors."""
+    """Stand-in for a paged tensor with numbers that compare like addresses of plain tensors."""
 
     def __init__(self, tensor: PagedTensor, start: int, stop: int) -> None:
         self._tensor = tensor
@@ -91,7 +92,7 @@ class _Place:
         return self._stop - self._start
 
     def view(self, *shape: int) -> list[_Place]:
-        """A list with a stand-in for the tensor's last element, which is all that savers take of a view."""
+        """A list with a stand-in for the tensor's last element; savers read nothing else of a view."""
         return [_Place(self._tensor, self._stop - self.element_size(), self._stop)]
 
 
@@ -140,7 +141,7 @@ def _write_safetensors_in(module: Any) -> None:
     def taking(original: Any) -> Any:
         @functools.wraps(original)
         def to_ndarray(tensor: Any) -> Any:
-            # For save(), whose result holds all bytes anyway.
+            # For save(): its result holds all bytes anyway.
             return original(tensor.detach().cpu() if type(tensor) is PagedTensor else tensor)
 
         return to_ndarray
@@ -153,7 +154,7 @@ def _save_file(module: Any, tensors: dict[str, torch.Tensor], filename: Any, met
     """Do what ``safetensors.torch.save_file`` does, but write one tensor after another."""
     header, names = _header(module, tensors, metadata)
     path = os.path.realpath(filename)
-    # The file that is there may be where some of the tensors come from: it stays until the new one is whole.
+    # Some of the tensors may be read from the existing file, so it stays until the new file is complete.
     scratch = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
         with open(scratch, "wb") as file:
@@ -173,14 +174,14 @@ def _header(module: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, s
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            # Raises the saver's own error.
+            # This raises the saver's own error.
             module._flatten_as_ptr({name: meta_view(tensor)}, [])
         if tensor.dtype is packed:
             raise UnsupportedError(
-                f"{name!r} is of {tensor.dtype}, two values a byte, which cannot be saved beside paged tensors: "
+                f"{name!r} is of {tensor.dtype}, two values a byte, which cannot be saved together with paged tensors: "
                 "save it by itself"
             )
-    # The saver itself says, for tensors without elements, how it calls their types and in which order they come.
+    # We let the saver write tensors without elements, to learn its names for their types and the order of tensors.
     empty = {name: plain_empty((0,), (1,), tensor.dtype, torch.device("cpu")) for name, tensor in tensors.items()}
     content = module.save(empty, metadata)
     table = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -256,7 +257,7 @@ def _write_lightning_in(module: Any) -> None:
             if not any(type(leaf) is PagedTensor for leaf in leaves):
                 original(checkpoint, filepath)
                 return
-            # The original one makes the whole file in memory first.
+            # The original function first makes the whole file in memory.
             files, path = module.fsspec.core.url_to_fs(str(filepath))
             with files.transaction, files.open(path, "wb") as file:
                 torch.save(checkpoint, file)
@@ -273,7 +274,7 @@ def _stage_in(module: Any) -> None:
     @functools.wraps(offload_tensor)
     def stage(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
         if type(x) is PagedTensor:
-            # What is saved later is a copy in the pool: the original one would need memory for all of them.
+            # The copy that is saved later is made in the pool; the original function would need memory for all copies.
             copied = memo[id(x)] = snapshot(x, memo)
             return copied
         staged: torch.Tensor = offload_tensor(self, x, memo, non_blocking=non_blocking)
@@ -291,8 +292,9 @@ def _load_for_writing_in(module: Any) -> None:
         for nbytes, item in self.items:
             tensor = self.resolve_fun(item).detach()
             if type(tensor) is PagedTensor and tensor.is_cpu:
-                # The writer keeps all tensors until its file is complete, so it gets the paged one, which torch.save
-                # reads when it writes it. As with plain ones, a part of a storage must not bring the rest with it.
+                # The writer keeps all tensors until its file is complete, so it receives the paged tensor, and
+                # torch.save reads it while writing. As for plain tensors, saving a part of a storage must not save the
+                # rest.
                 yield (tensor if tensor._storage.nbytes == tensor.nbytes else tensor.clone()), item
             else:
                 one = serial(lambda _, tensor=tensor: tensor)
@@ -301,7 +303,7 @@ def _load_for_writing_in(module: Any) -> None:
 
     @functools.wraps(init)
     def overlapping_init(self: Any, resolve_fun: Any, *args: Any, **kwargs: Any) -> None:
-        # This loader moves tensors with `to`, which does not take a paged one out of its pool.
+        # This loader moves tensors with `to`, which leaves a paged tensor in its pool.
         def resolve(item: Any) -> Any:
             tensor = resolve_fun(item)
             return tensor.detach().cpu() if type(tensor) is PagedTensor and not tensor.is_cpu else tensor

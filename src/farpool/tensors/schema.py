@@ -14,7 +14,7 @@ __all__ = ["Signature", "signature_of"]
 
 _aten = torch.ops.aten
 
-# Statistics that these update without saying so in their schema: positions of running_mean and running_var.
+# Positions of statistics (running_mean, running_var) that operators update although their schemas do not say so.
 _UNDECLARED_WRITES: dict[Any, frozenset[int]] = {
     _aten.native_batch_norm.default: frozenset((3, 4)),
     _aten.native_batch_norm.out: frozenset((3, 4)),
@@ -37,11 +37,11 @@ class Signature:
     namespace : str
         ``aten``, or the library that registered the operation.
     view_of : int
-        Position of the argument that the results alias without writing; -1 if they alias none.
+        Position of the argument that the results alias without being written; -1 if they alias none.
     treatment : Treatment
-        The way it is run if no rule is written for it.
+        How the operator runs if it has no rule.
     marks_views : bool
-        Its results are marked as views by whoever called it, and must not be before.
+        True if the caller marks the results as views, so the operator must not.
     writes : frozenset of int
         Positions of arguments that are written in place.
     outputs : frozenset of str
@@ -49,7 +49,7 @@ class Signature:
     simple : bool
         True if the operator is torch's own and has no outputs.
     view_of_numbers : bool
-        Besides the first argument, which the results alias, it looks at no tensors.
+        True if the operator takes no tensor but the first argument, which the results alias.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Optimizer steps inside the backward pass: each parameter is stepped once its gradient is complete, then freed.
 
-All gradients together never exist, and while one parameter is stepped the next gradients are computed. The numbers are
-those of a step after the pass, because only optimizers are accepted whose step of one parameter needs nothing of any
-other. What needs all gradients at once (clipping by norm, a gradient scaler), or the weights as they were (a graph that
-is kept, a gradient of the gradient, re-entrant checkpointing), is refused before the pass begins.
+All gradients together never exist, and while one parameter is stepped the next gradients are computed. Results equal a
+step after the pass, because only optimizers are accepted that need nothing of other parameters to step one. Some
+features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a
+gradient of the gradient, re-entrant checkpointing); these are refused before the pass begins.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PROVEN = (
 """Optimizers whose step of a parameter depends only on it, its gradient, its state and its group's settings."""
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""Name of the graph node of re-entrant checkpointing, which runs a backward pass of its own inside the outer one."""
+"""Name of the graph node of re-entrant checkpointing, which runs another backward pass inside the outer one."""
 
 _REPLACED = ("step", "zero_grad", "add_param_group")
 """Methods of the optimizer that are replaced while parameters are stepped in the backward pass."""
 _active: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
-"""The `StepInBackward` objects in force; their optimizers keep them alive."""
+"""The active `StepInBackward` objects; their optimizers keep them alive."""
 _changing = threading.Lock()
 """Lock that guards `_active`."""
 
@@ -59,8 +59,8 @@ _changing = threading.Lock()
 def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     """Step each parameter during the backward pass, as soon as its gradient is complete, and free that gradient.
 
-    The numbers are those of ``optimizer.step()`` after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do
-    nothing from now on, and warn once, so a training loop may stay as it is. Schedulers, ``state_dict()`` and
+    Results equal ``optimizer.step()`` after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do nothing
+    from now on, and warn once, so a training loop may stay as it is. Schedulers, ``state_dict()`` and
     ``load_state_dict()`` work as before.
 
     Parameters
@@ -68,21 +68,21 @@ def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     optimizer : torch.optim.Optimizer
         One of torch's own, except `LBFGS`. Its parameters may be paged or plain.
     every : int
-        Backward passes whose gradients are summed up before a step; the step is then in the last of them.
+        Number of backward passes whose gradients are summed up before a step; the last of them makes the step.
 
     Returns
     -------
     StepInBackward
-        Ends it with `remove()`, or as a context manager. The optimizer has to be kept: torch's garbage collector does
-        not look into a parameter's hooks, so these do not hold it.
+        Object that ends this with `remove()`, or as a context manager. Keep a reference to the optimizer: the hooks do
+        not hold it, because torch's garbage collector does not search the hooks of parameters.
 
     Raises
     ------
     ArgumentError
         `every` is less than one, the optimizer is stepped in backward already, or there are gradients.
     UnsupportedError
-        A step of this optimizer is not known to be equal parameter by parameter, the program has put hooks or a
-        function of its own around it, or gradients are summed up over several processes.
+        A step of this optimizer is not known to be equal parameter by parameter, the program has added hooks or
+        replaced its `step`, or gradients are summed up over several processes.
     """
     return StepInBackward(optimizer, every)
 
@@ -99,7 +99,7 @@ class StepInBackward:
 
     def __init__(self, optimizer: Optimizer, every: int) -> None:
         _check_arguments(optimizer, every)
-        self._optimizer = weakref.ref(optimizer)  # which holds this; a circle would keep both until it is collected
+        self._optimizer = weakref.ref(optimizer)  # which holds this object; a reference back would be a cycle
         self.every = every
         self._hooks: dict[int, Any] = {}
         """Hook of each parameter, by the parameter's identity."""
@@ -111,7 +111,7 @@ class StepInBackward:
         """Parameters stepped in the pass that is under way; None between passes."""
         self._failed = False
         """True if the latest pass failed; ``zero_grad()`` then drops its gradients."""
-        self._stepping = threading.Lock()  # devices run their parts of a backward pass in threads of their own
+        self._stepping = threading.Lock()  # each device runs its part of a backward pass in its own thread
         self._warned: set[str] = set()
         _install()
         self.watch_all()
@@ -151,7 +151,7 @@ class StepInBackward:
         self.remove()
 
     def remove(self) -> None:
-        """End stepping in the backward pass: ``optimizer.step()`` works again, and gradients summed up so far stay."""
+        """Stop stepping in backward passes: ``optimizer.step()`` works again, and gradients summed up so far stay."""
         with _changing:
             if self not in _active:
                 return
@@ -160,7 +160,9 @@ class StepInBackward:
             hook.remove()
         attributes = {} if self._optimizer() is None else self.optimizer.__dict__
         for name in _REPLACED:
-            if getattr(attributes.get(name), "_farpool_stepper", None) is self:  # else somebody has wrapped it since
+            if (
+                getattr(attributes.get(name), "_farpool_stepper", None) is self
+            ):  # otherwise the program has wrapped it since
                 del attributes[name]
                 if name in self._before:
                     attributes[name] = self._before[name]
@@ -187,7 +189,7 @@ class StepInBackward:
         if not parameter.requires_grad or id(parameter) in self._hooks:
             return
         if isinstance(parameter, PagedTensor):
-            forget_gradients_of(parameter)  # its hook comes after ours: a gradient that is used up need not be paged
+            forget_gradients_of(parameter)  # its hook must run after ours, because a freed gradient need not be paged
         hook = _Hook(self)
         self._hooks[id(parameter)] = hook.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if isinstance(parameter, PagedTensor):
@@ -206,14 +208,14 @@ class StepInBackward:
                 for index, other in enumerate(settings["params"])
             }
         raise UnsupportedError(
-            "a parameter that is stepped in backward is not the optimizer's any more: call remove() and "
+            "a parameter that is stepped in backward no longer belongs to the optimizer: call remove() and "
             "farpool.step_in_backward(optimizer) again"
         )
 
     # ---- a backward pass --------------------------------------------------------------------------------------------
 
     def check(self, kept: bool, differentiable: bool, reentrant: bool, nested: bool) -> None:
-        """Raise, before anything is changed, if a pass would not give the numbers of a step after it."""
+        """Raise, before anything is changed, if the results of a pass would differ from a step after it."""
         if differentiable:
             raise UnsupportedError(
                 "backward(create_graph=True) needs the weights as they are, and farpool.step_in_backward steps them on "
@@ -236,7 +238,7 @@ class StepInBackward:
         require_room(self.optimizer, gradients_follow=True)
 
     def _check_order(self, parameter: torch.Tensor) -> None:
-        """Raise if a hook of the program runs after this object's own: it would find its gradient gone."""
+        """Raise if a hook of the program would run after this object's own hook, because the gradient would be gone."""
         own = self._hooks.get(id(parameter))
         hooks: Any = parameter._post_accumulate_grad_hooks
         if own is None or not hooks or len(hooks) == 1:
@@ -274,7 +276,7 @@ class StepInBackward:
                     self._sweep()
         finally:
             self._stepped = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks for
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Step a parameter whose gradient autograd has just accumulated, if this pass is the last before a step."""
@@ -301,13 +303,13 @@ class StepInBackward:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         optimizer.param_groups = [{**self._group_of(parameter), "params": [parameter]}]
         try:
-            # The pass may run under autocast; a step after it would not.
+            # The pass may run under autocast, but a step after the pass would not.
             with torch.autocast(parameter.device.type, enabled=False):
                 type(optimizer).step(optimizer)
         finally:
             optimizer.param_groups = groups
         parameter.grad = None
-        # A moment that is made from the gradient, which was plain, is to be in the pool like the others.
+        # An optimizer may make a moment from the gradient, which was plain, so page it like the other moments.
         page_moments(parameter, self.optimizer.state.get(parameter))
 
     # ---- methods of the optimizer -----------------------------------------------------------------------------------
@@ -393,7 +395,7 @@ def _check_arguments(optimizer: Optimizer, every: int) -> None:
     wrapped = optimizer.__dict__.get("step")
     if wrapped is not None and not hasattr(wrapped, "_wrapped_by_lr_sched"):
         raise UnsupportedError(
-            f"step_in_backward: optimizer.step is a function of the program's own ({wrapped!r}), which is passed by"
+            f"step_in_backward: optimizer.step is a function of the program's own ({wrapped!r}), which would not run"
         )
     with _changing:
         watched = {number for other in _active for number in other._hooks}
@@ -428,7 +430,7 @@ def _override(stepper: StepInBackward, method: Callable[..., Any]) -> Callable[.
 
 
 def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
-    """Leaves, by identity, that a backward pass from these outputs reaches; True if it is re-entrant."""
+    """Leaves, by identity, that a backward pass from these outputs reaches, and True if it is re-entrant."""
     leaves: set[int] = set()
     reentrant = False
     waiting: list[Any] = []
@@ -481,7 +483,7 @@ def _run_backward(native: Callable[..., Any]) -> Callable[..., Any]:
             for stepper in steppers:
                 stepper.fail(error)
             raise
-        with ExitStack() as ends:  # all of them, whatever one of them raises
+        with ExitStack() as ends:  # run all of them, even if one raises
             for stepper in reversed(steppers):
                 ends.callback(stepper.end)
         return result

@@ -1,8 +1,8 @@
 """Debug mode's search for survivors: real tensors over the arena that outlive the operation they were made for.
 
-What it viewed is moved, evicted and overwritten as soon as the access has been released. So each storage and view that
-an operation makes of the arena is noted, weakly, and looked for when the operation is over and nothing of it is on the
-stack any more. The storage tells of views, too, that the operation has made of its operands.
+The bytes that such a tensor views are moved, evicted or overwritten after the access is released. So we note each
+storage and view of the arena that is made for an operation, as a weak reference, and check after the operation that it
+is gone. Checking the storage also finds views that the operation itself has made of its operands.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _local = _Local()
 
 
 def look_for_survivors() -> None:
-    """Switch the search on for the rest of the process; the native core then leaves all operations to Python."""
+    """Switch the search on until the process ends; the native core then passes all operations to Python."""
     global in_use
     in_use = True
     calls.suspend()
 
 
 def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
-    """Note a storage or tensor that was made and shares memory with the arena."""
+    """Note a new storage or tensor that shares memory with the arena."""
     if _local.made is not None:
         _local.made.append(
             weakref.ref(memory) if isinstance(memory, torch.Tensor) else StorageWeakRef(memory)  # type: ignore[no-untyped-call]
@@ -53,12 +53,12 @@ def without_survivors(
 ) -> Any:
     """Run an operation, and raise if a tensor over the arena that it made outlives it.
 
-    An operation that raises is not looked at: the traceback keeps what was on its stack.
+    An operation that raises is not checked, because the traceback keeps the tensors on its stack alive.
 
     Raises
     ------
     LifetimeError
-        Somebody keeps a tensor that views the arena. Names the operation.
+        A tensor that views the arena is still alive. The message names the operation.
     """
     outer = _local.made
     made = _local.made = []
@@ -72,7 +72,7 @@ def without_survivors(
         if count:
             raise LifetimeError(
                 f"{func}: {count} of the {len(made)} real tensors that it ran on, or views of them, are still alive "
-                "after it: whoever keeps them will read what comes to lie there next. Keep a clone() instead"
+                "after it, and reading them would return other bytes soon. Keep a clone() instead"
             )
     return result
 

@@ -1,8 +1,8 @@
 """Copies between plain and paged memory, block by block, so that a tensor may be larger than the fast tier.
 
-Everything here works on *dense* geometries: the elements in the order of memory, whatever the order of the dimensions.
-Copying, filling and comparing elements gives the same bits in pieces as at once; conversions between floating-point
-types do, conversions to integers do not have to (what happens to NaN depends on the vector lane) and are refused.
+Everything here works on *dense* geometries: the elements in the order of memory, for any order of the dimensions.
+Copies, fills and comparisons give the same bits in pieces as at once. So do conversions between floating-point types.
+Conversions to integers need not, because the result of NaN depends on the vector lane, so they are refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
     Parameters
     ----------
     fast : int
-        The budget: blocks that are tiny beside it are taken together. 0 to cut at each of them.
+        The budget. Blocks that are tiny compared with it are joined. 0: cut at each block.
     """
     cuts: set[int] = set()
     for tensor in tensors:
@@ -88,7 +88,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
 
 
 def _steps(tensors: Sequence[PagedTensor]) -> Iterable[tuple[int, int]]:
-    """Element ranges that lie in one block of each tensor, or in a few tiny ones."""
+    """Element ranges that touch one block of each tensor, or a few tiny blocks."""
     return pairwise(sorted(block_cuts(tensors, tensors[0]._storage.pool.fast) | {0, tensors[0].numel()}))
 
 
@@ -111,11 +111,11 @@ def stream(
     op : str
         For errors and events.
     function : callable
-        Takes one plain tensor for each operand. No more pieces are taken once it returned False.
+        Takes one plain tensor for each operand. The iteration ends when it returns False.
     *operands : tuple of torch.Tensor and Mode
-        Dense tensors, and what is done with those that are paged.
+        Dense tensors, each with its access mode if it is paged.
     steps : iterable of (int, int), optional
-        Element ranges of the pieces, in order; one for each block, or for a few tiny ones, if left out.
+        Element ranges of the pieces, in order. By default one for each block, or for a few tiny blocks.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Treatments: the ways to run an operator on paged arguments, chosen by its schema alone.
 
-Real tensors over the arena are good only while their blocks are pinned. An operator that keeps one of them, in an
-object with packed weights, in a tensor of another layout, or anywhere else, would read other bytes later and say
-nothing. So only what is known to return plain tensors and numbers runs on them: PyTorch's own operators, unless they
-take or give something else. All others are given copies that they may keep.
+Real tensors over the arena are valid only while their blocks are pinned. An operator that keeps one of them, for
+example in an object with packed weights or in a tensor of another layout, would later read other bytes without an
+error. So only operators that are known to return plain tensors and numbers run on them: PyTorch's own, unless they take
+or return other objects. All other operators receive copies, which they may keep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Treatment(StrEnum):
     """Way of running an operator that has no rule of its own."""
 
     DECOMPOSED = "decomposed"
-    """The operator is made of others, which are dispatched in its place."""
+    """The operator consists of others, which are dispatched instead."""
     GEOMETRY = "geometry"
     """The operator changes the geometry of its first argument in place, and reads no bytes."""
     VIEW = "view"
@@ -40,20 +40,20 @@ _OWN = frozenset(("aten", "prims"))
 _ADDRESSES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "inductor", "static_runtime", "symm_mem")
 )
-"""Namespaces whose operators hand memory to other processes, or make tensors of parts of it."""
+"""Namespaces whose operators pass memory to other processes, or make tensors from parts of it."""
 
 _FORMATS = re.compile(
     r"(?<!fake_)quantiz|sparse|nested|jagged|to_mkldnn|mkldnn_reorder|fbgemm|prepack|(^|_)pack_|_(coo|[bc]s[rc])(_|$)"
 )
 """Pattern of operator names that make formats holding other tensors: quantized, sparse, nested, opaque, packed.
 
-An operator that makes one of them of strided tensors says so in its name. Any other gives one only where it was given
-one, which is never paged.
+An operator that makes such a format from strided tensors has it in its name. Other operators return one only if an
+argument is one, and such an argument is never paged.
 """
 _HOLDERS = frozenset(("zero_points", "crow_indices", "ccol_indices"))
-"""Names of arguments that only operators on such formats have."""
+"""Argument names that only operators on such formats have."""
 _OBJECTS = frozenset(("AnyType", "CapsuleType", "ClassType", "PyObjectType", "DictType", "StorageType"))
-"""Schema types of which nothing is known, and of objects that may hold tensors."""
+"""Schema types of unknown objects, and of objects that may hold tensors."""
 
 
 def _kinds(kind: Any, found: set[str]) -> set[str]:
@@ -78,7 +78,7 @@ def treatment_of(func: Any, *, views: bool) -> Treatment:
     ----------
     func : torch._ops.OpOverload
     views : bool
-        Its schema declares results that alias an argument without writing.
+        True if its schema declares results that alias an argument without being written.
     """
     schema = func._schema
     namespace = func.namespace

@@ -52,7 +52,7 @@ class _MoveWhenInitialized:
         return self
 
     def __reduce__(self) -> Any:
-        # A pickle contains no pool, so the module stays plain after loading.
+        # A pickle cannot contain a pool, so the module stays plain after loading.
         return _MoveWhenInitialized, (None, self.move)
 
 
@@ -91,6 +91,6 @@ def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) 
 
 
 def stop_waiting(module: torch.nn.Module) -> None:
-    """Leave parts of a module plain that their first forward pass would have moved into a pool."""
+    """Cancel the moves that first forward passes of a module's parts would make."""
     for part in module.modules():
         _remove(part)

@@ -79,7 +79,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Paged
 
 
 def change_geometry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that makes its first argument another view of the same storage."""
+    """Run an operation that changes the geometry of its first argument in place."""
     target = args[0]
     if type(target) is not PagedTensor:
         raise UnsupportedError(f"{func} would make a plain tensor view paged memory: use plain.copy_(paged)")

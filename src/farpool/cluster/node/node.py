@@ -16,6 +16,7 @@ from typing import Literal
 
 from farpool._native import NodeServer, tls_available
 from farpool.available import available_memory
+from farpool.checks import require_package
 from farpool.cluster.node.access import NodeAccess
 from farpool.cluster.node.control import ControlService
 from farpool.cluster.node.exposures import Exposures
@@ -159,6 +160,10 @@ class Node:
                 raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
         if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
             raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
+        if self.metrics_address is not None:
+            require_package("prometheus_client", "metrics", "--metrics")
+            if self._tls is not None:  # the metrics say when its certificates end
+                require_package("cryptography", "tls", "--metrics with --tls")
         if sum(self._shares.values()) > self._capacity:
             raise ConfigError(
                 f"--share guarantees {format_size(sum(self._shares.values()))} altogether, but --dram is "

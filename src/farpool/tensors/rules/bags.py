@@ -1,4 +1,4 @@
-"""Bags of rows: sums, means and maxima of rows of a table, of which only the blocks of those rows are read."""
+"""Bags of rows: sums, means and maxima of rows of a table. Only the blocks of these rows are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX = 2
 
 
 def rows_of_bags(indices: torch.Tensor, row_bytes: int, padding: int) -> Compact:
-    """The rows that bags touch, with the padding row if there is one: torch then computes bags in another way."""
+    """The rows that bags touch, and the padding row if there is one, because it changes how torch computes bags."""
     return compact(indices, row_bytes, padding) if padding >= 0 else compact(indices, row_bytes)
 
 
@@ -29,9 +29,9 @@ def renamed_padding(rows: Compact, padding: int) -> int:
 
 
 def _rows_chosen(rows: Compact, chosen: torch.Tensor, bag_size: torch.Tensor) -> torch.Tensor:
-    """Translate the rows of the largest elements in bags from the small table's numbers to the large table's."""
+    """Translate the row numbers of the bags' largest elements from the small table to the large table."""
     named = rows.names()[chosen].to(chosen.dtype)
-    return torch.where((bag_size == 0).unsqueeze(1), chosen, named)  # an empty bag has chosen none
+    return torch.where((bag_size == 0).unsqueeze(1), chosen, named)  # an empty bag has no largest element
 
 
 @rule(_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)

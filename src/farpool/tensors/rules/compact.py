@@ -1,9 +1,9 @@
-"""Compact tables: the rows that an operation touches, copied to a small plain table where torch's operation runs.
+"""Compact tables: small plain tables with the rows that an operation touches, on which torch's operation runs.
 
 An operation that treats each row of a table by itself gives the same bits on a table of the touched rows alone, if the
 rows keep their order, the indices are renamed, and each row is aligned to cache lines as it is in the large table:
-libraries of vector functions compute the elements before the first aligned address in another way. So where rows are
-not whole cache lines, rows that nobody touches are left between them.
+libraries of vector functions compute the elements before the first aligned address in another way. So if rows are not
+whole cache lines, the small table has unused rows between them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Compact(NamedTuple):
     Attributes
     ----------
     rows : torch.Tensor
-        Sorted and distinct.
+        Numbers of the touched rows, sorted and distinct.
     places : torch.Tensor
-        The row of the small table that stands for each of them; ascending.
+        Row of the small table for each of them; ascending.
     size : int
-        Rows of the small table; at least one.
+        Number of rows of the small table; at least one.
     indices : torch.Tensor
-        The operation's indices, renamed; shape and dtype as they were.
+        The operation's indices, renamed, with the same shape and dtype.
     """
 
     rows: torch.Tensor
@@ -52,11 +52,11 @@ class Compact(NamedTuple):
     indices: torch.Tensor
 
     def names(self) -> torch.Tensor:
-        """The row that each row of the small table stands for; 0 where it stands for none."""
+        """The large table's row for each row of the small table; 0 for unused rows."""
         return self.rows.new_zeros(self.size).index_copy_(0, self.places, self.rows)
 
     def place_of(self, row: int) -> int:
-        """The row of the small table that stands for `row`, which is one of the rows."""
+        """The row of the small table for `row`, which must be one of the touched rows."""
         return int(self.places[torch.searchsorted(self.rows, row)])
 
     def make(self, table: PagedTensor) -> torch.Tensor:
@@ -65,18 +65,18 @@ class Compact(NamedTuple):
         return plain_empty(size, table.stride(), table.dtype, table.device)
 
     def read(self, table: PagedTensor, op: str) -> torch.Tensor:
-        """Read the rows into a new small table; its rows that stand for none are zero."""
+        """Read the rows into a new small table, in which unused rows are zero."""
         values = gather_rows(table, self.rows, op)
         if self.size == self.rows.numel():
             return values
         return self.make(table).zero_().index_copy_(0, self.places, values)
 
     def write(self, table: PagedTensor, values: torch.Tensor, op: str) -> None:
-        """Replace the rows of `table` by those of the small one."""
+        """Write the rows of the small table `values` to `table`."""
         scatter_rows(table, self.rows, self.chosen(values), op)
 
     def chosen(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of the small table `values` that stand for rows of the large one, without those between."""
+        """The rows of the small table `values` without the unused rows."""
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
@@ -90,7 +90,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     row_bytes : int
         Bytes from one row of the table to the next.
     *extra : int
-        Rows beside those of the indices.
+        Further rows, in addition to the rows of the indices.
     """
     single = named_once(indices)
     flat = single.reshape(-1).long()
@@ -99,7 +99,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     rows, inverse = torch.unique(flat, return_inverse=True)
     if rows.numel() == 0:
         return Compact(rows, rows, 1, indices)
-    # Rows so many apart are aligned alike.
+    # Rows at this distance from each other have the same alignment.
     period = ALIGNMENT // math.gcd(row_bytes, ALIGNMENT)
     places = torch.cat((rows[:1] % period, (rows.diff() - 1) % period + 1)).cumsum(0)
     renamed = single.clone().copy_(places[inverse[: single.numel()]].view(single.size()))

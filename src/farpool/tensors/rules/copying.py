@@ -1,4 +1,4 @@
-"""Copies, fills and comparisons, block by block where the layout allows, so that a tensor may exceed the fast tier."""
+"""Copies, fills and comparisons, block by block if the layout allows, so that a tensor may exceed the fast tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from farpool.tensors.transfer import (
 __all__ = ["copy_like"]
 
 _aten = torch.ops.aten
-# A view is copied at once if it touches at most the budget divided by this.
+# A view is copied in one access if it touches at most the budget divided by this.
 _PART = 4
 
 
@@ -60,7 +60,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _copy_in_parts(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between views of any layout: those that touch much are halved along the dimension that reaches farthest."""
+    """Copy between views of any layout; split large ones in half along the dimension that spans most bytes."""
     paged = [tensor for tensor in (target, source) if type(tensor) is PagedTensor]
     ranges = [tensor.byte_range() for tensor in paged]
     largest = paged[0] if len(paged) == 1 or ranges[0][1] - ranges[0][0] >= ranges[1][1] - ranges[1][0] else paged[1]
@@ -130,7 +130,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not streamable(target) or not spans_blocks(target):
         return NotImplemented
-    # The generator's draws depend on the length of the run, so all are drawn at once, outside the pool.
+    # The generator's numbers depend on the length of the call, so draw all at once, outside the pool.
     drawn = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device=target.device)
     func(drawn, *args[1:], **kwargs)
     copy_dense(target, drawn, str(func))

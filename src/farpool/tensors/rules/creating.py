@@ -80,6 +80,6 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     _aten.new_full.default,
 )
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Only dtype and device of the first argument matter; its bytes need not be fetched.
+    # Only dtype and device of the first argument matter, so its bytes are not fetched.
     stand_in = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     return func(stand_in, *args[1:], **kwargs)

@@ -1,7 +1,7 @@
 """Elementwise arithmetic on tensors larger than the fast tier, as optimizers do on weights, gradients and moments.
 
-What fits is computed at once: if a transfer fails, nothing has been changed, and the operation can be tried again.
-Functions that are computed by a library of vector functions (``exp_``) run on whole tensors.
+Tensors that fit are computed in one access: if a transfer fails, nothing has changed, and the operation can be tried
+again. Functions from a library of vector functions (``exp_``) run on whole tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def make_result(like: torch.Tensor) -> torch.Tensor:
         for value in args:
-            # What an optimizer or autograd makes of gradients and moments is as large as the table they belong to.
+            # A result that an optimizer or autograd computes from gradients and moments is as large as their table.
             if type(value) is PagedTensor and value._storage.cls in _OF_OPTIMIZERS and not value.requires_grad:
                 pool, cls = value._storage.pool, value._storage.cls
                 return allocate(pool, like.size(), like.stride(), like.dtype, cls=cls, name=value._storage.name)

@@ -1,9 +1,9 @@
-"""Grouped matrix products with stacked experts, of which only those that have tokens are brought in.
+"""Grouped matrix products with stacked experts. Only experts that have tokens are fetched.
 
 ``torch._grouped_mm`` multiplies consecutive rows of its first operand, the tokens sorted by expert, with one matrix of
 its second for each group. Its CPU kernel computes one group after the other, so a call with a single group gives the
 bits that the group has in a call with all of them; `tests/tensors/test_experts.py` compares them. The kernels of other
-devices have not been compared: there all experts are brought in.
+devices have not been compared, so all experts are fetched there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import is_table
 
 _aten = torch.ops.aten
-# Experts that are brought in together take at most this part of the budget, so that others stay.
+# Experts that are fetched together take at most this part of the budget, so that other experts stay resident.
 _TOGETHER = 4
 
 
 def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]] | None:
-    """Token range ``(start, stop)`` of each group; None where the call is not one of paged experts.
+    """Token range ``(start, stop)`` of each group; None if the call has no paged experts.
 
-    None also where the arguments are wrong: the kernel itself then raises the error.
+    Also None if the arguments are wrong: then the kernel itself raises the error.
     """
     tokens, experts, offsets = (*args, None)[:3]
     if kwargs or type(experts) is not PagedTensor or not isinstance(tokens, torch.Tensor):
@@ -49,7 +49,7 @@ def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, in
 def _routed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     groups = _groups(args, kwargs)
     if groups is None or all(stop > start for start, stop in groups):
-        # Experts that are all used are used all together: the tape foretells them.
+        # If all experts are used, acquire them together: the tape predicts that access.
         return NotImplemented
     return _one_by_one(func, args, groups, picked=True)
 
@@ -61,7 +61,7 @@ def _all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]], *, picked: bool) -> torch.Tensor:
-    """Multiply each group that has tokens; the blocks of several experts are acquired together as far as they fit well.
+    """Multiply each group that has tokens; acquire the blocks of several experts together if they fit well.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]],
     """
     tokens, experts, offsets, *options = args
     size, stride = (1, *experts.size()[1:]), experts.stride()
-    # Without tokens the kernel reads no weights: it checks its arguments and makes the memory of the result.
+    # Without tokens the kernel reads no weights; it checks its arguments and allocates the result.
     weightless = plain_empty(size, stride, experts.dtype, experts.device)
     result: torch.Tensor = func(tokens, weightless, offsets.new_zeros(1), *options)
     chosen = [expert for expert, (start, stop) in enumerate(groups) if stop > start]

@@ -1,4 +1,4 @@
-"""Rules for operations that need a tensor's raw memory, or would give a tensor other memory."""
+"""Rules for operations that need a tensor's raw memory, or would replace its memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     size = args[1].size() if isinstance(args[1], torch.Tensor) else args[1]
     if type(target) is not PagedTensor:
-        # Only the size of the other tensor is looked at.
+        # Only the size of the other tensor matters.
         return target.resize_(size, **kwargs)
     if tuple(size) == tuple(target.size()):
         return target
@@ -55,5 +55,5 @@ def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoR
 
 @rule(_aten.record_stream.default)
 def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # The pool itself orders the reuse of its memory after the kernels that were given it.
+    # The pool itself makes sure that its memory is reused only after the kernels that use it.
     return None

@@ -1,4 +1,4 @@
-"""Concatenation of tensors that do not fit into the fast tier together: they are copied one after the other."""
+"""Concatenates tensors that do not fit into the fast tier together, by copying one after the other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Rules for ``_foreach_*`` and ``_fused_*`` operations, which take lists of tensors and are streamed by element.
+"""Rules for ``_foreach_*`` and ``_fused_*`` operations, which take lists of tensors; the lists are streamed.
 
 Each large element of a list is computed alone, and block by block if it does not fit, so an optimizer step over a whole
-model needs the fast tier to hold a few blocks of each list. Small neighbours go together, which saves bookkeeping.
+model needs the fast tier to hold a few blocks of each list. Small neighbours are computed together, which saves
+bookkeeping.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from farpool.tensors.schema import signature_of
 
 _aten = torch.ops.aten
 _SHARE = 64
-"""Elements that together take no more than the budget divided by this are computed together."""
+"""Elements are computed together if together they take at most the budget divided by this."""
 _PINNED = 2
-"""The blocks of elements that are computed together take no more than the budget divided by this."""
-# One number for each tensor: results that stay plain.
+"""The blocks of elements that are computed together take at most the budget divided by this."""
+# Operations with one number for each tensor as results, which stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
 _NAMES = (
@@ -94,7 +95,7 @@ def _add_one_by_one(tensors: Sequence[Any], others: Sequence[Any], alpha: Any = 
 def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = next(len(value) for value in args if _is_list(value))
     if any(len(value) not in (0, count) for value in (*args, *kwargs.values()) if _is_list(value)):
-        # Lists of different lengths: torch says what is wrong.
+        # Lists of different lengths: torch raises its own error.
         return NotImplemented
     if func is _aten._foreach_add_.List and any(value.layout is not torch.strided for value in args[1]):
         return _add_one_by_one(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Norms of tensors that do not fit into the fast tier, which are refused with advice on what to do instead.
 
-torch adds the squares of all elements up in vector registers, in an order that depends on the processor, so sums over
-parts would round in another way.
+torch adds up the squares of all elements in vector registers, in an order that depends on the processor, so sums over
+parts would round differently.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ ADVICE = (
 @fallback(torch.ops.aten.linalg_vector_norm.default)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     error = sys.exception()
-    assert isinstance(error, BudgetError)  # it is what fallbacks are called for
+    assert isinstance(error, BudgetError)  # the dispatcher calls fallbacks while it handles this error
     error.add_note(ADVICE)
     return NotImplemented

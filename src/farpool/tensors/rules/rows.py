@@ -1,7 +1,7 @@
-"""Reading and writing rows of a table larger than the fast tier: only the blocks of touched rows are acquired.
+"""Reads and writes rows of a table larger than the fast tier: only the blocks of touched rows are acquired.
 
-The rows are copied, so the bits are those of the operation on the whole table. Touched blocks are taken in groups that
-fit well into the budget, whatever the number of rows.
+The rows are copied, so the bits equal the operation on the whole table. Touched blocks are acquired in groups that fit
+well into the budget, for any number of rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 _aten = torch.ops.aten
 INDEX_TYPES = (torch.int64, torch.int32)
 _MASKS = (torch.bool, torch.uint8)
-# A group of blocks takes at most this part of the budget, so that the next group can be fetched meanwhile.
+# A group of blocks takes at most this part of the budget, so that the next group can be fetched at the same time.
 _GROUP = 4
 
 
@@ -71,9 +71,9 @@ class _Touched(NamedTuple):
     firsts : torch.Tensor
         First row of each range.
     ends : list of int
-        Number of the rows that lie in the ranges up to and including each.
+        Number of rows in all ranges up to and including each.
     blocks : list of int
-        Number of blocks that these ranges touch; one that two of them share counts twice.
+        Number of blocks that these ranges touch; a block that two ranges share counts twice.
     """
 
     uses: list[Use]
@@ -135,7 +135,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
         counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
         access = pool.acquire(touched.uses[index:stop], op, rows=True)
         try:
-            # Rows of different blocks lie anywhere in the arena: each is addressed by its first element.
+            # Rows of different blocks may be anywhere in the arena, so each is addressed by its first element.
             places = torch.tensor(access.offsets) // table.itemsize - touched.firsts[index:stop] * step
             starts = (places.repeat_interleave(counts) + host_rows[first_row:last_row] * step).to(table.device)
             arena = table._arena.windows(table.dtype, shape, table.stride()[1:])
@@ -202,7 +202,7 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
 
 
 def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
-    """Return True if any index lies outside ``[lowest, rows)``."""
+    """Return True if any index is outside ``[lowest, rows)``."""
     if indices.numel() == 0:
         return False
     smallest, largest = torch.aminmax(indices)
@@ -230,7 +230,7 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
 
 
 def named_once(indices: torch.Tensor) -> torch.Tensor:
-    """The distinct elements of an expanded tensor. Results are to be expanded again: torch picks a kernel by that."""
+    """The distinct elements of an expanded tensor. Callers expand results again: torch chooses a kernel by that."""
     for dim, stride in enumerate(indices.stride()):
         if stride == 0 and indices.size(dim) > 1:
             indices = indices.narrow(dim, 0, 1)
@@ -238,7 +238,7 @@ def named_once(indices: torch.Tensor) -> torch.Tensor:
 
 
 def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Replace negative indices, which count from the end of `count` rows, by the same rows counted from the front."""
+    """Replace negative indices, which count from the end of `count` rows, by indices from the front."""
     single = named_once(indices)
     return torch.where(single < 0, single + count, single).expand(indices.size())
 
@@ -246,11 +246,11 @@ def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Raise torch's own error for an index out of range, by running the operation on plain memory of the table's shape.
 
-    Nobody writes to that memory but the operation before it fails, and the system backs no more than that.
+    Only the failing operation writes to that memory, and the system backs only the pages that it writes.
     """
     try:
         memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)
-    except RuntimeError:  # the system does not promise memory that it could not back
+    except RuntimeError:  # the system refuses to promise memory that it could not back
         memory = torch.zeros(1, dtype=table.dtype, device=table.device).expand(table.size())
     func(memory, *args, **kwargs)
     raise IndexError(f"{func}: index out of range for {describe(table)}")
@@ -292,7 +292,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(index is None for index in others):
         return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
     if not table.is_contiguous():
-        return NotImplemented  # the order of the result's memory would follow the table's
+        return NotImplemented  # the order of the result's memory would depend on the table's
     touched, places = torch.unique(wrapped.long(), return_inverse=True)
     return func(gather_rows(table, touched, "aten.index"), [places, *others])
 
@@ -300,7 +300,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(_aten.gather.default)
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices = args[0], args[1], plain(args[2])
-    # A dimension that is not there but a multiple (4 of 2) comes through: `func` below gets it as it is, and raises.
+    # A dimension out of range may pass this check if it is a multiple (4 of 2); `func` below receives it and raises.
     if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):
@@ -309,5 +309,5 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise_as_torch(func, table, (dim, indices), kwargs)
     rows, places = torch.unique(indices.long(), return_inverse=True)
     for inner, size in enumerate(indices.size()[1:], start=1):
-        table = table.narrow(inner, 0, size)  # of the other columns nothing is needed
+        table = table.narrow(inner, 0, size)  # the other columns are not needed
     return func(gather_rows(table, rows, "aten.gather"), dim, places)

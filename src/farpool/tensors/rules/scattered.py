@@ -1,7 +1,7 @@
-"""Elementwise operations and reductions of views whose bytes are scattered over more memory than the fast tier has.
+"""Elementwise operations and reductions on views whose bytes are spread over more memory than the fast tier has.
 
-A column of a table touches all rows but shows few bytes of each. So the elements that such a view shows are copied to
-plain memory, a part of the table at a time, and torch's operation runs on the copy.
+A column of a table touches all rows but shows few bytes of each. So we copy the elements of such a view to plain
+memory, reading a part of the table at a time, and run torch's operation on the copy.
 
 torch chooses its loops by the strides of a tensor. The copy is as narrow as possible with strides for which torch
 chooses the same loops: the same dimension is contiguous, the dimensions have the same order, and the same ones can be
@@ -44,7 +44,7 @@ def _handles(func: Any) -> bool:
 
 
 def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> tuple[int, ...] | None:
-    """The smallest strides for which torch's operations go through the elements in the same way as for `stride`.
+    """The smallest strides for which torch's operations visit the elements in the same order as for `stride`.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
     Returns
     -------
     tuple of int or None
-        None if the view shows an element at several places other than along an expanded dimension.
+        None if the view shows an element at several positions that are not along an expanded dimension.
     """
     narrow = [0] * len(size)
     contiguous = any(step == 1 and extent > 1 for extent, step in zip(size, stride, strict=True))
@@ -118,7 +118,7 @@ def _place(tensor: PagedTensor) -> tuple[Any, ...]:
 
 
 def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
-    """The copies to make, by the elements that they show; None if one is impossible or they need too much memory."""
+    """The copies to make, by the elements that they show; None if a copy is impossible or all need too much memory."""
     found: dict[tuple[Any, ...], _Copy] = {}
     for tensor in paged:
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
@@ -170,7 +170,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes = signature_of(func).writes
     written = [args[position] for position in writes if position < len(args)]
     written = [tensor for tensor in written if type(tensor) is PagedTensor]
-    if any(0 in tensor.stride() for tensor in written):  # torch itself defines the outcome of this
+    if any(0 in tensor.stride() for tensor in written):  # torch defines the result of this
         return NotImplemented
     if not _is_scattered(func, paged, tensors) or not all(_apart(one, other) for one in written for other in paged):
         return NotImplemented

@@ -1,9 +1,9 @@
-"""Rules for operations whose native code asks if an operand is a tensor subclass, and then computes in another way.
+"""Rules for operations whose native code checks if an operand is a tensor subclass, and then computes in another way.
 
-For subclasses torch avoids operations that some of them do not support: it reads no value on the host and writes to no
-tensor that it made plain. In most places both ways compute the same bits (docs/subclasses.md lists them all). In the
-places below they do not, so our rule replaces the operand by a plain copy before torch asks, and torch computes as for
-plain tensors.
+For subclasses torch avoids operations that some of them do not support: it does not read values on the host, and does
+not write to plain tensors that it has made. In most places both ways compute the same bits (docs/subclasses.md lists
+them all). In the places below they do not. There our rule replaces the operand by a plain copy before torch checks it,
+so torch computes as for plain tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["BRANCHES", "FORWARD_BRANCHES", "Branch"]
 
 _aten = torch.ops.aten
 _MEAN = 1
-"""Number by which ATen knows ``reduction="mean"``."""
+"""ATen's number for ``reduction="mean"``."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Branch:
 
     overloads: tuple[Any, ...]
     operand: int
-    """Position of the argument that torch checks for being a subclass."""
+    """Position of the argument that torch checks."""
     function: str
-    """The native function that asks, by its name in the sources of torch."""
+    """The native function that checks, by its name in torch's sources."""
     when: str
-    """The calls in which the answer changes bits, for the documentation."""
+    """The calls in which the check changes bits, as text for the documentation."""
     is_reached: Callable[[Sequence[Any]], bool]
-    """Takes the arguments of a call, in the order of the schema; True if the answer changes bits in it."""
+    """Function of a call's arguments, in the order of the schema; True if the check changes bits in that call."""
 
 
 def _always(args: Sequence[Any]) -> bool:
@@ -155,7 +155,7 @@ FORWARD_BRANCHES = (
 
 
 class _Plain(torch.autograd.Function):
-    """A plain copy that passes its gradient on to the paged tensor."""
+    """A plain copy whose gradient flows on to the paged tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def _register(branches: Sequence[Branch]) -> None:
         )
 
 
-_registering = Lock()  # a cache alone lets two threads make the first call
+_registering = Lock()  # with a cache alone, two threads could both make the first call
 
 
 @cache
@@ -212,8 +212,8 @@ def _register_forward() -> None:
 
 
 def _make_dual(keys: Any, primal: torch.Tensor, tangent: torch.Tensor, level: int) -> Any:
-    # Most models compute norms in every step, and almost none differentiates them forwards. The rules for norms cost
-    # time in each call, so we register them when a program first differentiates a paged tensor forwards.
+    # Most models compute norms in every step, and almost none uses forward-mode derivatives of them. The rules for
+    # norms cost time in each call, so we register them when a program first uses forward mode on a paged tensor.
     with _registering:
         _register_forward()
     return _aten._make_dual.default.redispatch(keys_after(keys), primal, tangent, level)

@@ -1,13 +1,11 @@
-"""Dense gradients of tables, written into the pool block by block instead of being held whole in plain memory.
+"""Dense gradients of tables, written into the pool block by block, so that no plain copy of the table's size exists.
 
-The backward pass of a lookup sees plain tensors only, the gradient of its result and the indices, and makes a plain
-gradient as large as the table. So lookups in a table whose gradient is to be paged anyway (a leaf that spans blocks, of
-class "embedding" or larger than the fast tier) get a backward of their own. It runs torch's kernel on a small table of
-the rows that were looked up, which keeps the order in which the gradients of a row are added up, and writes each block
-of the large one once.
-
-What needs more of the graph, or is handled by somebody else, goes torch's way: sparse gradients, gradients of
-gradients, forward-mode derivatives and ``torch.func``.
+The backward pass of a lookup receives only plain tensors, the gradient of its result and the indices, and makes a plain
+gradient as large as the table. So we use another backward for lookups in a table whose gradient will be paged anyway (a
+leaf that spans blocks, of class "embedding" or larger than the fast tier). It runs torch's kernel on a small table of
+the rows that were looked up, which keeps the order in which the gradients of a row are added, and writes each block of
+the large gradient once. Sparse gradients, gradients of gradients, forward-mode derivatives and ``torch.func`` use
+torch's own backward.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from farpool.tensors.transfer import block_cuts, stream
 _aten = torch.ops.aten
 
 Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
-"""Function that adds a gradient to zeros of a table's size at indices, as torch's backward pass does."""
+"""Function that makes zeros of a table's size and adds a gradient at indices, as torch's backward pass does."""
 
 
 class _Table:
@@ -43,7 +41,7 @@ class _Table:
     ----------
     pool : StorageOwner
     size : tuple of int
-        Rows, and the size of each.
+        Number of rows, and the size of a row.
     row_bytes : int
     """
 
@@ -69,7 +67,7 @@ class _Table:
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
-        """Make a paged gradient that has the rows of a small table, and zeros elsewhere."""
+        """Make a paged gradient with the rows of a small table, and zeros in all other rows."""
         stride = contiguous_strides(self.size)
         grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
         width = math.prod(self.size[1:])
@@ -136,7 +134,7 @@ class _Bags(torch.autograd.Function):
         )
         ctx.options = scale_grad_by_freq, mode, padding
         ctx.table = _Table(table)
-        # The gradient of the weights of samples is computed with the rows of the table.
+        # The gradient of the samples' weights needs the rows of the table.
         ctx.save_for_backward(indices, offsets, *result[1:], weights, table if ctx.needs_input_grad[6] else None)
         ctx.mark_non_differentiable(*result[1:])
         ctx.set_materialize_grads(False)
@@ -197,7 +195,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
-    """Translate row numbers of the large table to the small one's; bags that have chosen no row get any."""
+    """Translate row numbers of the large table to the small table; bags without a chosen row get any number."""
     if rows.rows.numel() == 0:
         return torch.zeros_like(largest)
     found = torch.searchsorted(rows.rows, largest.long()).clamp_(max=rows.rows.numel() - 1)

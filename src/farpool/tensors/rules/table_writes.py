@@ -1,8 +1,8 @@
 """Rules for writes to rows of a table that indices name: only the blocks of those rows are read and written back.
 
-The rows are brought together in a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs
-there, and the rows go back. So an operation that fails, because of its shapes or an index out of range, has changed
-nothing. Rows that are replaced as a whole are not read.
+The rows are copied to a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs there, and
+the rows are copied back. So an operation that fails because of its shapes or an index out of range has changed nothing.
+Rows that are overwritten completely are not read.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _change(
     Parameters
     ----------
     replaces : bool
-        Every touched row is overwritten as a whole.
+        True if every touched row is overwritten completely.
     only_changed : bool
-        Only rows that changed are written back, as few do; rows have one dimension.
+        True to write back only rows that have changed, if few do; rows have one dimension.
     """
     rows = compact(indices, table.stride(0) * table.itemsize)
     values = rows.make(table) if replaces else rows.read(table, op)
@@ -66,10 +66,10 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Return True if torch changes nothing in the rows that no index names, not even the bits of a NaN.
+    """Return True if torch does not change rows that no index names, not even the bits of a NaN.
 
-    A mean divides all rows, most of them by one. In half precision ``scatter_*`` is computed in a copy of all rows in
-    single precision, and so is ``index_add_`` of rows of one element.
+    A mean divides all rows, most of them by one. In half precision torch computes ``scatter_*``, and ``index_add_`` of
+    rows of one element, in a copy of all rows in single precision.
     """
     name = func._opname
     if any(value == "mean" for value in args if isinstance(value, str)):
@@ -79,7 +79,7 @@ def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> 
 
 
 def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
-    """Return True if an operand may view the memory that is written, which torch mostly refuses."""
+    """Return True if an operand may view the memory that is written; torch usually refuses that."""
     return any(type(other) is PagedTensor and other._storage is table._storage for other in others)
 
 
@@ -155,7 +155,7 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     named = [index for index in given if index is not None]
     if not accumulate and values.numel() == 1 and len(named) == 1 and named[0].dtype is torch.uint8:
-        # There torch fills by mask, and does not take one of this type: its own error.
+        # torch fills by mask here and does not accept a mask of this type, so let it raise its own error.
         torch.zeros(1).masked_fill_(torch.zeros(1, dtype=torch.uint8), 0)
     count = table.size(0)
     first, *others = indices
@@ -179,7 +179,7 @@ def _renorm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if out_of_range(indices, table.size(0), -table.size(0)):
         raise_as_torch(func, table, (indices, *options), kwargs)
     if out_of_range(indices, table.size(0)):
-        return NotImplemented  # torch takes -1 for another row than the last one, and shortens that twice
+        return NotImplemented  # torch treats -1 as another row than the last one, and scales that row twice
     return _change(
         table,
         indices,

@@ -42,7 +42,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule(_aten.as_strided_copy.default)
 def _as_strided_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    # It reads its storage, not only what its argument views.
+    # It reads its argument's whole storage, not only the viewed bytes.
     return materialize(_aten.as_strided.default(*args, **kwargs)).contiguous()
 
 

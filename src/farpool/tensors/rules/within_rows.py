@@ -1,6 +1,6 @@
 """Gathers and scatters within the rows of a table that does not fit into the fast tier: a few rows at a time.
 
-Each element of the result comes from one row, so the rows can be taken in parts.
+Each element of the result depends on one row, so the rows can be processed in parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_a
 from farpool.tensors.rules.table_writes import SCATTERS, passes_by_other_rows
 
 _aten = torch.ops.aten
-# A part takes at most the budget divided by this.
+# A part takes at most the budget divided by this number.
 _PART = 4
 
 
