@@ -21,7 +21,14 @@ __all__ = ["RENAMED", "install"]
 
 RENAMED = {
     "farpool.debug": "farpool.memory.debug",
+    "farpool.kv.accelerate": "farpool.kv.engines.accelerate",
+    "farpool.kv.lmcache": "farpool.kv.engines.lmcache",
     "farpool.kv.objects": "farpool.abc.objects",
+    "farpool.kv.sglang": "farpool.kv.engines.sglang",
+    "farpool.kv.transformers": "farpool.kv.engines.transformers",
+    "farpool.kv.transformers_config": "farpool.kv.engines.transformers_config",
+    "farpool.kv.transformers_layer": "farpool.kv.engines.transformers_layer",
+    "farpool.kv.vllm": "farpool.kv.engines.vllm",
     "farpool.net": "farpool.cluster.wire",
     "farpool.net.fabric": "farpool.abc.fabric",
     "farpool.node": "farpool.cluster.node",

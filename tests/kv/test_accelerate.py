@@ -16,7 +16,7 @@ from farpool import Dram, Pool, Store
 from farpool.bench.link import fetched
 from farpool.cluster.node.process import running_node
 from farpool.errors import ArgumentError, NameMissingError, PoolFullError
-from farpool.kv.accelerate import PooledWeights
+from farpool.kv.engines.accelerate import PooledWeights
 from tests.kv import zoo
 
 

@@ -24,9 +24,9 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, PoolClosedError, PoolFullError, UnsupportedError
 from farpool.kv import BlockCache, Judge
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 
@@ -549,7 +549,7 @@ def test_another_process_goes_on_from_a_prefix_of_this_one(
     program = f"""
 import torch
 from farpool import Dram, Pool
-from farpool.kv.transformers import FarpoolCache
+from farpool.kv.engines.transformers import FarpoolCache
 from tests.kv import zoo
 from tests.kv.test_farpool_cache import blocks_for
 torch.set_num_threads(1)

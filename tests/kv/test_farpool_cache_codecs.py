@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from farpool import Dram, Pool
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from tests.kv import zoo
 from tests.kv.test_compression import bounds
 from tests.nodes import PATIENCE

@@ -29,8 +29,8 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.kv import BlockCache
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument, inputs_beside_tokens
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument, inputs_beside_tokens
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import farpool.kv.transformers
+import farpool.kv.engines.transformers
 from farpool import Dram, Pool, Store
 from farpool.kv import BlockCache, Layer, PrefixCache, TensorMemory
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
 from tests.faults.flips import flipped
 from tests.faults.forge import Forge, ForgedNode
 from tests.faults.proxy import FlippingProxy
@@ -225,7 +225,7 @@ class Scene:
 
 
 def one_block_at_a_time(scene: Scene) -> None:
-    scene.monkeypatch.setattr(farpool.kv.transformers, "_BATCH_BYTES", 1)
+    scene.monkeypatch.setattr(farpool.kv.engines.transformers, "_BATCH_BYTES", 1)
 
 
 def kill_while_mapped_blocks_are_read(scene: Scene) -> None:

@@ -43,7 +43,7 @@ from farpool.kv import lmcache
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
-from farpool.kv.lmcache import FarpoolL2
+from farpool.kv.engines.lmcache import FarpoolL2
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.costs import costs

@@ -29,9 +29,9 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import token_chain, transformers
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from tests.forking import in_forked_child
 from tests.kv import zoo
 from tests.kv.connectors.cases import BLOCKS, CASES

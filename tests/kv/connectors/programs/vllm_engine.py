@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.kv.vllm import FarpoolTier
+from farpool.kv.engines.vllm import FarpoolTier
 
 PROMPTS = [[(37 * token + prompt) % 1000 for token in range(1024)] for prompt in range(4)]
 BLOCK_TOKENS = 32

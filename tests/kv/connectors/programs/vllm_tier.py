@@ -592,7 +592,7 @@ def settings(transport: str) -> Facts:
             Engine([], **{"transport": transport, "nodes": ["tcp://127.0.0.1:1"], **given}).close()
         except ConfigError as error:
             said[name] = str(error)
-    with mock.patch("farpool.kv.vllm.model_parallel_is_initialized", return_value=True):
+    with mock.patch("farpool.kv.engines.vllm.model_parallel_is_initialized", return_value=True):
         Engine([], transport, nodes=["tcp://127.0.0.1:1"]).close()  # a single rank may be its own scheduler
         try:
             Engine([], transport, nodes=["tcp://127.0.0.1:1"], ranks=2).close()

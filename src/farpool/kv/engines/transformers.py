@@ -11,7 +11,7 @@ wrong with nodes or bytes makes the loaded prefix shorter, and the rest is compu
 
 *What a prefix is found by.* The tokens from the first on, at positions 0, 1, 2 and so on, of one sequence without
 padding; whatever else its keys and values depend on, such as images, has to be told as a salt. Models for which that
-cannot be enough are refused (`farpool.kv.transformers_config`). A cache never sees masks and positions, so of what
+cannot be enough are refused (`farpool.kv.engines.transformers_config`). A cache never sees masks and positions, so of what
 contradicts this it notices what it can: padding at the beginning, several sequences, tokens or a salt other than those
 with which the prefix was loaded.
 
@@ -45,8 +45,8 @@ from farpool.kv.namespace import Group, Namespace
 from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
-from farpool.kv.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
-from farpool.kv.transformers_layer import OperandMemory, PagedLayer
+from farpool.kv.engines.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
+from farpool.kv.engines.transformers_layer import OperandMemory, PagedLayer
 from farpool.memory.pool.pool import blocks_of
 from farpool.tensors.arena import device_of
 
