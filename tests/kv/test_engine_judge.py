@@ -301,7 +301,7 @@ def test_turned_off_it_loads_all_that_is_there() -> None:
 
 
 def test_it_follows_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_judge, "_MOST_KEYS", 1000)
+    monkeypatch.setattr(engine_judge, "_FOLLOWED_BLOCKS_MAX", 1000)
     judge = EngineJudge(Judge(), STEP)
     for number in range(500):
         judge.looked_up(blocks(number, 7 + number % 300), 0, 0)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from farpool import Dram, Pool
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument
-from farpool.kv.engines.transformers_layer import PagedLayer
 from tests.kv import zoo
 from tests.kv.test_compression import bounds
 from tests.nodes import PATIENCE
@@ -35,11 +33,13 @@ def settings(node: RunningNode, request: pytest.FixtureRequest) -> dict[str, Any
 def payloads(cache: FarpoolCache, blocks: int) -> list[torch.Tensor]:
     """Whole blocks, then the states of sliding windows, each of shape ``(layers, 2, heads, tokens, width)``."""
     found: list[Any] = []
-    if full := cache._of_type(PagedLayer):
-        found += cache._payloads(full, range(blocks))
-    if cache._of_type(DynamicSlidingWindowLayer):
-        found.append(cache._sliding_payload())
-    return [torch.frombuffer(one, dtype=cache._dtype).view(-1, 2, *cache._shape(STEP)[1:]) for one in found]
+    assert cache._prefix is not None
+    own = cache._prefix.payloads
+    if own.full:
+        found += own.read(range(blocks))
+    if own.sliding:
+        found.append(own.read_states())
+    return [torch.frombuffer(one, dtype=own.dtype).view(-1, 2, *own.shape(STEP)[1:]) for one in found]
 
 
 # All layers of mistral have windows of 23 tokens, and every other one of gemma2.

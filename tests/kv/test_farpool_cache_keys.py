@@ -28,9 +28,9 @@ from farpool import Dram, Pool
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.kv import BlockCache
-from farpool.kv.journal import recorded
 from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument, inputs_beside_tokens
+from farpool.kv.journal import recorded
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 

@@ -19,11 +19,11 @@ from farpool.errors import ProbeError
 from farpool.kv import Layer, PrefixCache, Reason, TensorMemory
 from farpool.kv import probe as probe_module
 from farpool.kv.blocks import BlockCache
-from farpool.kv.journal import recorded
-from farpool.kv.probe import Probe
 from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.engines.transformers_layer import PagedLayer
+from farpool.kv.journal import recorded
+from farpool.kv.probe import Probe
 from tests.kv import zoo
 from tests.nodes import PATIENCE, eventually
 

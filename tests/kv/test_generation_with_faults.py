@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import farpool.kv.engines.transformers
+import farpool.kv.engines.transformers_prefix
 from farpool import Dram, Pool, Store
 from farpool.kv import BlockCache, Layer, PrefixCache, TensorMemory
 from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
@@ -225,7 +225,7 @@ class Scene:
 
 
 def one_block_at_a_time(scene: Scene) -> None:
-    scene.monkeypatch.setattr(farpool.kv.engines.transformers, "_BATCH_BYTES", 1)
+    scene.monkeypatch.setattr(farpool.kv.engines.transformers_prefix, "_BATCH_BYTES", 1)
 
 
 def kill_while_mapped_blocks_are_read(scene: Scene) -> None:

@@ -284,7 +284,7 @@ def test_keys_of_wrong_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="page is 0"):
         token_keys([1], 0, NAMESPACE.digest, 1)
     assert token_keys([1], 1 << 60, NAMESPACE.digest, 1) == []
-    with pytest.raises(ConfigError, match="keys of 15 bytes of namespace"):
+    with pytest.raises(ConfigError, match="a key has 15 bytes of namespace"):
         token_keys([1], 1, NAMESPACE.digest[1:], 1)
     with pytest.raises(ConfigError, match=r"\[0, 32, 33\] of hash"):
         block_keys(NAMESPACE.digest, [b"", bytes(32), bytes(33)], [0])

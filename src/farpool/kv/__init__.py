@@ -12,11 +12,11 @@ from farpool.kv.settings import CacheSettings
 
 if TYPE_CHECKING:
     from farpool.kv.engines.accelerate import PooledWeights
+    from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
     from farpool.kv.memory import KVMemory, Layer, TensorMemory
     from farpool.kv.metrics import KVCollector
     from farpool.kv.pool_objects import PoolObjects
     from farpool.kv.prefix import Match, PrefixCache
-    from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 
 __all__ = [
     "BlockCache",

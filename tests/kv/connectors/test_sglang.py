@@ -190,7 +190,7 @@ def test_wrong_settings_are_refused_with_what_to_do(checks: Facts) -> None:
     assert "unknown field `node`" in told["unknown setting"]
     assert "weights_id" in told["unknown setting"]
     assert "kv_dtype" in told["unknown setting"]
-    assert "name exactly the weights" in told["empty weights id"]
+    assert "give the exact name of the weights" in told["empty weights id"]
     assert '"kv_dtype": "fp8_e4m3"' in told["8-bit KV without its type"]
     assert "$.kv_dtype" in told["wrong type of kv_dtype"]
     assert "'7471'" in told["wrong node"]

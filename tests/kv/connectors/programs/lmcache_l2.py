@@ -40,10 +40,10 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import lmcache
+from farpool.kv.engines.lmcache import FarpoolL2
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
-from farpool.kv.engines.lmcache import FarpoolL2
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.costs import costs

@@ -213,7 +213,7 @@ def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
     with engine(settings(node.address, **changes)) as one:
         now = 0.0
         storage = one.storage
-        storage._engine.clock = lambda: now
+        storage._judge.clock = lambda: now
         fetch = storage._cache.load
 
         def load(keys: Any, *arguments: Any, **named: Any) -> Any:
@@ -238,14 +238,14 @@ def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
             facts["loaded"] += found["loaded"]
             facts["wrong"] += found["wrong"]
             facts["bypassed"] += BLOCKS - found["found"] if turn else 0
-            assert facts["bypassed"] == storage._engine.stats().get("load.bypassed", 0)
+            assert facts["bypassed"] == storage._judge.stats().get("load.bypassed", 0)
         return facts
 
 
 def nodes_are_told_the_cost(node: RunningNode) -> Facts:
     with engine(settings(node.address)) as one:
         now, told = 0.0, []
-        one.storage._engine.clock = lambda: now
+        one.storage._judge.clock = lambda: now
         for sequence in range(9):
             tokens, before = range(sequence * 1000, sequence * 1000 + BLOCKS * PAGE), costs(node)
             assert one.load(tokens, [])["found"] == 0

@@ -27,11 +27,10 @@ from transformers import DynamicCache
 from farpool import Dram, Pool, Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import token_chain, transformers
-from farpool.kv.header import pack_header
-from farpool.kv.journal import recorded
 from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument
-from farpool.kv.engines.transformers_layer import PagedLayer
+from farpool.kv.header import pack_header
+from farpool.kv.journal import recorded
 from tests.forking import in_forked_child
 from tests.kv import zoo
 from tests.kv.connectors.cases import BLOCKS, CASES
@@ -50,7 +49,8 @@ def prompt(seed: int) -> torch.Tensor:
 
 def bytes_of(cache: FarpoolCache, number: int) -> list[bytes]:
     """Payloads of the first blocks of a cache."""
-    return [bytes(one) for one in cache._payloads(cache._of_type(PagedLayer), range(number))] if number else []
+    assert cache._prefix is not None
+    return [bytes(one) for one in cache._prefix.payloads.read(range(number))] if number else []
 
 
 class Engine:
