@@ -46,7 +46,7 @@ def payloads(cache: FarpoolCache, blocks: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["zstd", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_what_is_loaded_is_within_the_stated_bound(
+def test_loaded_elements_are_within_the_stated_bound(
     settings: dict[str, Any], name: str, codec: str, dtype: torch.dtype
 ) -> None:
     model, inputs = zoo.make(name).to(dtype), zoo.prompt(60)
