@@ -54,7 +54,7 @@ _LATER = {
     "FarpoolCache": "engines.transformers",
     "prefix_blocks": "engines.transformers",
 }
-"""Names whose modules import torch, transformers or Prometheus, which not all who use this package need."""
+"""Names that are imported at their first use, because their modules import torch, transformers or Prometheus."""
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ from farpool.kv.namespace import Group, Namespace
 from farpool.kv.reasons import Reason
 
 if TYPE_CHECKING:
-    from farpool.kv.blocks import BlockCache, Requests, Target
+    from farpool.kv.blocks import BlockCache, Target
 
 __all__ = ["EngineBlock", "Probe"]
 
@@ -178,7 +178,7 @@ class Probe:
     def admit(
         self,
         step: str,
-        requests: Requests,
+        requests: str | Sequence[str],
         blocks: int,
         kinds: Iterable[Hashable],
         block: Callable[[Sequence[Hashable]], EngineBlock],

@@ -257,9 +257,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group; the latest layout is last
         self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
-        self._places: OrderedDict[Hashable, int] = (
-            OrderedDict()
-        )  # positions of chunks in the sequences that were looked up
+        self._places: OrderedDict[Hashable, int] = OrderedDict()  # positions of chunks in the looked-up sequences
         self._locks = _Locks(settings.lock_ttl)  # only the one thread of `_lookups` uses it
         self._has_warned = False
         self._closed = False
