@@ -53,7 +53,7 @@ class Connector:
         self._caches: list[BlockCache] = []
 
     def open(self, namespace: Namespace, *threads: int) -> list[BlockCache]:
-        """Open caches, in place of those that were open.
+        """Open caches, and close the caches that were open before.
 
         The probe saves through the first cache and loads through the second one, if there is one.
 

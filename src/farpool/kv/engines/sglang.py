@@ -377,17 +377,13 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Load pages of several pools with one request; see `batch_get_v1`."""
-        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
-        loaded = self._move(wanted, extra_info, saving=False)
-        return {one.name: pages for one, pages in zip(transfers, loaded, strict=True)}
+        return self._move_pools(transfers, extra_info, saving=False)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Save pages of several pools with one request; see `batch_set_v1`."""
-        given = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
-        saved = self._move(given, extra_info, saving=True)
-        return {one.name: pages for one, pages in zip(transfers, saved, strict=True)}
+        return self._move_pools(transfers, extra_info, saving=True)
 
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: object = None
@@ -529,6 +525,14 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
             pages.name: pages.of_pages([next(answers) for _ in batch])
             for (pages, _), batch in zip(asked, batches, strict=True)
         }
+
+    def _move_pools(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, saving: bool
+    ) -> dict[str, list[bool]]:
+        """Save or load pages of several pools; return the result for each page, by pool."""
+        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
+        moved = self._move(wanted, extra_info, saving=saving)
+        return {one.name: pages for one, pages in zip(transfers, moved, strict=True)}
 
     def _move(
         self,
