@@ -198,7 +198,7 @@ class CostModel:
         whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)
         if whole is None or loading is None:
-            return Plan(0, loading, whole, "load: too little has been measured to compare")
+            return Plan(0, loading, whole, "load: not enough has been measured to compare")
 
         first, best = 0, loading
         if split:

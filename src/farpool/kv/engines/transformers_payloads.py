@@ -56,7 +56,7 @@ class Payloads:
         self._layers = layers
         self._device = device
         self.full = [(number, layer) for number, layer in enumerate(layers) if type(layer) is PagedLayer]
-        self.sliding = [
+        self.sliding: list[tuple[int, Any]] = [
             (number, layer) for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer
         ]
         self.step = namespace.tokens_per_block

@@ -346,8 +346,8 @@ class FarpoolTier(SecondaryTierManager):
                     self._storing -= 1
                 self._begin_stores()
 
-        count = len(job.keys)
-        failed, closed = [Reason.FAILED] * count, [Reason.CLOSED] * count
+        failed: Sequence[Reason | None] = [Reason.FAILED] * len(job.keys)
+        closed = [Reason.CLOSED] * len(job.keys)
         return self._connector.submit(self._cache, work, done, failed=failed, closed=closed)
 
     def _load(self, job: TransferJob) -> Sequence[Reason | None]:
