@@ -16,6 +16,12 @@ from farpool.store import NodeStatus
 
 FILES = ("farpool.registry", "farpool.store", "farpool.tiers")
 """Public names that are modules of their own."""
+CONNECTORS = {
+    "farpool.kv.lmcache": ("lmcache", "FarpoolL2"),
+    "farpool.kv.sglang": ("sglang", "FarpoolHiCache"),
+    "farpool.kv.vllm": ("vllm", "FarpoolTier"),
+}
+"""Names of modules in the configurations of engines, with the engine and the class that it loads from there."""
 
 
 def inside(package: str) -> list[str]:
@@ -23,7 +29,8 @@ def inside(package: str) -> list[str]:
     return [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))]
 
 
-OLD = sorted({*RENAMED, *(f"{name}.{module}" for name in RENAMED for module in inside(RENAMED[name]))} - {*FILES})
+MOVED = sorted(RENAMED.keys() - CONNECTORS.keys())
+OLD = sorted({*MOVED, *(f"{name}.{module}" for name in MOVED for module in inside(RENAMED[name]))} - {*FILES})
 
 
 @pytest.mark.parametrize("public", FILES)
@@ -82,3 +89,48 @@ def test_a_pickle_of_an_earlier_release_is_read() -> None:
 def test_errors_keep_the_module_that_pickles_of_earlier_releases_name() -> None:
     for name in farpool.errors.__all__:
         assert getattr(farpool.errors, name).__module__ == "farpool.errors"
+
+
+ENGINE_WITHOUT_CODE = """
+import importlib, importlib.abc, importlib.machinery, importlib.metadata, pickle, sys, types
+
+class Any(type):
+    def __getattr__(cls, name):
+        return Any(name, (), {}) if not name.startswith("__") else super().__getattribute__(name)
+
+class Module(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, Any(name, (), {"__module__": self.__name__}))
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == engine else None
+    def create_module(self, spec):
+        return Module(spec.name)
+    def exec_module(self, module):
+        pass
+
+engine, old, new, name = sys.argv[1:]
+sys.meta_path.insert(0, Finder())
+importlib.metadata.version = lambda package: "1.0"
+"""
+
+
+@pytest.mark.parametrize("old", CONNECTORS)
+def test_an_engine_loads_its_connector_by_the_name_in_configurations(old: str) -> None:
+    """In a process of its own, as an engine's workers are, with an engine whose classes are empty."""
+    engine, name = CONNECTORS[old]
+    program = ENGINE_WITHOUT_CODE + (
+        "loaded = getattr(importlib.import_module(old), name)\n"
+        "module = importlib.import_module(new)\n"
+        "assert module is sys.modules[old] and loaded is getattr(module, name)\n"
+        "assert module.__spec__.name == module.__name__ == new\n"
+        "present = pickle.dumps(loaded, protocol=0)\n"
+        "earlier = present.replace(new.encode(), old.encode())\n"
+        "assert earlier != present and pickle.loads(earlier) is pickle.loads(present) is loaded\n"
+    )
+    arguments = [engine, old, RENAMED[old], name]
+    subprocess.run([sys.executable, "-W", "error", "-c", program, *arguments], check=True, timeout=120)

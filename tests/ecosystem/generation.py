@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from farpool.kv.transformers_config import cache_argument
+from farpool.kv.engines.transformers_config import cache_argument
 from tests.ecosystem.program import Place, Program
 from tests.ecosystem.text_models import language_model, tokens
 

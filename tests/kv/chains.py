@@ -1,6 +1,6 @@
-"""The chains of hashes by which engines name blocks of tokens, written anew from what is published of them.
+"""The chains of hashes by which engines name blocks of tokens, written again from their published descriptions.
 
-Nothing of an engine is imported. As a program it prints what `everything` returns, as JSON.
+It imports nothing of an engine. As a program it prints the result of `everything` as JSON.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ENCODINGS: dict[str, Callable[[Any], bytes]] = {
     "sha256": lambda value: pickle.dumps(value, protocol=5),
     "sha256_cbor": lambda value: cbor2.dumps(value, canonical=True),
 }
-"""How vLLM turns what it hashes into bytes, by the name of the algorithm."""
+"""Encodings of vLLM's hashed values, by the name of the algorithm."""
 SALTED = (("cache_salt", "alice"),)
-"""What vLLM hashes beside the tokens of a first block of a request with a salt."""
+"""Value that vLLM hashes in addition to the tokens of the first block of a request with a salt."""
 
 
 def sha256(data: bytes) -> bytes:
@@ -37,17 +37,17 @@ def sha256(data: bytes) -> bytes:
 
 
 def vllm_none(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
-    """What stands before the first block; the seed is the value of PYTHONHASHSEED, where that is set."""
+    """Return the hash before the first block; the seed is the value of PYTHONHASHSEED, if that is set."""
     return sha256(ENCODINGS[algorithm](seed))
 
 
 def vllm(algorithm: str, parent: bytes, tokens: Sequence[int], extra: object = None) -> bytes:
-    """Hash of a block behind that of its parent."""
+    """Return the hash of a block from the hash of its parent."""
     return sha256(ENCODINGS[algorithm]((parent, tuple(tokens), extra)))
 
 
 def sglang_seed(extra_key: str | None = None, salt: str | None = None) -> bytes:
-    """What stands before the first page of a request with an extra key or a salt."""
+    """Return the bytes before the first page of a request with an extra key or a salt."""
     data = b"sglang-cache-namespace-v1"
     for text in (extra_key, salt):
         data += b"\0" if text is None else b"\1" + struct.pack("<Q", len(text.encode())) + text.encode()
@@ -67,7 +67,7 @@ def sglang(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[bytes]:
 
 
 def lmcache(tokens: Sequence[int], chunk: int) -> list[bytes]:
-    """What stands before the first chunk, and the hashes of all whole chunks; needs blake3."""
+    """Return the hash before the first chunk, and the hashes of all whole chunks; needs blake3."""
     assert blake3 is not None
     hashes = [blake3(bytes(12)).digest()]
     for start in range(0, len(tokens) - chunk + 1, chunk):
@@ -77,7 +77,7 @@ def lmcache(tokens: Sequence[int], chunk: int) -> list[bytes]:
 
 
 def everything() -> dict[str, Any]:
-    """All hashes of which digits are published, and farpool's keys made from them, as hexadecimal digits.
+    """Return all hashes whose digits are published, and farpool's keys made from them, as hexadecimal digits.
 
     ``hash of Python`` is one that depends on PYTHONHASHSEED.
     """

@@ -1,6 +1,6 @@
-"""Two kinds of questions, timed in pairs: do the times tell which kind a question was of?
+"""Two kinds of questions, timed in pairs: do the times reveal the kind of a question?
 
-The two questions of a pair are asked one after the other, and a coin decides which comes first. If times do not depend
+The two questions of a pair are asked one after the other, and a coin decides which one is first. If times do not depend
 on the kind, then all outcomes of the coins are equally likely to have brought these times, whatever else happens on the
 machine meanwhile: drift, other programs and pauses are as likely to meet one kind as the other. So both tests here go
 through the other outcomes of the coins, and need nothing to be assumed of how times are distributed.
@@ -29,15 +29,15 @@ _OUTCOMES = 9999
 """Outcomes of the coins that are gone through for the distance of distributions, so no chance is below 1e-4."""
 _AT_ONCE = 333
 _ENOUGH = 30
-"""Outcomes that lie as far apart after which no more are gone through (Besag and Clifford, Biometrika 78, 1991)."""
+"""Number of equally distant outcomes after which no more are drawn (Besag and Clifford, Biometrika 78, 1991)."""
 _MARKS = 128
-"""Times at which distributions are compared, as many of which lie between any two of them."""
+"""Number of times at which distributions are compared, with equally many measurements between neighbours."""
 _SURE = statistics.NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the times of pairs say.
+    """The result of timing pairs.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Comparison:
     difference, low, high : float
         Median of the first kind's time minus the second's, in microseconds, and its interval of 95 %.
     slower : float
-        Share of pairs in which the first kind took longer; half of those that are equal are counted.
+        Share of pairs in which the first kind took longer; half of the equal pairs are counted.
     shift, shape : float
         Chance of signed ranks so one-sided, and of distributions so far apart, if times do not depend on the kind.
     """
@@ -78,7 +78,7 @@ def times_of_pairs(
     other: Sequence[K],
     rng: random.Random,
 ) -> tuple[Times, Times]:
-    """Time the questions of each pair in a random order, in nanoseconds; what they change is undone in between."""
+    """Time the questions of each pair in a random order, in nanoseconds, and undo their changes in between."""
     times = np.zeros((2, len(one)), np.int64)
     collects = gc.isenabled()
     gc.disable()
@@ -101,7 +101,7 @@ def compared(one: Times, other: Times, seed: int = 0) -> Comparison:
     """Compare the times of pairs."""
     pairs = len(one)
     differences = np.sort(one - other)
-    # The interval of a median by order statistics: which differences lie around it is a matter of coins, too.
+    # The interval of a median by order statistics: which differences are around it also depends on the coins.
     aside = math.ceil(_SURE * math.sqrt(pairs) / 2)
     low, high = (differences[max(0, min(pairs - 1, pairs // 2 + place))] for place in (-aside, aside))
     return Comparison(
@@ -131,7 +131,7 @@ def _chance_of_distance(one: Times, other: Times, seed: int) -> float:
     """Largest distance of the two distributions, among what it is for random outcomes of the coins."""
     pairs = len(one)
     marks = np.unique(np.quantile(np.concatenate([one, other]), np.arange(1, _MARKS) / _MARKS))
-    # What each pair adds to the difference of how many times of either kind lie below each mark.
+    # The contribution of each pair to the difference between the numbers of times of both kinds below each mark.
     steps = (one[:, None] <= marks).astype(np.float32) - (other[:, None] <= marks)
     found = float(np.abs(steps.sum(axis=0)).max())
     coins = np.random.default_rng(seed)
@@ -148,7 +148,7 @@ def _chance_of_distance(one: Times, other: Times, seed: int) -> float:
 
 
 def significant(comparisons: Mapping[str, Comparison], alpha: float) -> list[str]:
-    """What differs, by Holm's correction over both tests of all comparisons: `alpha` is the chance of any in error."""
+    """Return the comparisons that differ, by Holm's correction over both tests; `alpha` is the chance of any error."""
     chances = sorted((chance, name) for name, one in comparisons.items() for chance in (one.shift, one.shape))
     told: list[str] = []
     for number, (chance, name) in enumerate(chances):

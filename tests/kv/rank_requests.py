@@ -1,6 +1,6 @@
-"""Requests of a tensor-parallel engine, as each of its ranks handles them: the same calls, on blocks that come and go.
+"""Requests of a tensor-parallel engine, as each rank handles them: the same calls, on blocks that may be evicted.
 
-It is a program, too: each process is then one rank, and collectives of gloo compare what the ranks were answered.
+It is also a program: each process is then one rank, and collectives of gloo compare the answers of all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAITING = 0.05
 """Seconds that a rank waits for the others."""
 
 Answer = tuple[int, int, int]
-"""Tokens that a lookup said are loaded, those computed at the front, and those that the load brought."""
+"""Numbers of tokens: to load by the lookup, computed at the front, and usable after the load."""
 
 
 def prompt(number: int) -> list[int]:
@@ -37,7 +37,7 @@ def prompt(number: int) -> list[int]:
 
 
 def value(rank: int, layer: int, tokens: Sequence[int], number: int) -> float:
-    """What the KV of a token is made of: no two ranks, layers, prefixes or places have the same."""
+    """Return the KV of a token, which differs between ranks, layers, prefixes and places."""
     return float(rank + 10 * layer + 100 * number + 10_000 * (tokens[number] + 1))
 
 
@@ -53,7 +53,7 @@ def memory(rank: int, tokens: Sequence[int], *, filled: bool) -> tuple[list[torc
 
 @dataclass
 class Engine:
-    """One rank. What happens to it, and which calls it makes, follow from two seeds: all ranks make the same calls."""
+    """One rank. One seed gives its faults, and another one gives its calls, which are the same on all ranks."""
 
     rank: int
     cache: PrefixCache
@@ -116,7 +116,7 @@ class Engine:
         return match, self.cache.load(match, place, timeout=timeout)
 
     def check(self, into: Sequence[torch.Tensor], tokens: Sequence[int], match: Match, loaded: int) -> None:
-        """Compare what the model needs behind the loaded tokens with what a rank saves."""
+        """Compare the KV that the model needs after the loaded tokens with the KV that a rank saves."""
         for layer, one in enumerate(MODELS[self.model]):
             first = max(match.compute, loaded - one.window + 1 if one.kind == "sliding" else 0)
             for number in range(first, loaded):

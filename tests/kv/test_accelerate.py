@@ -16,7 +16,7 @@ from farpool import Dram, Pool, Store
 from farpool.bench.link import fetched
 from farpool.cluster.node.process import running_node
 from farpool.errors import ArgumentError, NameMissingError, PoolFullError
-from farpool.kv.accelerate import PooledWeights
+from farpool.kv.engines.accelerate import PooledWeights
 from tests.kv import zoo
 
 
@@ -33,7 +33,7 @@ def logits(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_a_model_computes_what_it_does_with_weights_from_memory(name: str, pool: Pool) -> None:
+def test_a_model_gives_the_same_results_as_with_weights_in_memory(name: str, pool: Pool) -> None:
     plain, inputs = zoo.make(name), zoo.prompt(20, sequences=2)
     expected = logits(plain, inputs)
     by_accelerate = cpu_offload(copy.deepcopy(plain), "cpu", offload_buffers=True)
@@ -49,7 +49,7 @@ def test_a_model_computes_what_it_does_with_weights_from_memory(name: str, pool:
     assert torch.equal(tokens, zoo.generate(plain, inputs, None, max_new_tokens=4)[0])
 
 
-def test_a_model_without_memory_gets_its_weights_from_the_pool(pool: Pool) -> None:
+def test_a_model_without_memory_takes_its_weights_from_the_pool(pool: Pool) -> None:
     plain, inputs = zoo.make("llama"), zoo.prompt(20)
     with torch.device("meta"):
         model = type(plain)(plain.config).eval()
@@ -75,7 +75,7 @@ def test_weights_come_from_a_published_name(pool: Pool, tmp_path: Path) -> None:
     assert torch.equal(logits(model, inputs), logits(plain, inputs))
 
 
-def test_the_mapping_is_read_only_and_says_what_it_has(pool: Pool) -> None:
+def test_the_mapping_is_read_only_and_lists_its_weights(pool: Pool) -> None:
     shared = torch.arange(6.0)
     weights = PooledWeights.of({"a": shared, "b": shared, "c": torch.ones(3)}, pool)
     assert pool.live == 2

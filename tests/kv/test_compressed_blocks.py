@@ -69,7 +69,7 @@ def halves(payload: bytes) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("codec", ["zstd", "int8", "int4"])
-def test_fewer_bytes_travel_and_the_same_kv_comes_back(node: RunningNode, codec: str, transport: str) -> None:
+def test_fewer_bytes_are_sent_and_the_same_kv_is_loaded(node: RunningNode, codec: str, transport: str) -> None:
     with opened(node, namespace(codec, transport), transport) as cache:
         keys, values = keys_of(cache, 4), payloads(4)
         assert cache.save(keys, [halves(value) for value in values]) == [None] * 4
@@ -139,7 +139,7 @@ def test_another_codec_is_another_namespace(node: RunningNode) -> None:
         for codec in ("", "auto", "int8", "int4"):
             with opened(node, namespace(codec, "codecs")) as reader:
                 assert reader.load(keys_of(reader, 1), [bytearray(BLOCK)]) == [Reason.ABSENT]
-                # Also where a mistake puts the one's bytes under the other's key.
+                # Even if a mistake stores the bytes of one under the key of the other.
                 with Store(node.address, timeout=PATIENCE) as store:
                     taken = store.get(keys_of(writer, 1)[0])
                     assert taken is not None
@@ -152,11 +152,11 @@ def test_a_time_that_is_over_is_no_time_to_encode_in(node: RunningNode) -> None:
         keys = keys_of(cache, 2)
         assert cache.lookup(keys).found == [False] * 2
         assert cache.save(keys, payloads(2), timeout=0.0) == [Reason.LATE] * 2
-        # A node may get them nevertheless, but then as they are.
+        # A node may still receive them, but not encoded.
         assert set(cache.lookup(keys).sizes) <= {None, BLOCK}
 
 
-def test_the_automatic_choice_keeps_raw_what_a_fast_link_moves(node: RunningNode) -> None:
+def test_the_automatic_choice_encodes_nothing_on_a_fast_link(node: RunningNode) -> None:
     with opened(node, namespace("auto", "fast"), "mapped") as cache:
         keys, values = keys_of(cache, 8), payloads(8)
         assert cache._compression is not None
@@ -172,7 +172,7 @@ def test_the_automatic_choice_keeps_raw_what_a_fast_link_moves(node: RunningNode
         assert into == values
 
 
-def test_the_automatic_choice_encodes_what_a_slow_link_moves(node: RunningNode) -> None:
+def test_the_automatic_choice_encodes_on_a_slow_link(node: RunningNode) -> None:
     with opened(node, namespace("auto", "slow")) as cache:
         keys, values = keys_of(cache, 9), payloads(9)
         assert cache._compression is not None

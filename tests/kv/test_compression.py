@@ -47,7 +47,7 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 
 def like_kv(dtype: str, axes: Axes = AXES, seed: int = 0) -> torch.Tensor:
-    """Gaussian elements whose channels differ in size, as those of keys do, in the given order of axes."""
+    """Gaussian elements whose channels differ in size, like the channels of keys, in the given order of axes."""
     generator = torch.Generator().manual_seed(seed)
     shape = [dict(zip(axes.order, axes.sizes, strict=True)).get(axis, 1) for axis in "slthd"]
     scales = torch.exp(2 * torch.randn(shape[-1], generator=generator))
@@ -60,7 +60,7 @@ def like_kv(dtype: str, axes: Axes = AXES, seed: int = 0) -> torch.Tensor:
 
 @REVIEW
 @given(st.sampled_from(["float64", "float32", "bfloat16", "fp8_e4m3"]), st.binary(max_size=400), st.data())
-def test_zstd_gives_back_every_byte_of_any_payload_in_any_parts(dtype: str, payload: bytes, data: Any) -> None:
+def test_zstd_restores_every_byte_of_any_payload_in_any_parts(dtype: str, payload: bytes, data: Any) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(payload)), max_size=3)))
     ends = [0, *cuts, len(payload)]
     parts = [payload[a:b] for a, b in itertools.pairwise(ends)]
@@ -157,7 +157,7 @@ def test_quantized_elements_keep_within_the_bound(axes: Axes, bits: int, dtype: 
     assert len(kept) < len(payload)
 
 
-def test_the_stored_form_has_the_bytes_that_the_page_says() -> None:
+def test_the_stored_form_has_the_bytes_that_the_page_states() -> None:
     axes = Axes("slthd", (2, 1, 64, 2, 64))
     payload = bytes_of(like_kv("bfloat16", axes))
     elements = len(payload) // 2
@@ -172,7 +172,7 @@ def test_the_stored_form_has_the_bytes_that_the_page_says() -> None:
     st.lists(st.integers(0, 2**32 - 1), min_size=2 * 3 * 5, max_size=2 * 3 * 5),
     st.integers(0, 31),
 )
-def test_whatever_the_bits_are_the_error_is_bounded_or_nothing_is_lost(
+def test_for_all_bits_the_error_is_bounded_or_nothing_is_lost(
     dtype: str, bits: int, patterns: list[int], shift: int
 ) -> None:
     axes = Axes("std", (2, 3, 5))
@@ -210,7 +210,7 @@ def test_a_range_that_single_precision_cannot_count_is_stored_as_it_is(low: floa
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_equal_elements_and_subnormal_ones_come_back(dtype: str) -> None:
+def test_equal_elements_and_subnormal_ones_are_restored(dtype: str) -> None:
     lossy = codec("int8", dtype, AXES)
     constant = torch.full(AXES.sizes, -1.5).to(FLOATS[dtype])
     assert there_and_back(lossy, bytes_of(constant)) == bytes_of(constant)
@@ -249,7 +249,7 @@ def damaged(data: Any, kept: bytes) -> bytes:
     if way == "other":
         return data.draw(st.binary(max_size=len(kept) + 10))
     changed = bytearray(kept)
-    # Half of them where the lengths and the frames' heads are.
+    # Half of them in the lengths and the heads of the frames.
     for place in data.draw(st.lists(st.integers(0, 40) | st.integers(0, len(kept) - 1), min_size=1, max_size=4)):
         changed[min(place, len(kept) - 1)] ^= 1 << data.draw(st.integers(0, 7))
     return bytes(changed)
@@ -364,7 +364,7 @@ def test_axes_that_do_not_follow_are_refused(changes: dict[str, Any]) -> None:
         ("int4", "bfloat16", None),
     ],
 )
-def test_what_cannot_be_encoded_is_refused_at_once(name: str, dtype: str, axes: Axes | None) -> None:
+def test_payloads_that_cannot_be_encoded_are_refused_at_once(name: str, dtype: str, axes: Axes | None) -> None:
     with pytest.raises(ConfigError, match=r"expected|needs|use"):
         codec_for(name, dtype, axes)
 

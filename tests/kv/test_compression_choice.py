@@ -34,7 +34,7 @@ def measured(
 @pytest.mark.parametrize("codec", [0.5e9, 2e9])
 @pytest.mark.parametrize("ratio", [1.2, 1.5, 3.2])
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_compressing_pays_where_the_link_saves_more_than_the_codec_takes(
+def test_compressing_pays_if_the_link_saves_more_than_the_codec_takes(
     codec: float, ratio: float, pipelined: bool
 ) -> None:
     # One after the other: 1/link > 1/(ratio * link) + 1/codec. At the same time: 1/link > max of the two.
@@ -62,7 +62,7 @@ def test_the_decision_follows_a_link_that_changes() -> None:
 
 
 @pytest.mark.parametrize("first", [0.1e9, 10e9])
-def test_at_the_limit_the_decision_stays_what_it_was(first: float) -> None:
+def test_at_the_limit_the_decision_stays(first: float) -> None:
     choice = CompressionChoice()
     before = measured(choice, first, 1e9, 2.0)[-1]
     limit = 1e9 * (1 - 1 / 2.0)
@@ -73,7 +73,7 @@ def test_a_codec_that_makes_nothing_smaller_never_pays() -> None:
     assert True not in measured(CompressionChoice(), link=1e6, codec=1e12, ratio=1.0)
 
 
-def test_bytes_that_are_loaded_often_weigh_more() -> None:
+def test_bytes_that_are_loaded_often_count_more() -> None:
     # Encoding costs more than the link saves, decoding less: it pays as soon as enough is loaded.
     choice = CompressionChoice()
     choice.sent(MIB, 1.0, MIB)

@@ -73,6 +73,6 @@ def test_on_a_slow_link_one_group_of_layers_is_encoded_and_another_is_not() -> N
             into = [bytearray(BLOCK) for _ in keys[group]]
             assert cache.load(keys[group], into) == [None] * 9
             assert into == [payload] * 9
-        assert choice.pays(0)  # what the other group is like has not changed that
+        assert choice.pays(0)  # the other group has not changed that
         assert sent[0] < 8 * BLOCK // 10
         assert sent[1] == 8 * (BLOCK + HEADER_BYTES)

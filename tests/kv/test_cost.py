@@ -31,7 +31,7 @@ def trained(fixed: float, linear: float, attention: float, latency: float, bandw
     st.floats(1e-6, 1e-2),
     st.floats(1e7, 1e11),
 )
-def test_an_engine_and_a_link_are_recovered_from_what_they_took(
+def test_an_engine_and_a_link_are_recovered_from_their_times(
     fixed: float, linear: float, attention: float, latency: float, bandwidth: float
 ) -> None:
     model = trained(fixed, linear, attention, latency, bandwidth)
@@ -58,7 +58,7 @@ def test_a_measurement_that_was_not_expected_counts_at_once() -> None:
     assert model.load_seconds(100_000_000) == pytest.approx(0.101, rel=0.1)
 
 
-def test_it_loads_to_learn_while_nothing_was_measured() -> None:
+def test_it_loads_while_nothing_is_measured() -> None:
     plan = CostModel().plan(160, 1 << 20, step=16)
     assert (plan.compute, plan.seconds) == (0, None)
 
@@ -81,7 +81,7 @@ def test_no_other_plan_is_faster(split: bool, bandwidth: float) -> None:
     assert plan.why
 
 
-def test_what_others_load_delays_and_may_tip_the_balance() -> None:
+def test_other_loads_delay_a_load_and_may_change_the_decision() -> None:
     model = trained(0.0, 1e-4, 0.0, 0.0, 1e9)
     assert model.plan(1600, 1 << 24, step=16).compute == 0
     assert model.plan(1600, 1 << 24, step=16, queued=1 << 30).compute == 1600
@@ -98,7 +98,7 @@ def run(gain: NetGain, loading: float, requests: int, seed: int, noise: float = 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_stands_aside_while_loading_costs_time_and_comes_back(seed: int) -> None:
+def test_it_stands_aside_while_loading_costs_time_and_then_loads_again(seed: int) -> None:
     gain = NetGain()
     assert run(gain, 0.1, 320, seed) == 310
     assert not gain.stands_aside

@@ -1,4 +1,4 @@
-"""The judge of engines that tell nothing, on engines and links that are formulas of a clock of their own."""
+"""The judge of engines that report no compute time, on engines and links that are formulas of a virtual clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARE = 32
 
 
 class Engine:
-    """An engine with nodes: it looks up, loads or computes, and saves, as connectors tell the judge of it."""
+    """An engine with nodes, which calls the judge as connectors do when it looks up, loads, computes and saves."""
 
     def __init__(self, per_token: float, per_byte: float, *, is_on: bool = True) -> None:
         self.now = 0.0
@@ -121,7 +121,7 @@ def test_a_link_that_recovers_is_used_again(fast_first: bool) -> None:
         assert sum(engine.loads) == pytest.approx(2 * SHARE if is_used else 0, abs=3)
 
 
-def test_an_engine_that_becomes_busy_loads_at_once_what_it_computed() -> None:
+def test_an_engine_that_becomes_busy_loads_at_once_instead_of_computing() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-7)
     engine.learn()
     engine.request(blocks(0))
@@ -162,7 +162,7 @@ def test_a_bypass_is_in_the_journal_and_counted() -> None:
     assert engine.judge.stats() == {"load.bypassed": 32}
 
 
-def test_what_is_computed_behind_a_loaded_prefix_is_measured_from_the_end_of_the_load() -> None:
+def test_computing_after_a_loaded_prefix_is_measured_from_the_end_of_the_load() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     engine.there.update(blocks(0, 16))
     for number in range(LEARNING):
@@ -170,7 +170,7 @@ def test_what_is_computed_behind_a_loaded_prefix_is_measured_from_the_end_of_the
     assert engine.judge.judge.prefill_seconds(256, 256) == pytest.approx(256e-4, rel=0.01)
 
 
-def test_chunks_that_are_saved_together_do_not_seem_to_take_no_time() -> None:
+def test_chunks_that_are_saved_together_count_with_their_whole_time() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(LEARNING):
         keys = blocks(number)
@@ -181,7 +181,7 @@ def test_chunks_that_are_saved_together_do_not_seem_to_take_no_time() -> None:
     assert engine.judge.judge.prefill_seconds(512) >= engine.computing()
 
 
-def test_blocks_that_nobody_looked_up_say_nothing() -> None:
+def test_saves_without_a_lookup_are_not_measured() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(4 * LEARNING):
         engine.judge.saved(blocks(number))
@@ -191,7 +191,7 @@ def test_blocks_that_nobody_looked_up_say_nothing() -> None:
     assert engine.judge.judge.prefill_seconds(512) == 0
 
 
-def test_blocks_that_are_written_back_long_after_say_nothing() -> None:
+def test_saves_long_after_the_lookup_are_not_measured() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(4 * LEARNING):
         engine.judge.looked_up(blocks(number), 0, 0)
@@ -217,7 +217,7 @@ def test_times_that_are_far_off_leave_the_decisions_alone(every: int, seconds: f
     assert wrong <= 200 // SHARE + 1
 
 
-def test_who_asked_first_may_have_computed_what_another_saves() -> None:
+def test_a_block_is_measured_from_the_first_request_that_asked_for_it() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(LEARNING):
         keys = blocks(number)
@@ -229,7 +229,7 @@ def test_who_asked_first_may_have_computed_what_another_saves() -> None:
     assert engine.judge.judge.prefill_seconds(512) == pytest.approx(engine.computing())
 
 
-def test_a_prefix_that_others_keep_asking_for_does_not_age_what_comes_behind_it() -> None:
+def test_a_prefix_that_other_requests_use_does_not_age_the_blocks_after_it() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(LEARNING):
         engine.now += 10
@@ -248,7 +248,7 @@ def test_a_request_that_waits_for_its_turn_does_not_compute() -> None:
     assert engine.judge.judge.prefill_seconds(512) == pytest.approx(engine.computing())
 
 
-def test_loads_that_are_always_too_late_are_given_up() -> None:
+def test_loads_that_are_always_late_are_abandoned() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     bypassed = 0
     for number in range(4 * LEARNING):
@@ -261,7 +261,7 @@ def test_loads_that_are_always_too_late_are_given_up() -> None:
     assert bypassed == 3 * LEARNING
 
 
-def test_a_node_that_has_died_says_nothing_of_the_link() -> None:
+def test_a_dead_node_is_not_a_measurement_of_the_link() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-6)
     for number in range(4 * LEARNING):
         run = engine.judge.looked_up(blocks(number), 32, 32 * BLOCK)
@@ -270,7 +270,7 @@ def test_a_node_that_has_died_says_nothing_of_the_link() -> None:
         engine.compute(blocks(number))
 
 
-def test_loads_that_wait_for_others_count_their_bytes() -> None:
+def test_loads_that_wait_for_other_loads_count_their_bytes() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-9)
     for number in range(LEARNING):
         runs = [(number, one) for one in range(4)]
@@ -283,7 +283,7 @@ def test_loads_that_wait_for_others_count_their_bytes() -> None:
     assert engine.judge.judge._cost.load_seconds(32 * BLOCK) == pytest.approx(engine.loading(), rel=0.05)
 
 
-def test_loads_that_an_engine_begins_one_by_one_do_not_count_those_before() -> None:
+def test_loads_that_run_one_by_one_do_not_count_earlier_ones() -> None:
     engine = Engine(per_token=1e-4, per_byte=1e-9)
     for number in range(4 * LEARNING):
         engine.judge.looked_up(blocks(number), 32, 32 * BLOCK)
@@ -292,7 +292,7 @@ def test_loads_that_an_engine_begins_one_by_one_do_not_count_those_before() -> N
     assert engine.judge.judge._cost.load_seconds(32 * BLOCK) == pytest.approx(engine.loading(), rel=0.01)
 
 
-def test_turned_off_it_loads_all_that_is_there() -> None:
+def test_turned_off_it_loads_everything_that_is_found() -> None:
     engine = Engine(per_token=1e-6, per_byte=1e-6, is_on=False)
     for n in range(4 * SHARE):
         engine.request(blocks(n % LEARNING))
@@ -301,7 +301,7 @@ def test_turned_off_it_loads_all_that_is_there() -> None:
 
 
 def test_it_follows_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_judge, "_MOST_KEYS", 1000)
+    monkeypatch.setattr(engine_judge, "_FOLLOWED_BLOCKS_MAX", 1000)
     judge = EngineJudge(Judge(), STEP)
     for number in range(500):
         judge.looked_up(blocks(number, 7 + number % 300), 0, 0)
@@ -310,7 +310,7 @@ def test_it_follows_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     assert len(judge._pending) == 1000
 
 
-def test_a_forked_child_begins_anew_with_what_was_measured() -> None:
+def test_a_forked_child_keeps_the_measurements_and_follows_no_block() -> None:
     engine = Engine(per_token=1e-6, per_byte=1e-6)
     engine.learn()
     waiting = engine.judge.looked_up(blocks(99), 0, 0)
@@ -350,7 +350,7 @@ def test_threads_may_use_it_at_the_same_time() -> None:
 
 
 class Calls(RuleBasedStateMachine):
-    """Calls in any order, as engines make them that abort, repeat and share requests."""
+    """Calls in any order, as from engines that abort, repeat and share requests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Eviction of KV blocks: a state machine beside a plain model, and hits on patterns that tell policies apart."""
+"""Eviction of KV blocks: a state machine next to a plain model, and hits on patterns that distinguish policies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return None if block < 2 else (block - 1) // 2
 
     def held(self) -> set[int]:
-        """Pinned blocks and those before them."""
+        """Return the pinned blocks and their predecessors."""
         held = set()
         for block in self.pins:
             at: int | None = block
@@ -62,7 +62,7 @@ class EvictionMachine(RuleBasedStateMachine):
         parent = self.parent(block)
         held = self.held() | ({parent} if parent is not None else set())
         at = parent
-        while at is not None and at not in self.orphans:  # what comes before the parent cannot leave either
+        while at is not None and at not in self.orphans:  # the parent's predecessors cannot be evicted either
             at = self.parent(at)
             held |= {at} if at is not None else set()
         left = self.eviction.insert(block, size, cost, parent, tenant)
@@ -170,7 +170,7 @@ def replay(eviction: Eviction[int], chains: list[list[int]], size: int = 1) -> i
     return hits
 
 
-def test_a_prefix_leaves_from_its_end() -> None:
+def test_a_prefix_is_evicted_from_its_end() -> None:
     for policy in POLICIES:
         eviction: Eviction[str] = Eviction(4, policy)
         for block, parent in (("a", None), ("b", "a"), ("c", "b"), ("d", "c")):
@@ -178,7 +178,7 @@ def test_a_prefix_leaves_from_its_end() -> None:
         assert eviction.insert("x", 2, 100.0) == ["d", "c"], policy
 
 
-def test_a_block_without_its_predecessor_is_refused_and_an_orphan_leaves_first() -> None:
+def test_a_block_without_its_predecessor_is_refused_and_an_orphan_is_evicted_first() -> None:
     eviction: Eviction[bytes] = Eviction(5, "lru")
     assert eviction.insert(b"child", 1, 1.0, b"nobody") == [b"child"]
     for block, parent in ((b"old", None), (b"a", None), (b"b", b"a"), (b"c", b"b")):
@@ -202,7 +202,7 @@ def test_an_orphan_that_is_offered_again_has_its_predecessor_back() -> None:
     assert eviction.insert("new", 2, 1.0) == ["old"]
 
 
-def test_what_is_pinned_stays_with_all_before_it_and_what_cannot_fit_evicts_nothing() -> None:
+def test_pinned_blocks_stay_with_their_predecessors_and_a_block_without_room_evicts_nothing() -> None:
     for policy in POLICIES:
         eviction: Eviction[int] = Eviction(4, policy)
         for block in range(4):
@@ -241,7 +241,7 @@ def test_another_policy_takes_over_when_lru_has_no_hits() -> None:
     assert hits == stats.tenants[""].hits
 
 
-def test_lru_stays_where_nothing_is_better() -> None:
+def test_lru_stays_if_no_policy_is_better() -> None:
     eviction: Eviction[int] = Eviction(800)
     chains = [[block * 8 + at for at in range(8)] for number in range(2000) for block in (number, max(number - 5, 0))]
     assert replay(eviction, chains) == replay(Eviction(800, "lru"), chains)
@@ -284,7 +284,7 @@ def mooncake() -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not mooncake().exists(), reason="FARPOOL_TRACES names no folder with mooncake-conversation.jsonl")
 @pytest.mark.parametrize("share", [64, 32, 16, 8, 4])
-def test_hits_on_a_real_trace_are_those_of_the_best_policy_and_never_fewer_than_of_lru(share: int) -> None:
+def test_hits_on_a_real_trace_equal_the_best_policy_and_never_fall_below_lru(share: int) -> None:
     chains = [json.loads(line)["hash_ids"] for line in mooncake().read_text().splitlines()]
     ids = [block for chain in chains for block in chain]
     trace = RequestTrace(ids, [1] * len(ids))
@@ -299,7 +299,7 @@ def test_hits_on_a_real_trace_are_those_of_the_best_policy_and_never_fewer_than_
     assert hits >= max(plain["lru"], replay(Eviction(capacity, "lru"), chains))
 
 
-def test_a_small_first_block_says_nothing_of_the_size_of_all() -> None:
+def test_a_small_first_block_does_not_set_the_size_of_all() -> None:
     cache: Eviction[int] = Eviction(1000 * 4096)
     cache.insert(1, 100, 1.0)  # as the description of a namespace
     for block in range(2, 1002):

@@ -1,4 +1,4 @@
-"""Which blocks a real node keeps: those that cost more to compute stay longer, in memory and in its file."""
+"""A real node keeps blocks longer if they cost more to compute, in memory and in its file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_blocks_that_cost_more_outlive_a_flood_of_others_that_were_used_as_often
         assert stats(node.address)["evictions"] > 200
 
 
-def test_blocks_that_cost_the_same_or_nothing_leave_in_the_order_in_which_they_came() -> None:
+def test_blocks_of_equal_or_no_cost_are_evicted_in_order_of_insertion() -> None:
     with running_node("32MiB") as node, BlockCache([node.address], NAMESPACE, timeout=PATIENCE) as cache:
         for cost, first in ((0.5, 0), (0.0, 10_000_000)):
             keys, _ = blocks(cache, 400, first)
@@ -49,7 +49,7 @@ def test_blocks_that_cost_the_same_or_nothing_leave_in_the_order_in_which_they_c
             assert cache.lookup(keys[:10]).found == [False] * 10
 
 
-def test_blocks_that_cost_more_stay_in_memory_and_all_come_back_from_the_file(tmp_path: Path) -> None:
+def test_blocks_that_cost_more_stay_in_memory_and_all_are_read_from_the_file(tmp_path: Path) -> None:
     with (
         running_node("32MiB", nvme=(tmp_path / "far.nvme", "256MiB")) as node,
         BlockCache([node.address], NAMESPACE, timeout=PATIENCE) as cache,
@@ -65,7 +65,7 @@ def test_blocks_that_cost_more_stay_in_memory_and_all_come_back_from_the_file(tm
             assert cache.load([key], [into]) == [None]
             assert into == bytes([number]) * BLOCK
         assert stats(node.address)["promotions"] == before["promotions"]
-        for number, key in enumerate(keys[10:110]):  # twice: what is asked for again comes back into memory
+        for number, key in enumerate(keys[10:110]):  # twice, because blocks that are read again return to memory
             into = bytearray(BLOCK)
             assert cache.load([key, key], [into, bytearray(BLOCK)]) == [None] * 2
             assert into == bytes([number]) * BLOCK

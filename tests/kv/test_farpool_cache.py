@@ -23,10 +23,10 @@ from farpool.bench.link import fetched, written
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, PoolClosedError, PoolFullError, UnsupportedError
 from farpool.kv import BlockCache, Judge
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 
@@ -48,16 +48,14 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """A pool whose fast tier holds a small part of what the tests keep."""
+    """A pool whose fast tier has room for a small part of the tests' data."""
     with Pool("16KiB", [Dram("8MiB")]) as pool:
         yield pool
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_tokens_and_logits_are_those_of_a_dynamic_cache(
-    models: dict[str, Any], pool: Pool, name: str, way: str
-) -> None:
+def test_tokens_and_logits_equal_a_dynamic_cache(models: dict[str, Any], pool: Pool, name: str, way: str) -> None:
     model, inputs = models[name], zoo.prompt(40, sequences=2)
     expected, logits = zoo.generate(model, inputs, DynamicCache(config=model.config), **WAYS[way])
     cache = FarpoolCache(model.config, pool=pool)
@@ -82,7 +80,7 @@ def test_other_dtypes_and_attention_kernels_give_the_same_bits(dtype: torch.dtyp
     assert all(torch.equal(a, b) for a, b in zip(found_logits, logits, strict=True))
 
 
-def test_guessed_tokens_are_taken_back(models: dict[str, Any], pool: Pool) -> None:
+def test_guessed_tokens_are_removed(models: dict[str, Any], pool: Pool) -> None:
     model, inputs = models["llama"], zoo.prompt(12).repeat(1, 3)
     expected, _ = zoo.generate(model, inputs, DynamicCache(config=model.config), prompt_lookup_num_tokens=4)
     found, _ = zoo.generate(model, inputs, FarpoolCache(model.config, pool=pool), prompt_lookup_num_tokens=4)
@@ -98,7 +96,7 @@ def test_debug_mode_finds_no_tensor_that_outlives_its_pin(models: dict[str, Any]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_changes_gives_what_a_dynamic_cache_gives(models: dict[str, Any], pool: Pool, seed: int) -> None:
+def test_any_order_of_changes_equals_a_dynamic_cache(models: dict[str, Any], pool: Pool, seed: int) -> None:
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     heads, widths = chance.choice([(1, (5, 5)), (2, (12, 12)), (3, (8, 4))])
@@ -146,7 +144,7 @@ def test_any_order_of_changes_gives_what_a_dynamic_cache_gives(models: dict[str,
             batch = chance.randint(1, 3)
         elif change == "copy":
             abandoned, ours = ours, copy.deepcopy(ours)
-            if tokens:  # what the other one goes on to write must not be seen here
+            if tokens:  # later writes of the other one must not be visible here
                 states = [torch.zeros(batch, heads, 3, width) for width in widths]
                 abandoned.update(*states, 0)
         assert ours.get_seq_length() == theirs.get_seq_length()
@@ -154,7 +152,7 @@ def test_any_order_of_changes_gives_what_a_dynamic_cache_gives(models: dict[str,
     assert compared >= 20
 
 
-def test_copies_share_what_they_have_in_common(models: dict[str, Any], pool: Pool) -> None:
+def test_copies_share_their_common_blocks(models: dict[str, Any], pool: Pool) -> None:
     model, inputs = models["llama"], zoo.prompt(40)
     cache = FarpoolCache(model.config, pool=pool, tokens_per_block=16)
     with torch.no_grad():
@@ -184,7 +182,9 @@ def test_only_the_last_block_of_a_layer_is_written_again(models: dict[str, Any])
         before = written(pool.stats())
         for _ in range(8):
             cache.update(states, states, 0)
-        assert written(pool.stats()) - before <= 9 * block + pool.fast  # what was dirty before may leave meanwhile
+        assert (
+            written(pool.stats()) - before <= 9 * block + pool.fast
+        )  # blocks that were dirty before may be evicted in between
         assert fetched(pool.stats()) > 7 * 40 * block
 
 
@@ -205,7 +205,7 @@ def test_the_last_block_takes_little_more_room_than_its_tokens(models: dict[str,
         assert tokens <= held <= whole * step + (max(step // 16, 2 * rest) if rest else 0)
 
 
-def test_operands_are_booked_and_used_again_only_when_nobody_has_them(models: dict[str, Any], pool: Pool) -> None:
+def test_operands_are_booked_and_used_again_only_without_references(models: dict[str, Any], pool: Pool) -> None:
     config = models["llama"].config
     cache = FarpoolCache(config, pool=pool)
     states = torch.randn(1, 2, 100, 12)
@@ -250,7 +250,7 @@ def test_a_layer_that_cannot_grow_stays_as_it_was(models: dict[str, Any]) -> Non
         assert torch.equal(values, reference.layers[0].values)
 
 
-def test_what_would_not_be_equal_is_refused(models: dict[str, Any], pool: Pool) -> None:
+def test_uses_with_other_results_are_refused(models: dict[str, Any], pool: Pool) -> None:
     config = models["llama"].config
     cache = FarpoolCache(config, pool=pool)
     states = torch.randn(1, 2, 4, 12)
@@ -313,7 +313,7 @@ def blocks_for(model: Any, settings: dict[str, Any]) -> BlockCache:
 
 
 def computed(model: Any, inputs: torch.Tensor, split: int, cache: Any = None) -> torch.Tensor:
-    """What is generated when the first `split` tokens are computed first."""
+    """Return the generated tokens if the first `split` tokens are computed first."""
     cache = cache or DynamicCache(config=model.config)
     if split:
         with torch.no_grad():
@@ -332,7 +332,7 @@ def saved(model: Any, inputs: torch.Tensor, pool: Pool, blocks: BlockCache) -> i
 
 @pytest.mark.parametrize("transport", ["mapped", "tcp"])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_a_loaded_prefix_goes_on_as_a_computed_one(
+def test_a_loaded_prefix_continues_like_a_computed_one(
     models: dict[str, Any], pool: Pool, settings: dict[str, Any], name: str, transport: str
 ) -> None:
     model, inputs = models[name], zoo.prompt(60)
@@ -346,7 +346,7 @@ def test_a_loaded_prefix_goes_on_as_a_computed_one(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_prompt_that_goes_another_way_shares_what_it_can(
+def test_a_prompt_that_diverges_shares_the_common_blocks(
     models: dict[str, Any], pool: Pool, settings: dict[str, Any], name: str
 ) -> None:
     model, first = models[name], zoo.prompt(43)
@@ -356,7 +356,7 @@ def test_a_prompt_that_goes_another_way_shares_what_it_can(
         assert saved(model, first[:, :16], pool, blocks) == 16
         assert saved(model, first, pool, blocks) == 40
         cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
-        # Full attention goes on from the first difference, a sliding window only from a state that was saved.
+        # Full attention continues from the first difference, a sliding window only from a saved state.
         assert cache.load(other, judged=False) == (24 if name == "llama" else 16)
         assert FarpoolCache(model.config, pool=pool, prefixes=blocks).load(first[:, :40], judged=False) == (
             32 if name == "llama" else 16
@@ -421,7 +421,9 @@ def test_other_weights_dtypes_and_configurations_find_nothing(
         assert FarpoolCache(model.config, pool=pool, prefixes=blocks).load(inputs) == 32
 
 
-def test_a_cache_says_what_it_cannot_save(models: dict[str, Any], pool: Pool, settings: dict[str, Any]) -> None:
+def test_a_cache_names_the_layers_that_it_cannot_save(
+    models: dict[str, Any], pool: Pool, settings: dict[str, Any]
+) -> None:
     model, inputs = models["llama"], zoo.prompt(20, sequences=2)
     with blocks_for(model, settings) as blocks:
         cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
@@ -487,7 +489,7 @@ def taught(seconds_a_token: float) -> Judge:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_it_loads_what_comes_sooner_than_it_could_be_computed_and_the_journal_says_why(
+def test_it_loads_if_that_is_faster_than_computing_and_the_journal_explains(
     models: dict[str, Any], pool: Pool, settings: dict[str, Any], name: str
 ) -> None:
     model, inputs = models[name], zoo.prompt(60)
@@ -535,12 +537,12 @@ def test_a_few_requests_compute_to_show_what_loading_gains(
         assert blocks.judge.stats()["decisions"]["hold-out"] == 1
         assert blocks.judge.stats()["gain"]["hold_out_requests"] == 0
         zoo.generate(model, inputs, held[0])
-        assert blocks.judge.stats()["gain"]["hold_out_requests"] == 1  # the prompt, and not what followed
+        assert blocks.judge.stats()["gain"]["hold_out_requests"] == 1  # the prompt, and not the tokens after it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_another_process_goes_on_from_a_prefix_of_this_one(
+def test_another_process_continues_a_prefix_of_this_one(
     models: dict[str, Any], pool: Pool, settings: dict[str, Any], name: str
 ) -> None:
     model, inputs = models[name], zoo.prompt(60)
@@ -549,7 +551,7 @@ def test_another_process_goes_on_from_a_prefix_of_this_one(
     program = f"""
 import torch
 from farpool import Dram, Pool
-from farpool.kv.transformers import FarpoolCache
+from farpool.kv.engines.transformers import FarpoolCache
 from tests.kv import zoo
 from tests.kv.test_farpool_cache import blocks_for
 torch.set_num_threads(1)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from farpool import Dram, Pool
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
 from tests.kv import zoo
 from tests.kv.test_compression import bounds
 from tests.nodes import PATIENCE
@@ -35,18 +33,20 @@ def settings(node: RunningNode, request: pytest.FixtureRequest) -> dict[str, Any
 def payloads(cache: FarpoolCache, blocks: int) -> list[torch.Tensor]:
     """Whole blocks, then the states of sliding windows, each of shape ``(layers, 2, heads, tokens, width)``."""
     found: list[Any] = []
-    if full := cache._of_type(PagedLayer):
-        found += cache._payloads(full, range(blocks))
-    if cache._of_type(DynamicSlidingWindowLayer):
-        found.append(cache._sliding_payload())
-    return [torch.frombuffer(one, dtype=cache._dtype).view(-1, 2, *cache._shape(STEP)[1:]) for one in found]
+    assert cache._prefix is not None
+    own = cache._prefix.payloads
+    if own.full:
+        found += own.read(range(blocks))
+    if own.sliding:
+        found.append(own.read_states())
+    return [torch.frombuffer(one, dtype=own.dtype).view(-1, 2, *own.shape(STEP)[1:]) for one in found]
 
 
 # All layers of mistral have windows of 23 tokens, and every other one of gemma2.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["zstd", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_what_is_loaded_is_within_the_stated_bound(
+def test_loaded_elements_are_within_the_stated_bound(
     settings: dict[str, Any], name: str, codec: str, dtype: torch.dtype
 ) -> None:
     model, inputs = zoo.make(name).to(dtype), zoo.prompt(60)

@@ -1,4 +1,4 @@
-"""What a prefix of a `FarpoolCache` is found by: nobody gets keys and values that depend on something else."""
+"""The name of a prefix of a `FarpoolCache`: no prompt gets keys and values that depend on something else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from farpool import Dram, Pool
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.kv import BlockCache
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument, inputs_beside_tokens
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument, inputs_beside_tokens
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 
@@ -87,7 +87,7 @@ def test_a_prompt_never_gets_the_keys_of_another_image(pool: Pool, settings: dic
             cache.save(inputs[:, :24])
         assert cache.save(inputs[:, :24], salt="one") == 24
         cache = FarpoolCache(model, pool=pool, prefixes=blocks)
-        for tokens in (inputs, inputs[:, :3]):  # also where nothing could be found
+        for tokens in (inputs, inputs[:, :3]):  # even if nothing could be found
             with pytest.raises(ConfigError, match=r"vision_config.*salt="):
                 cache.load(tokens)
         assert cache.load(inputs, salt="other") == 0
@@ -124,7 +124,7 @@ def test_a_salt_separates_prompts_of_any_model(pool: Pool, settings: dict[str, A
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )
-def test_models_that_get_more_than_tokens_are_told_by_their_configuration(config: Any, says: str) -> None:
+def test_models_with_more_inputs_than_tokens_are_known_by_their_configuration(config: Any, says: str) -> None:
     found = inputs_beside_tokens(config)
     assert says in found
     assert bool(found) == bool(says)
@@ -175,7 +175,7 @@ def test_models_whose_keys_depend_on_later_tokens_are_refused(
 @pytest.mark.parametrize("parameters", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
 def test_without_prefixes_they_compute_the_same_bits(pool: Pool, parameters: dict[str, Any]) -> None:
     torch.manual_seed(5)
-    model, inputs = LlamaForCausalLM(rotary(**parameters)).eval(), zoo.prompt(60)  # and goes on beyond 64
+    model, inputs = LlamaForCausalLM(rotary(**parameters)).eval(), zoo.prompt(60)  # and continues beyond 64
     found = zoo.generate(model, inputs, FarpoolCache(model, pool=pool))
     expected = zoo.generate(model, inputs, DynamicCache(config=model.config))
     assert torch.equal(found[0], expected[0])
@@ -197,7 +197,7 @@ def test_without_prefixes_they_compute_the_same_bits(pool: Pool, parameters: dic
     ],
     ids=lambda parameters: parameters["rope_type"],
 )
-def test_keys_of_a_long_prompt_are_those_of_a_short_one(
+def test_keys_of_a_long_prompt_begin_like_the_keys_of_a_short_one(
     pool: Pool, settings: dict[str, Any], parameters: dict[str, Any]
 ) -> None:
     torch.manual_seed(5)
@@ -213,7 +213,7 @@ def test_keys_of_a_long_prompt_are_those_of_a_short_one(
         reference = DynamicCache(config=model.config)
         computed(model, reference, short[:, :32])
         found, expected = (computed(model, one, short[:, 32:]) for one in (cache, reference))
-    # The last bits are those of a product of more rows, with any cache.
+    # The last bits equal a product of more rows, with any cache.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -256,13 +256,13 @@ def test_only_the_tokens_that_were_loaded_are_saved(pool: Pool, settings: dict[s
         assert cache.load(inputs) == 24
         computed(model, cache, inputs[:, 24:])
         for tokens, salt in ((other, ""), (inputs, "another")):
-            with pytest.raises(ConfigError, match="not those"):
+            with pytest.raises(ConfigError, match="differ from those"):
                 cache.save(tokens, salt=salt)
         assert cache.save(inputs) == 40
         cache.crop(16 - 40)
         turned = torch.cat([inputs[:, :16], other[:, 16:]], -1)
         computed(model, cache, turned[:, 16:])
-        with pytest.raises(ConfigError, match="not those"):
+        with pytest.raises(ConfigError, match="differ from those"):
             cache.save(other)
         assert cache.save(turned) == 40
 
@@ -270,7 +270,7 @@ def test_only_the_tokens_that_were_loaded_are_saved(pool: Pool, settings: dict[s
 # ---- data types ------------------------------------------------------------------------------------------------------
 
 
-def test_the_dtype_is_that_of_the_model_or_has_to_be_given(settings: dict[str, Any]) -> None:
+def test_the_dtype_comes_from_the_model_or_has_to_be_given(settings: dict[str, Any]) -> None:
     model = zoo.make("llama").to(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"dtype=model\.dtype"):
         prefix_blocks(model.config, settings)

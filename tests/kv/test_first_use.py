@@ -19,11 +19,11 @@ from farpool.errors import ProbeError
 from farpool.kv import Layer, PrefixCache, Reason, TensorMemory
 from farpool.kv import probe as probe_module
 from farpool.kv.blocks import BlockCache
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.kv.journal import recorded
 from farpool.kv.probe import Probe
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
 from tests.kv import zoo
 from tests.nodes import PATIENCE, eventually
 
@@ -71,7 +71,7 @@ class OrderChanges:
 
 
 def flips_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage what is loaded after its checksum was verified."""
+    """Damage loaded bytes after their checksum was verified."""
     load = BlockCache.load
 
     def damaging(self: BlockCache, keys: Sequence[bytes], targets: Sequence[Any], **named: Any) -> Any:
@@ -94,7 +94,7 @@ def wrong(fault: str, monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> tuple[A
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_the_first_save_keeps_every_block_away(
+def test_no_block_is_saved_after_a_fault_at_the_first_save(
     node: RunningNode, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with cache_of(node.address, f"save {fault}") as cache, caplog.at_level(logging.ERROR, "farpool.kv"):
@@ -115,7 +115,7 @@ def test_a_fault_at_the_first_save_keeps_every_block_away(
 
 @pytest.mark.parametrize("way", ["load", "fetch", "load_layers"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_the_first_load_brings_no_token(
+def test_no_token_is_loaded_after_a_fault_at_the_first_load(
     node: RunningNode, fault: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cache_of(node.address, f"load {fault}") as cache:
@@ -132,7 +132,7 @@ def test_a_fault_at_the_first_load_brings_no_token(
         else:
             assert min(one.tokens.result(PATIENCE) for one in cache.load_layers(match, memory)) == 0
         assert isinstance(cache._probe.error, ProbeError)
-        if fault != "order":  # which leaves nobody a way to put bytes back
+        if fault != "order":  # so no code could put bytes back
             assert all(torch.equal(a, b) for a, b in zip(before, [one for layer in own for one in layer], strict=True))
         monkeypatch.undo()
         assert cache.load(match, TensorMemory(tensors())) == 0
@@ -169,13 +169,13 @@ def test_the_probe_runs_once_for_each_kind_of_memory_and_leaves_nothing(
 
 
 class OrderIsKept(OrderChanges):
-    """Memory of an engine's own, as it should be."""
+    """Memory of an engine, without a fault."""
 
     def parts(self, layer: int, start: int, stop: int) -> Any:
         return self.own.parts(layer, start, stop)
 
 
-def test_a_node_that_is_away_is_a_miss_in_time_and_is_asked_again_when_it_comes() -> None:
+def test_an_unreachable_node_is_a_miss_in_time_and_is_asked_again_later() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     with cache_of(f"tcp://127.0.0.1:{port}", "away", timeout=0.5) as cache:
@@ -187,7 +187,7 @@ def test_a_node_that_is_away_is_a_miss_in_time_and_is_asked_again_when_it_comes(
             eventually(lambda: cache.save(PROMPT, TensorMemory(tensors()), timeout=PATIENCE) == 6)
 
 
-def test_a_call_with_no_time_has_the_nodes_asked_after_it(node: RunningNode) -> None:
+def test_the_nodes_are_asked_after_a_call_that_has_no_time(node: RunningNode) -> None:
     with cache_of(node.address, "no time") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors()), timeout=0.0) == 0
         assert cache._probe.error is None
@@ -210,7 +210,7 @@ def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
 
 
 @pytest.mark.parametrize("kind", [TensorMemory, HeadsSwapped])
-def test_blocks_of_this_process_come_only_through_memory_that_is_whole(
+def test_blocks_of_this_process_also_need_memory_that_passes_the_probe(
     kind: type[TensorMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_node() as one, cache_of(one.address, "near", near_bytes=1 << 20, timeout=0.5) as cache:

@@ -1,4 +1,4 @@
-"""Whatever happens to nodes and bytes while a prefix is loaded, the tokens are those of a model without a cache."""
+"""Nodes and bytes fail while a prefix is loaded, and the tokens still equal the tokens of a model without a cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import farpool.kv.transformers
+import farpool.kv.engines.transformers_prefix
 from farpool import Dram, Pool, Store
 from farpool.kv import BlockCache, Layer, PrefixCache, TensorMemory
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
 from tests.faults.flips import flipped
 from tests.faults.forge import Forge, ForgedNode
 from tests.faults.proxy import FlippingProxy
@@ -29,9 +29,9 @@ from tests.nodes import PATIENCE
 STEP, SAVED, PROMPT = 8, 48, 60
 """Tokens of a block, of the prefix that is stored, and of the prompt."""
 TIMEOUT = 0.25
-"""Seconds that a request may take of whoever loads."""
+"""Timeout of a request of the program that loads, in seconds."""
 REQUESTS = 40
-"""Most requests of a test: two, unless the machine is so slow that those before it are late."""
+"""Maximum number of requests of a test: two, unless the machine is so slow that earlier ones are late."""
 KEYS = "\n".join(
     f'[keys.{name}]\nsecret = "{name:x<32}"\nrights = [{rights}]\ntenant = 0'
     for name, rights in (("all", '"read", "publish"'), ("blind", '"publish"'))
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Compute the KV of a prompt and store it; return how many tokens are stored."""
 
     def generate(self, model: Any, inputs: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Load what there is, and generate; return how many tokens were loaded, and all tokens."""
+        """Load the stored prefix, and generate; return how many tokens were loaded, and all tokens."""
 
 
 class Transformers:
@@ -80,7 +80,7 @@ class Own:
         self.pieces = pieces
         self.shape = (1, model.config.num_key_value_heads, PROMPT, model.config.head_dim)
         layers = [Layer(2 * self.shape[1] * self.shape[3] * 4)] * model.config.num_hidden_layers
-        # Nothing is told of how long computing takes, so all that is there is loaded.
+        # No compute time is reported, so everything that is found is loaded.
         fixed: dict[str, Any] = {
             "model": "llama",
             "weights_id": "seed 5",
@@ -99,7 +99,7 @@ class Own:
 
     def generate(self, model: Any, inputs: torch.Tensor) -> tuple[int, torch.Tensor]:
         match = self.cache.lookup(inputs[0].tolist())
-        # What is not loaded must not be used: such numbers would be seen in every logit.
+        # Memory that was not loaded must not be used: such numbers would be visible in every logit.
         pairs = [tuple(torch.full(self.shape, torch.nan) for _ in "kv") for _ in range(model.config.num_hidden_layers)]
         if self.pieces == 1:
             loaded = self.cache.load(match, TensorMemory(pairs))
@@ -127,7 +127,7 @@ class Gate(FlippingProxy):
     Attributes
     ----------
     happens : callable or None
-        Given what passes, returns what arrives in its place.
+        It receives the bytes that pass, and returns the bytes that arrive in their place.
     """
 
     def __init__(self, node: str) -> None:
@@ -140,7 +140,7 @@ class Gate(FlippingProxy):
 
 
 class Scene:
-    """A node in which a prefix is stored, and the way to it of whoever loads.
+    """A node in which a prefix is stored, and the connection of the program that loads.
 
     Attributes
     ----------
@@ -167,7 +167,7 @@ class Scene:
         self.struck += 1
 
     def corrupt(self, numbers: range = range(1000)) -> None:
-        """Flip a bit in payloads of these numbers, in the order in which they lie in the node's memory."""
+        """Flip a bit in payloads of these numbers, in their order in the node's memory."""
         (path,) = self.node.folder.glob("objects-0.data")
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             at = memory.find(MAGIC)
@@ -180,7 +180,7 @@ class Scene:
                 at = memory.find(MAGIC, at + HEADER)
 
     def drop(self) -> None:
-        """Remove all blocks, as eviction does."""
+        """Remove all blocks, like eviction."""
         with Store(self.node.address, key=f"all:{'all':x<32}", timeout=PATIENCE) as store:
             for key in list(store.keys()):
                 self.struck += store.drop(key)
@@ -213,7 +213,7 @@ class Scene:
         self.at_load(lambda: setattr(self.gate, "happens", happens))
 
     def flip_all(self) -> None:
-        """Flip a bit in all that comes with payloads."""
+        """Flip a bit in every message with payloads."""
 
         def happens(data: bytes) -> bytes:
             if len(data) < 1000:
@@ -225,7 +225,7 @@ class Scene:
 
 
 def one_block_at_a_time(scene: Scene) -> None:
-    scene.monkeypatch.setattr(farpool.kv.transformers, "_BATCH_BYTES", 1)
+    scene.monkeypatch.setattr(farpool.kv.engines.transformers_prefix, "_BATCH_BYTES", 1)
 
 
 def kill_while_mapped_blocks_are_read(scene: Scene) -> None:
@@ -248,7 +248,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Scene], None], int]] = {
     "dropped when the load begins": (("mapped", "tcp"), lambda scene: scene.at_load(scene.drop), 0),
     "flipped on the way": (("tcp",), lambda scene: scene.flip_all(), SAVED - STEP),
 }  # fmt: skip
-"""By name the transports, what happens, and how many tokens can be loaded at most."""
+"""By name: the transports, the fault, and the maximum number of tokens that can be loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def expected(models: dict[str, Any]) -> dict[str, torch.Tensor]:
     ("fault", "transport"), [(name, one) for name, (transports, _, _) in FAULTS.items() for one in transports]
 )
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tokens_are_those_without_a_cache_when_loads_fail(
+def test_tokens_equal_a_run_without_a_cache_when_loads_fail(
     forge: Forge,
     models: dict[str, Any],
     expected: dict[str, torch.Tensor],

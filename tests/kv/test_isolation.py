@@ -29,7 +29,7 @@ PAIRS = 2000
 TOGETHER = 8
 """Keys of one lookup."""
 ALPHA = 0.01
-"""Chance that any operation seems to differ where none does. Those that seem to are timed once more, with other keys,
+"""Chance that an operation seems to differ although none does. Such operations are timed once more, with other keys,
 and have to differ again by the same `ALPHA`: a false alarm in about one of 10,000 runs."""
 GROUP = 1
 PAYLOAD = bytes(range(256)) * (NAMESPACE.groups[GROUP].block_bytes // 256)
@@ -43,8 +43,8 @@ class Client:
     Attributes
     ----------
     steps : dict
-        By name an operation, and what brings back the state before it. Both are given `TOGETHER` keys, of which all
-        but lookups use the first.
+        By name, an operation, and a function that restores the state before it. Both receive `TOGETHER` keys, of which
+        all but lookups use the first.
     """
 
     def __init__(self, lab: Lab, node: Node, key: Key) -> None:
@@ -72,7 +72,10 @@ class Client:
             "load of a mapped cache": (lambda keys: self.cache.load(keys[:1], [self.into]), nothing),
             "save of a mapped cache": (self.save, self.take_back),
             "demote": (lambda keys: ask.ask(Op.DEMOTE, keys[0]), nothing),
-            "drop": (lambda keys: ask.drop(keys[0]), nothing),  # the last: what is gone is not asked for again
+            "drop": (
+                lambda keys: ask.drop(keys[0]),
+                nothing,
+            ),  # the last one, because deleted keys are not asked for again
         }
 
     def put(self, keys: Keys) -> None:
@@ -100,7 +103,7 @@ def nothing(keys: Keys) -> None:
 
 
 class Grounds:
-    """A node where one tenant has keys that another one asks for, beside as many that nobody has."""
+    """A node on which one tenant has keys that another tenant asks for, together with as many that no tenant has."""
 
     def __init__(self, lab: Lab, count: int) -> None:
         self.lab = lab
@@ -121,9 +124,9 @@ class Grounds:
                 assert connection.put_many(some) == len(some)
 
     def kinds(self) -> tuple[list[Keys], list[Keys]]:
-        """Groups of new keys: those that the owner has, and those that nobody has.
+        """Groups of new keys: keys that the owner has, and keys that no tenant has.
 
-        This process's memory does not tell them apart either: after some were published, all are copied in an order in
+        This process's memory does not distinguish them either: after some were published, all are copied in an order in
         which both kinds are mixed.
         """
         keys = self.made(2 * self.count * TOGETHER)
@@ -154,7 +157,7 @@ def test_no_key_of_another_tenant_is_looked_for_in_its_index(transport: str) -> 
         assert theirs.drop(keys) == 0
         assert searches(node, OWNER) == owners
         assert searches(node, THIEF) >= thieves + 100
-        # What it saves under the same keys is its own.
+        # It saves its own values under the same keys.
         other = [b"".join(value)[::-1] for value in values]
         assert theirs.save(keys, other) == [None] * 20
         assert searches(node, OWNER) == owners
@@ -178,7 +181,7 @@ def test_no_operation_of_another_tenant_searches_the_index_of_the_owner() -> Non
                 on_owner, on_thief = searches(node, OWNER) - owners, searches(node, THIEF) - thieves
                 if key is THIEF:
                     assert on_owner == 0, name
-                    # Its own index is searched in its place; by the client itself, where that is mapped.
+                    # Its own index is searched instead; by the client itself if the index is mapped.
                     asked = 0 if name.startswith("mapped") or "owner's" in name else len(there)
                     assert on_thief >= asked * (TOGETHER if "lookup" in name else 1), name
                 else:  # the counter is one that counts
@@ -205,7 +208,7 @@ def test_only_the_memory_of_its_own_tenant_is_mapped_by_a_client() -> None:
         assert mapped == [{"objects-2.index", "objects-2.data"}, {"objects-1.index", "objects-1.data"}]
 
 
-def test_comparisons_find_what_differs_and_hardly_ever_what_does_not() -> None:
+def test_comparisons_find_differences_and_hardly_ever_false_ones() -> None:
     rng = np.random.default_rng(7)
 
     def times(pairs: int) -> tuple[Any, Any]:
@@ -232,7 +235,7 @@ def test_comparisons_find_what_differs_and_hardly_ever_what_does_not() -> None:
 
 
 @pytest.mark.slow
-def test_times_do_not_tell_keys_that_another_tenant_has_from_keys_that_nobody_has() -> None:
+def test_times_do_not_reveal_which_keys_another_tenant_has() -> None:
     with Lab(seed=3) as lab:
         grounds = Grounds(lab, PAIRS)
         thief, insider = (Client(lab, grounds.node, key) for key in (THIEF, INSIDER))
@@ -240,21 +243,21 @@ def test_times_do_not_tell_keys_that_another_tenant_has_from_keys_that_nobody_ha
         said = told("keys of another tenant", found)
         if differ := significant(found, ALPHA):
             again = comparisons(grounds, thief, differ)
-            said += told("those that seemed to differ, once more with other keys", again)
+            said += told("operations that seemed to differ, once more with other keys", again)
             differ = significant(again, ALPHA)
-        # What it would look like if tenants had an index in common.
+        # The result if tenants shared an index.
         control = dict(comparisons(grounds, insider, list(insider.steps)))
         if unseen := set(control) - set(significant(control, ALPHA)):
             control |= comparisons(grounds, insider, sorted(unseen))
         unseen = set(control) - set(significant(control, ALPHA))
         said += told("keys of the own tenant", control)
         print(said)
-        assert not unseen, f"too noisy a machine to find what differs in {', '.join(sorted(unseen))}; {said}"
-        assert not differ, f"{', '.join(differ)} tell what another tenant has; {said}"
+        assert not unseen, f"the machine is too noisy to find the difference in {', '.join(sorted(unseen))}; {said}"
+        assert not differ, f"{', '.join(differ)} reveal which keys another tenant has; {said}"
 
 
 def comparisons(grounds: Grounds, client: Client, names: Sequence[str]) -> Mapping[str, Comparison]:
-    """Time operations of a client for keys that the owner has and for keys that nobody has."""
+    """Time operations of a client for keys that the owner has and for keys that no tenant has."""
     there, nowhere = grounds.kinds()
     rng = random.Random(grounds.lab.random.random())
     return {name: compared(*times_of_pairs(*client.steps[name], there, nowhere, rng)) for name in names}
@@ -262,5 +265,7 @@ def comparisons(grounds: Grounds, client: Client, names: Sequence[str]) -> Mappi
 
 def told(what: str, found: Mapping[str, Comparison]) -> str:
     return (
-        f"{what}, beside keys that nobody has:\n" + "\n".join(f"  {name}: {one}" for name, one in found.items()) + "\n"
+        f"{what}, compared with keys that no tenant has:\n"
+        + "\n".join(f"  {name}: {one}" for name, one in found.items())
+        + "\n"
     )

@@ -1,4 +1,4 @@
-"""The judge of a cache on links and engines that are formulas: what it learns, and that it never stays wrong."""
+"""The judge of a cache on links and engines that are formulas: it learns their times, and never stays wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Program:
         self.lookups = self.loads = 0
 
     def run(self, requests: int) -> float:
-        """Seconds of so many requests beyond those of computing all of them."""
+        """Return by how many seconds this many requests took longer than computing all of them."""
         taken = 0.0
         for _ in range(requests):
             if self.judge.passes_over(TOKENS, STEP):
@@ -54,7 +54,7 @@ def trained() -> Judge:
 
 
 @pytest.mark.parametrize("hold_out", [False, True])
-def test_a_plan_that_is_made_before_a_lookup_is_the_decision_behind_it(hold_out: bool) -> None:
+def test_a_plan_made_before_a_lookup_is_the_decision_after_it(hold_out: bool) -> None:
     judge, chance = Judge(hold_out=hold_out), random.Random(1)
     planned = decided = 0
     for number in range(640):
@@ -67,7 +67,7 @@ def test_a_plan_that_is_made_before_a_lookup_is_the_decision_behind_it(hold_out:
             assert judge.begun(1 << 50) == 1 << 50
             assert judge.planned(tokens, nbytes, step=STEP) is None
             judge.ended(1 << 50)
-        if plan is not None and number % 2:  # whatever has been measured meanwhile
+        if plan is not None and number % 2:  # even if other times were measured in between
             judge.loaded(nbytes, 2 * nbytes * 1e-8)
         decision, arm = judge.decide(tokens, nbytes, step=STEP, plan=plan if number % 2 else None)
         if plan is not None:
@@ -90,7 +90,7 @@ def test_one_slow_load_does_not_end_all_loading() -> None:
     assert program.loads - before >= 300
 
 
-def test_a_link_that_became_slow_costs_no_more_than_the_few_that_try_it() -> None:
+def test_a_link_that_became_slow_costs_only_the_few_requests_that_try_it() -> None:
     judge = trained()
     Program(judge, loading=0.01).run(200)
     slow = Program(judge, loading=0.5)
@@ -102,7 +102,7 @@ def test_a_link_that_became_slow_costs_no_more_than_the_few_that_try_it() -> Non
 
 
 @pytest.mark.parametrize("looking", [0.02, 0.05])
-def test_lookups_that_find_nothing_end_where_they_cost_time(looking: float) -> None:
+def test_lookups_that_find_nothing_stop_when_they_cost_time(looking: float) -> None:
     judge = trained()
     program = Program(judge, loading=0.01, looking=looking, there=False)
     program.run(200)
@@ -117,7 +117,7 @@ def test_lookups_that_find_nothing_end_where_they_cost_time(looking: float) -> N
     assert program.run(320) < -0.8 * 310 * (COMPUTING - 0.01 - looking)
 
 
-def test_quick_lookups_go_on_whatever_they_find() -> None:
+def test_quick_lookups_continue_even_if_they_find_nothing() -> None:
     judge = trained()
     program = Program(judge, loading=0.01, looking=1e-4, there=False)
     for _ in range(20):
@@ -130,7 +130,7 @@ def test_quick_lookups_go_on_whatever_they_find() -> None:
     assert judge.stats()["saved_seconds"] > 0
 
 
-def test_the_lookup_counts_where_it_is_loaded_and_not_where_it_is_computed() -> None:
+def test_the_lookup_counts_for_loads_and_not_for_computing() -> None:
     judge = trained()
     program = Program(judge, loading=0.01, looking=0.2)
     program.run(400)

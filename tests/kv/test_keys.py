@@ -151,15 +151,15 @@ def test_a_seed_of_an_engine_makes_other_chains_and_other_namespaces(algorithm: 
 
 
 @given(st.lists(st.integers(0, 2**33), max_size=40), st.integers(1, 9), st.sampled_from([None, "", "alice", "häß"]))
-def test_pages_of_farpool_are_those_of_sglang(tokens: list[int], page: int, salt: str | None) -> None:
+def test_farpool_and_sglang_hash_pages_alike(tokens: list[int], page: int, salt: str | None) -> None:
     prior = b"" if salt is None else chains.sglang_seed(salt=salt)
     assert token_chain(tokens, page, prior) == chains.sglang(tokens, page, prior)[: len(tokens) // page]
 
 
-def test_the_digest_of_a_namespace_is_that_of_its_fields_in_canonical_cbor() -> None:
+def test_the_digest_of_a_namespace_is_of_its_fields_in_canonical_cbor() -> None:
     encoded = cbor2.dumps({**asdict(NAMESPACE), "schema": 1}, canonical=True)
     assert NAMESPACE.digest == hashlib.sha256(encoded).digest()[:16]
-    # These digits stay as they are: others would be other keys, and all that is stored would be lost.
+    # These digits must never change: other digits would be other keys, and all stored blocks would be lost.
     assert NAMESPACE.digest.hex() == "725e7a8bb0f4877a41d80009e9d61970"
 
 
@@ -173,7 +173,7 @@ def test_a_page_with_a_large_token_is_hashed_in_its_wide_form_and_no_other_page_
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=50), st.integers(1, 9))
-def test_a_chain_goes_on_from_any_of_its_pages_and_leaves_the_short_one_out(tokens: list[int], page: int) -> None:
+def test_a_chain_continues_from_any_of_its_pages_and_omits_a_short_one(tokens: list[int], page: int) -> None:
     whole = token_chain(tokens, page)
     assert len(whole) == len(tokens) // page
     for done in range(1, len(whole)):
@@ -181,7 +181,7 @@ def test_a_chain_goes_on_from_any_of_its_pages_and_leaves_the_short_one_out(toke
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**64], ["a"], [1.5]])
-def test_what_is_no_token_is_refused(tokens: list[Any]) -> None:
+def test_values_that_are_no_tokens_are_refused(tokens: list[Any]) -> None:
     with pytest.raises(ConfigError, match="tokens"):
         token_chain(tokens, 1)
 
@@ -213,7 +213,7 @@ def test_bytes_that_are_no_namespace_are_refused(data: bytes) -> None:
         Namespace.decode(data)
 
 
-def test_a_key_has_64_bytes_and_says_all_its_parts() -> None:
+def test_a_key_has_64_bytes_and_contains_all_its_parts() -> None:
     chain = bytes(range(32))
     key = block_key(NAMESPACE.digest, chain, 3, 5)
     assert key == b"fpk1" + NAMESPACE.digest + chain + b"\0\0\0\3\0\0\0\5" + bytes(4)
@@ -252,7 +252,7 @@ def test_a_bit_that_is_flipped_in_a_header_makes_it_a_miss(bit: int) -> None:
     shard=st.integers(0, (1 << 32) - 1),
     form=st.sampled_from([list, tuple, lambda tokens: array("Q", tokens)]),
 )
-def test_keys_of_tokens_are_those_of_their_chain(
+def test_keys_of_tokens_equal_the_keys_of_their_chain(
     tokens: list[int], page: int, groups: int, shard: int, form: Callable[[list[int]], Sequence[int]]
 ) -> None:
     digest = NAMESPACE.digest
@@ -284,7 +284,7 @@ def test_keys_of_wrong_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="page is 0"):
         token_keys([1], 0, NAMESPACE.digest, 1)
     assert token_keys([1], 1 << 60, NAMESPACE.digest, 1) == []
-    with pytest.raises(ConfigError, match="keys of 15 bytes of namespace"):
+    with pytest.raises(ConfigError, match="a key has 15 bytes of namespace"):
         token_keys([1], 1, NAMESPACE.digest[1:], 1)
     with pytest.raises(ConfigError, match=r"\[0, 32, 33\] of hash"):
         block_keys(NAMESPACE.digest, [b"", bytes(32), bytes(33)], [0])

@@ -1,4 +1,4 @@
-"""What Prometheus is told of caches: their counters by reason, and what loading gains."""
+"""Metrics of caches for Prometheus: their counters by reason, and the gain of loading."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_counters_are_scraped_by_cache_step_and_reason() -> None:
         assert found['farpool_kv_measured_requests{arm="hold-out",cache="chat"}'] == 1
 
 
-def test_without_a_hold_out_there_is_no_gain_and_the_documented_metrics_are_those_that_exist() -> None:
+def test_without_a_hold_out_there_is_no_gain_and_all_metrics_are_documented() -> None:
     with farpool.Pool(fast="1MiB") as pool:
         cache = PrefixCache(PoolObjects(pool, "256KiB"), [Layer(8)], hold_out=False, **GIVEN)
         cache.save(TOKENS[:8], Made([Layer(8)], TOKENS, 8).computed())

@@ -67,7 +67,7 @@ def key(cache: BlockCache, number: int) -> bytes:
     return cache.key(bytes([number]) * 32)
 
 
-def test_a_block_that_comes_back_lets_the_cache_serve_and_leaves_nothing(node: RunningNode) -> None:
+def test_a_cache_serves_after_its_probe_has_passed_and_the_probe_leaves_nothing(node: RunningNode) -> None:
     cache, probe = guarded(node.address)
     memory = Memory()
     with cache, Store(node.address) as store:
@@ -82,7 +82,7 @@ def test_a_block_that_comes_back_lets_the_cache_serve_and_leaves_nothing(node: R
 
 
 def faults() -> dict[str, Callable[[Memory], EngineBlock]]:
-    """What a connector may do wrong, all of it where no checksum sees it."""
+    """Return faults of a connector that no checksum detects, by name."""
 
     def swapped(memory: Memory) -> EngineBlock:
         halves = [memory.part(1)[NBYTES // 2 :], memory.part(1)[: NBYTES // 2]]
@@ -111,7 +111,7 @@ def faults() -> dict[str, Callable[[Memory], EngineBlock]]:
 
 @pytest.mark.parametrize("fault", faults())
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_block_that_comes_back_different_is_refused_with_and_without_a_node(
+def test_a_probe_with_other_bytes_stops_the_cache_with_and_without_a_node(
     node: RunningNode, fault: str, is_there: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with BlockCache([node.address], SPACE, timeout=PATIENCE) as other:
@@ -131,7 +131,7 @@ def test_a_block_that_comes_back_different_is_refused_with_and_without_a_node(
         assert cache.lookup([key(cache, 2)]).found == [False]
 
 
-def test_a_node_that_comes_later_is_probed_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_starts_later_is_probed_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_node() as node:
         address, caches = node.address, []
         for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_node_that_comes_later_is_probed_before_the_first_answer(monkeypatch: 
 
 
 @pytest.mark.parametrize("codec", ["zstd", "int8"])
-def test_a_codec_changes_nothing_of_the_probe(node: RunningNode, codec: str) -> None:
+def test_a_codec_does_not_change_the_probe(node: RunningNode, codec: str) -> None:
     space = replace(SPACE, codec=codec, layout="slthd", heads=2, head_dim=16, groups=(Group(("0",), NBYTES),))
     cache, probe = BlockCache([node.address], space, timeout=PATIENCE), Probe("test")
     probe.guard(cache, cache)
@@ -172,9 +172,7 @@ def test_a_codec_changes_nothing_of_the_probe(node: RunningNode, codec: str) -> 
         assert (probe.reason, probe.error) == (None, None)
 
 
-def test_nodes_that_take_no_block_leave_the_check_of_the_memory(
-    node: RunningNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_is_checked_even_if_nodes_store_no_block(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockCache, "save", lambda self, keys, *args, **named: [Reason.REFUSED] * len(keys))
     cache, probe = guarded(node.address)
     with cache:

@@ -114,7 +114,7 @@ def test_processes_agree_and_their_collectives_fit(node: RunningNode, size: int,
 
 @pytest.fixture
 def pair(node: RunningNode, request: pytest.FixtureRequest) -> Any:
-    """Two ranks whose prompts are saved, and which wait for each other for as long as it takes."""
+    """Two ranks whose prompts are saved, and which wait for each other without a limit."""
     made = [cache_of(node.address, one.rank, 2, "full", one) for one in rank_threads(2)]
     made[0].purge()  # of all ranks
     for rank, cache in enumerate(made):
@@ -137,7 +137,7 @@ WHOLE = BLOCK * BLOCKS
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_block_that_one_rank_lacks_no_rank_loads(pair: list[PrefixCache], rank: int) -> None:
+def test_no_rank_loads_a_block_that_one_rank_lacks(pair: list[PrefixCache], rank: int) -> None:
     drop(pair[rank], 3)
     matches = on_all(pair, lambda cache: cache.lookup(prompt(1), request=f"lacks {rank}"))
     assert [match.tokens for match in matches] == [3 * BLOCK, 3 * BLOCK]
@@ -148,7 +148,7 @@ def test_a_block_that_one_rank_lacks_no_rank_loads(pair: list[PrefixCache], rank
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_block_that_went_after_the_lookup_no_rank_uses(pair: list[PrefixCache], rank: int) -> None:
+def test_no_rank_uses_a_block_that_was_evicted_after_the_lookup(pair: list[PrefixCache], rank: int) -> None:
     matches = on_all(pair, lambda cache: cache.lookup(prompt(1)))
     assert [match.tokens for match in matches] == [WHOLE, WHOLE]
     drop(pair[rank], 2)
@@ -165,7 +165,7 @@ def test_weights_that_changed_on_one_rank_first_make_all_ranks_load_nothing(pair
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_load_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCache], rank: int) -> None:
+def test_a_load_that_raises_on_one_rank_delays_no_other(pair: list[PrefixCache], rank: int) -> None:
     matches = on_all(pair, lambda cache: cache.lookup(prompt(1)))
 
     def load(number: int) -> int:
@@ -199,7 +199,7 @@ def test_a_rank_whose_note_is_damaged_takes_part_with_nothing(node: RunningNode,
         notes = [cache.handoff(prompt(1), 60).note for cache in made]
 
         def taken(number: int, given: bytes, is_whole: bool) -> tuple[int, int]:
-            """Take a note, and load what it names; tokens of both."""
+            """Take a note, and load its blocks; return the tokens of both steps."""
             if is_whole:
                 match = made[number].take(given, timeout=PATIENCE)
                 return match.tokens, loaded_by(made[number], match)
@@ -226,7 +226,7 @@ def test_a_rank_whose_note_is_damaged_takes_part_with_nothing(node: RunningNode,
 @pytest.mark.parametrize("wrong", [[-1] * 5, None])
 @pytest.mark.parametrize("way", ["lookup", "lookup_many", "lookup_async", "fetch"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(
+def test_a_lookup_that_raises_on_one_rank_delays_no_other(
     pair: list[PrefixCache], rank: int, way: str, wrong: Any
 ) -> None:
     def asked(number: int) -> int:
@@ -250,7 +250,7 @@ def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_never_comes_holds_the_other_up_for_its_timeout_only(node: RunningNode, rank: int) -> None:
+def test_a_missing_rank_delays_the_other_only_for_its_timeout(node: RunningNode, rank: int) -> None:
     ranks = rank_threads(2, 0.05)
     with cache_of(node.address, 0, 2, "full", ranks[0]) as one, cache_of(node.address, 1, 2, "full", ranks[1]) as two:
         both = [one, two]
@@ -258,7 +258,7 @@ def test_a_rank_that_never_comes_holds_the_other_up_for_its_timeout_only(node: R
             cache.save(prompt(1), memory(number, prompt(1), filled=True)[1])
         match = both[1 - rank].lookup(prompt(1))
         assert (match.tokens, match.found, match.reason) == (0, WHOLE, Reason.OTHER_RANK)
-        assert both[rank].lookup(prompt(1)).tokens == 0  # it comes late, and is answered the same
+        assert both[rank].lookup(prompt(1)).tokens == 0  # it is late, and gets the same answer
 
         def agree() -> bool:
             first, second = on_all(both, lambda cache: cache.lookup(prompt(1)).tokens)
@@ -285,7 +285,7 @@ def test_rank_0_decides_by_the_slowest_link(pair: list[PrefixCache], monkeypatch
     slow: Any = lambda *args, **kwargs: (time.sleep(0.02), load(*args, **kwargs))[1]  # noqa: E731
     monkeypatch.setattr(pair[1]._blocks, "load", slow)
     for _ in range(12):
-        pair[0].computed(WHOLE, 0.01)  # longer than rank 0's own load takes, and shorter than that of rank 1
+        pair[0].computed(WHOLE, 0.01)  # longer than rank 0's own load, and shorter than the load of rank 1
     tokens = []
     for _ in range(12):
         matches = on_all(pair, lambda cache: cache.lookup(prompt(1), timeout=PATIENCE))
@@ -363,7 +363,7 @@ def test_exchanges_that_are_begun_in_order_may_end_in_any_order() -> None:
     assert answers == [(number, number + 1) for number, _ in calls]
 
 
-def test_a_rank_with_nothing_waits_for_nobody_and_all_get_nothing() -> None:
+def test_a_rank_with_nothing_does_not_wait_and_all_ranks_load_nothing() -> None:
     ranks = rank_threads(3)
     exchanges = [one.begin() for one in ranks]
     began = time.monotonic()
@@ -382,8 +382,8 @@ def test_ranks_that_give_different_numbers_of_numbers_get_zeros() -> None:
 
 
 def test_keys_of_exchanges_do_not_pile_up_and_a_rank_that_slept_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_KEPT", 16)
-    monkeypatch.setattr(ranks_module, "_STEP", 4)
+    monkeypatch.setattr(ranks_module, "_KEPT_EXCHANGES", 16)
+    monkeypatch.setattr(ranks_module, "_RECORD_PERIOD", 4)
     store = HashStore()
     ranks = [StoreRanks(store, rank, 3, timeout=PATIENCE) for rank in range(3)]
     slept = ranks[2].begin()
@@ -419,7 +419,7 @@ def test_the_child_of_a_fork_is_no_rank() -> None:
     in_forked_child(child)
 
 
-def test_one_thread_that_waits_holds_no_other_one_up() -> None:
+def test_a_waiting_thread_delays_no_other_one() -> None:
     ranks = rank_threads(2)
     first, second = [[one.begin(), one.begin()] for one in ranks]
     answers: list[Sequence[int]] = []

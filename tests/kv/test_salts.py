@@ -22,7 +22,7 @@ from tests.nodes import PATIENCE
 __all__ = ["make", "node"]  # fixtures
 
 Make = Callable[..., PrefixCache]
-BLOCK = 4  # as of `make`
+BLOCK = 4  # see `make`
 LAYERS = [Layer(8)] * 2
 SALTS: list[bytes | str] = ["", "lora a", "lora b", b"\x01 image", b"\x02 image", "alice", "bob"]
 IMAGE = 9999
@@ -189,7 +189,7 @@ def test_no_call_confuses_salts_for_long(make: Make, seed: int) -> None:
     called(make, seed, 2000)
 
 
-def test_the_second_adapter_is_not_given_the_first_ones_kv(make: Make) -> None:
+def test_the_second_adapter_never_loads_the_first_ones_kv(make: Make) -> None:
     cache = make(LAYERS)
     assert cache.save(PROMPTS[0], Memory(PROMPTS[0], "lora a"), salt="lora a") > 0
     assert cache.lookup(PROMPTS[0], salt="lora b").found == 0
@@ -211,13 +211,13 @@ def test_every_call_that_takes_tokens_takes_a_salt() -> None:
     assert checked >= 14
 
 
-def test_keys_without_a_salt_and_with_one_are_those_of_earlier_releases() -> None:
+def test_keys_with_and_without_a_salt_equal_earlier_releases() -> None:
     digest, tokens = bytes(range(16)), [5, 6, 7, 8]
     assert token_keys(tokens, 2, digest, 2) == block_keys(digest, token_chain(tokens, 2, digest), range(2))
     # FarpoolCache has stored KV under such keys.
     seed = chain_seed(digest, b"adapter")
     assert seed.hex() == "ab439b1c5d4cf48895efc4bc539f1b022eaefd2a9013036c679319d3f5ced7e6"
-    for form in (list, range):  # the native way, and that of Python
+    for form in (list, range):  # by the native core, and by Python
         given: Any = form(tokens) if form is list else range(5, 9)
         assert token_keys(given, 2, digest, 2, 1, b"adapter") == block_keys(
             digest, token_chain(tokens, 2, seed), range(2), 1
@@ -232,7 +232,7 @@ def test_a_salt_of_another_type_is_refused(make: Make, salt: Any) -> None:
             call(PROMPTS[0], salt=salt)  # type: ignore[operator]
 
 
-def test_a_note_without_a_salt_is_that_of_an_earlier_release(make: Make) -> None:
+def test_a_note_without_a_salt_equals_an_earlier_release(make: Make) -> None:
     cache = make(LAYERS)
     cache.save(PROMPTS[0], Memory(PROMPTS[0], ""))
     handed: dict[str, Any] = msgspec.msgpack.decode(cache.handoff(PROMPTS[0], 100).note)

@@ -18,7 +18,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from farpool.kv.transformers_config import cache_argument
+from farpool.kv.engines.transformers_config import cache_argument
 
 __all__ = ["NAMES", "VOCABULARY", "generate", "make", "prompt"]
 

@@ -16,9 +16,9 @@ from farpool.bench.kv_generate_outcome import Case, Settings
 from farpool.bench.link import Copier, fetched, lower_tier
 from farpool.bench.measure import median_ratio
 from farpool.bench.peer import measured, missing
-from farpool.kv.transformers import FarpoolCache
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
+from farpool.kv.engines.transformers import FarpoolCache
+from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.memory.pool.pool import blocks_of
 
 __all__ = ["measure_case"]

@@ -24,7 +24,7 @@ from farpool.cluster.node.process import running_node
 from farpool.errors import FarpoolError
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
-from farpool.kv.transformers_config import cache_argument
+from farpool.kv.engines.transformers_config import cache_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

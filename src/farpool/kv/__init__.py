@@ -11,12 +11,12 @@ from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
 if TYPE_CHECKING:
-    from farpool.kv.accelerate import PooledWeights
+    from farpool.kv.engines.accelerate import PooledWeights
+    from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
     from farpool.kv.memory import KVMemory, Layer, TensorMemory
     from farpool.kv.metrics import KVCollector
     from farpool.kv.pool_objects import PoolObjects
     from farpool.kv.prefix import Match, PrefixCache
-    from farpool.kv.transformers import FarpoolCache, prefix_blocks
 
 __all__ = [
     "BlockCache",
@@ -50,11 +50,11 @@ _LATER = {
     "Match": "prefix",
     "PoolObjects": "pool_objects",
     "PrefixCache": "prefix",
-    "PooledWeights": "accelerate",
-    "FarpoolCache": "transformers",
-    "prefix_blocks": "transformers",
+    "PooledWeights": "engines.accelerate",
+    "FarpoolCache": "engines.transformers",
+    "prefix_blocks": "engines.transformers",
 }
-"""Names whose modules import torch, transformers or Prometheus, which not all who use this package need."""
+"""Names that are imported at their first use, because their modules import torch, transformers or Prometheus."""
 
 
 def __getattr__(name: str) -> Any:

@@ -17,28 +17,28 @@ __all__ = ["Agreement", "Offer"]
 
 _LOG = logging.getLogger("farpool.kv")
 
-_MOST = (1 << 62) - 1
+_NO_LIMIT = (1 << 62) - 1
 """Number that a rank gives if it sets no limit."""
 _CHAIN = slice(4, 52)
-"""Bytes of a block's key that are the same on all ranks: its namespace, and the hash of all tokens up to its end."""
+"""Bytes of a block's key that are equal on all ranks: its namespace, and the hash of all tokens up to its end."""
 _PER_SECOND = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Lookup of one sequence, as one rank sees it.
+    """The result of one rank's lookup of a sequence.
 
     Attributes
     ----------
     blocks : int
         Blocks of the sequence that were looked up.
     usable : int
-        Blocks, from the first on, that this rank would load.
+        Number of leading blocks that this rank would load.
     compute : int
-        Blocks at the front of these that the engine computes during the load.
+        Number of leading blocks that the engine computes during the load.
     ends : sequence of int
-        For models whose layers do not all need all blocks: 1 for each block behind which this rank could continue, 0
-        for the other blocks. Empty if it could continue behind every block up to `usable`.
+        For models whose layers do not all need all blocks: 1 for each block after which this rank could continue, 0 for
+        the other blocks. Empty if it could continue after every block up to `usable`.
     last : bytes
         Key of the last of `blocks`; empty if there are none.
     """
@@ -51,7 +51,7 @@ class Offer:
 
 
 class Agreement:
-    """The exchanges between one cache and the caches of the other ranks.
+    """Exchanges results between one cache and the caches of the other ranks.
 
     Parameters
     ----------
@@ -77,13 +77,13 @@ class Agreement:
         Returns
         -------
         list of tuple of int
-            For each sequence, the number of blocks that all ranks use, and how many of these, at the front, all ranks
-            compute; both 0 if nothing is loaded.
+            For each sequence, the number of blocks that all ranks use, and the number of leading blocks among them that
+            all ranks compute; both 0 if nothing is loaded.
         """
         name = _name(b"found", [offer.last for offer in offers], [offer.blocks for offer in offers])
         values = list(name)
         for offer in offers:
-            values.append(offer.compute if self._leads else _MOST)
+            values.append(offer.compute if self._leads else _NO_LIMIT)
             if self._has_ends:
                 values += offer.ends or [0] * offer.blocks
             else:
@@ -111,26 +111,26 @@ class Agreement:
         exchange : callable
             The exchange, from `begin`.
         keys : sequence of bytes
-            Key of the last block that was to be loaded of each sequence.
+            For each sequence, key of the last block of the load.
         usable : sequence of int
-            Tokens of each sequence that this rank can use.
+            For each sequence, tokens that this rank can use.
         seconds : float
-            Time that this rank's load has taken.
+            Duration of this rank's load.
 
         Returns
         -------
         tuple of list of int and float
-            Tokens that all ranks can use, and the time of the slowest rank; 0 if that is not known.
+            Tokens that all ranks can use, and the duration of the slowest rank's load; 0 if it is not known.
         """
         name = _name(b"loaded", keys, [len(keys)])
-        values = [*name, max(0, _MOST - int(seconds * _PER_SECOND)), *usable]
+        values = [*name, max(0, _NO_LIMIT - int(seconds * _PER_SECOND)), *usable]
         _, _, left, *tokens = self._least(exchange, name, values, any(usable))
-        return tokens, (_MOST - left) / _PER_SECOND if left else 0.0
+        return tokens, (_NO_LIMIT - left) / _PER_SECOND if left else 0.0
 
     def _least(self, exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
-        """Return the least of all ranks' numbers, or zeros unless all ranks called with the same tokens."""
+        """Return the minimum of all ranks' numbers, or zeros unless all ranks called with the same tokens."""
         nothing = [0] * len(values)
-        # A rank that has nothing gives zeros only, because then it need not wait for the others.
+        # A rank that found nothing gives only zeros, because then it need not wait for the others.
         least = exchange(values if has_any else nothing)
         if tuple(least[:2]) == name:
             return least
@@ -142,7 +142,7 @@ class Agreement:
 
 
 def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
-    """Hash the subject of an exchange to two numbers, which equal the ranks' minima only if all ranks have the same."""
+    """Hash the subject of an exchange to two numbers, whose minima over all ranks show if all subjects are equal."""
     data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
     name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
-    return name, _MOST - name
+    return name, _NO_LIMIT - name

@@ -1,4 +1,4 @@
-"""Encoding and decoding of the blocks of one cache, and what is measured of it."""
+"""Encodes and decodes the blocks of one cache, and measures whether encoding pays."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["Compression", "codec_for"]
 
 
 class Compression:
-    """Codecs of a namespace's groups, and the choice if the link is slow enough for them. Thread-safe.
+    """Codecs of a namespace's groups, and the choice whether they pay on the present link. Thread-safe.
 
     Parameters
     ----------
     namespace : Namespace
-        Its ``codec`` is not empty.
+        Namespace with a ``codec`` that is not empty.
 
     Attributes
     ----------
     choice : CompressionChoice or None
-        Of the codec ``auto``, for each group of layers by itself; None where every block is encoded.
+        The choice of the codec ``auto``, separately for each group of layers; None if every block is encoded.
 
     Raises
     ------
     ConfigError
-        The codec is not known, or cannot be used for this type or layout.
+        The codec is not known, or does not support this type or layout.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -52,7 +52,7 @@ class Compression:
         self.choice = CompressionChoice() if namespace.codec == "auto" else None
 
     def encode(self, key: bytes, payload: Payload) -> Payload:
-        """Return the form in which a payload is stored: fewer bytes, or the payload itself."""
+        """Return the form in which a payload is stored: a smaller one, or the payload itself."""
         codec = self._codec(key)
         if codec is None:
             return payload
@@ -69,11 +69,11 @@ class Compression:
         self.choice.encoded(nbytes, nbytes_of(stored), time.perf_counter() - began, group)
         if chosen:
             return stored
-        self.decode(key, b"".join(stored), memoryview(bytearray(nbytes)))  # only to measure it
+        self.decode(key, b"".join(stored), memoryview(bytearray(nbytes)))  # only to measure the codec
         return payload
 
     def decode(self, key: bytes, stored: Buffer, target: Payload) -> bool:
-        """Decode a stored form into a target; return False if it is not what the codec writes for this size."""
+        """Decode a stored form into a target; return False if the codec cannot have written it for this size."""
         codec = self._codec(key)
         began = time.perf_counter()
         try:
@@ -87,7 +87,7 @@ class Compression:
         return True
 
     def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:
-        """Decode a stored form that lies in the first `nbytes` of its own target, as `decode` does."""
+        """Decode a stored form in the first `nbytes` of its own target; see `decode`."""
         pieces = []
         for part in parts_of(target):
             pieces.append(flat(part)[:nbytes])
@@ -109,7 +109,7 @@ def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
     dtype : str
         Logical type of the elements, such as ``bfloat16`` or ``fp8_e4m3``.
     axes : Axes or None
-        Meaning and sizes of the payload's axes, which ``int8`` and ``int4`` need.
+        Meaning and sizes of the payload's axes; required for ``int8`` and ``int4``.
 
     Returns
     -------
@@ -119,14 +119,14 @@ def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
     Raises
     ------
     ConfigError
-        The name or the type is not known, or a lossy codec cannot be used for this type or without axes.
+        The name or the type is not known, or a lossy codec does not support this type or lacks axes.
     """
     if not name:
         return None
     if name in ("zstd", "auto"):
         return Lossless(element_bytes(dtype), name)
     if name in ("int8", "int4"):
-        from farpool.kv.quantization import Quantized  # which needs torch
+        from farpool.kv.quantization import Quantized  # imported here because it needs torch
 
         return Quantized(8 if name == "int8" else 4, dtype, axes)
     raise ConfigError(f"codec: {name!r} is not known; expected '' or one of {', '.join(CODECS)}", setting="codec")

@@ -1,16 +1,16 @@
-"""Codecs: how KV blocks are made smaller before they go over a link.
+"""Codecs, which make KV blocks smaller before they go over a link.
 
-``zstd`` is lossless: the bytes of all elements are regrouped by significance (byte shuffle), so that signs and
-exponents, which repeat, stand apart from the low bits of the mantissas, which do not; each of these planes is coded by
-Zstandard, or kept as it is where that does not make it smaller. Zstandard is set to code single bytes by their
-frequency and hardly to search for repeated strings: KV has none, and the search takes most of the time.
+``zstd`` is lossless. It regroups the bytes of all elements by significance (byte shuffle), which separates signs and
+exponents, whose values repeat, from the low bits of the mantissas, whose values do not. Zstandard then codes each of
+these planes; a plane that would not become smaller is kept as it is. Zstandard is set to code single bytes by their
+frequency and hardly to search for repeated strings, because KV has none and the search takes most of the time.
 
-``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` is ``zstd`` for those blocks where it pays
+``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` is ``zstd`` for the blocks for which that pays
 (see `farpool.kv.compression_choice`).
 
-A stored form is always smaller than its payload, or it is the payload: the sizes tell which. Decoders check the
-structure of what they are given, not its values: flipped bits are found by the checksum of the object that holds it.
-Encoding and decoding run outside the interpreter lock.
+A stored form is smaller than its payload, or it is the payload itself, which the sizes show. Decoders check the
+structure of their input, not its values, because the checksum of the stored object finds flipped bits. Encoding and
+decoding run outside the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CODECS = ("auto", "zstd", "int8", "int4")
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 _SLICE = 1 << 16
-"""Elements that are put together at a time, so that they stay in the core's cache meanwhile."""
+"""Elements that are joined at a time, so that they stay in the core's cache."""
 
 
 class CodecError(FarpoolError, ValueError):
-    """Stored bytes are not what the codec writes for a block of this size."""
+    """The codec cannot have written these stored bytes for a block of this size."""
 
 
 class Codec(Protocol):
@@ -56,7 +56,7 @@ class Codec(Protocol):
         Raises
         ------
         ConfigError
-            The payload has not the size that the codec was made for.
+            The payload does not have the size for which the codec was made.
         """
 
     def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
@@ -65,12 +65,12 @@ class Codec(Protocol):
         Raises
         ------
         CodecError
-            The stored form is malformed, or of a payload of another size.
+            The stored form is malformed, or belongs to a payload of another size.
         """
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an element of a logical type.
+    """Return the bytes of an element of a logical type.
 
     Raises
     ------
@@ -90,20 +90,20 @@ def encode(codec: Codec, parts: Sequence[Buffer]) -> list[Buffer]:
     Parameters
     ----------
     codec : Codec
-        How to encode it.
+        The codec to use.
     parts : sequence of buffer
-        The payload; each buffer is contiguous.
+        The payload, in contiguous buffers.
 
     Returns
     -------
     list of buffer
-        The stored form, in parts, which may share the payload's memory: fewer bytes than the payload, or the payload
+        The stored form, in parts that may share the payload's memory: fewer bytes than the payload, or the payload
         itself. The same payload always gives the same bytes.
 
     Raises
     ------
     ConfigError
-        The payload has not the size that the codec was made for.
+        The payload does not have the size for which the codec was made.
     """
     payload = _gathered(parts)
     packed = codec.pack(payload)
@@ -118,16 +118,17 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
     Parameters
     ----------
     codec : Codec
-        How it was encoded.
+        The codec that encoded the block.
     stored : buffer
-        The stored form, contiguous; its memory is not a target's.
+        The stored form, contiguous, in other memory than the targets.
     targets : sequence of buffer
-        Contiguous writable buffers, which have the payload's size together. Nothing else is written to.
+        Contiguous writable buffers, together as large as the payload. No other memory is written.
 
     Raises
     ------
     CodecError
-        The stored form is malformed, or of a payload of another size. What the targets hold is unspecified.
+        The stored form is malformed, or belongs to a payload of another size. The bytes in the targets are then
+        unspecified.
     """
     source = flat(stored)
     arrays = [flat(target) for target in targets]
@@ -147,26 +148,26 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
 
 
 class Lossless:
-    """Byte shuffle and Zstandard. The payload may have any size; bytes beyond its last whole element are kept as is.
+    """Byte shuffle and Zstandard. A payload may have any size; bytes after its last whole element are kept as they are.
 
     The stored form is the length of each plane (64 bits, little endian, least significant plane first), the planes, and
-    the payload's last bytes that are no whole element. A plane of full length is stored as it is; a shorter one is a
-    Zstandard frame that says the size of its content.
+    the payload's bytes after its last whole element. A plane of full length is stored as it is; a shorter one is a
+    Zstandard frame that contains the size of its content.
 
     Parameters
     ----------
     element : int
         Bytes of an element: 1, 2, 4 or 8.
     name : str
-        Name that the codec goes by.
+        Name of the codec.
     """
 
     def __init__(self, element: int, name: str = "zstd") -> None:
         self.name = name
         self._element = element
         self._lengths = struct.Struct(f"<{element}Q")
-        self._contexts = threading.local()  # of Zstandard: each serves one thread
-        # Hardly a search for strings: few hashes, long matches. A target length would switch the coding of bytes off.
+        self._contexts = threading.local()  # Zstandard needs one context for each thread
+        # Few hashes and long matches mean hardly any search. A target length would disable the coding of single bytes.
         self._parameters = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, min_match=7, target_length=0
         )
@@ -194,7 +195,7 @@ class Lossless:
         lengths = self._lengths.unpack_from(stored.data)
         if max(lengths) > count or self._lengths.size + sum(lengths) + tail != len(stored):
             raise CodecError(
-                f"planes of {lengths} bytes do not make {len(stored)} bytes of a payload of {len(payload)}"
+                f"planes of {lengths} bytes do not fit {len(stored)} stored bytes of a payload of {len(payload)}"
             )
         planes = []
         place = self._lengths.size
@@ -214,7 +215,7 @@ class Lossless:
         if len(coded) == count:
             return coded
         try:
-            # Checked first: the decompressor allocates what the frame claims.
+            # Check the claimed size first, because the decompressor allocates that much memory.
             claimed = zstandard.frame_content_size(coded.data)
             content = self._decompressor().decompress(coded.data, allow_extra_data=False) if claimed == count else b""
         except zstandard.ZstdError as error:

@@ -1,8 +1,8 @@
-"""Decision if compressing the KV of each class pays, from what link and codec were measured to do.
+"""Decides for each class of KV whether compressing pays, from measurements of the link and the codec.
 
-It has no clock: callers tell what they measured. Compressing pays if the time that the link saves is more than encoder
-and decoder take, each weighted with the bytes that were saved and loaded. Measurements vary; the decision changes only
-where the quartiles of all of them agree, so the band in which it stays as it is follows from the spread itself.
+It has no clock: callers report their measurements. Compressing pays if the link saves more time than encoder and
+decoder take, weighted with the bytes that were saved and loaded. Measurements vary, so the decision changes only if the
+quartiles of all measurements agree. The wider they spread, the more stable the decision is.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections import defaultdict, deque
 
 __all__ = ["CompressionChoice"]
 
-_SAMPLES = 32
-"""Latest measurements of each kind that count."""
-_SHARE = 0.01
-"""Share of the time on the link that may be spent on measuring a codec that is not in use."""
+_SAMPLES_MAX = 32
+"""Number of recent measurements of each kind that count."""
+_MEASURING_SHARE_MAX = 0.01
+"""Maximum time for measuring a codec that is not in use, as a share of the time on the link."""
 
 
 class _Rate:
     """The latest measurements of one kind: quartiles, and the total."""
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=_SAMPLES)
+        self._latest: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self.total = 0.0
 
     def add(self, part: float, whole: int) -> None:
@@ -41,7 +41,7 @@ class _Rate:
 
 
 class _Class:
-    """Measurements of the codec on one class of blocks, and the decision about them."""
+    """Measurements of the codec on one class of blocks, and the decision for this class."""
 
     def __init__(self) -> None:
         self.encode, self.decode, self.size = (_Rate() for _ in range(3))
@@ -49,17 +49,17 @@ class _Class:
 
 
 class CompressionChoice:
-    """Choice between payloads as they are and their stored forms, for each class of blocks of a cache. Thread-safe.
+    """Chooses between plain payloads and encoded ones, for each class of blocks of a cache. Thread-safe.
 
-    All classes share the link, which is measured for them together. How much smaller their blocks get, and how long
-    that takes, differs: keys and values, states of sliding windows, recurrent states. So one class may be encoded while
-    another is not.
+    All classes share the link, so the link is measured for all of them together. Keys and values, states of sliding
+    windows, and recurrent states differ in how much smaller they become and how long that takes. So one class may be
+    encoded while another is not.
 
     Parameters
     ----------
     pipelined : bool
-        True if a block is encoded or decoded while another is on the link, so that the slower of the two counts and not
-        their sum.
+        True if a block is encoded or decoded while another block is on the link, so that the slower of the two counts
+        instead of their sum.
     """
 
     def __init__(self, *, pipelined: bool = False) -> None:
@@ -71,19 +71,19 @@ class CompressionChoice:
         self._sampled = 0.0
 
     def sent(self, nbytes: int, seconds: float, payload: int) -> None:
-        """Take note that `nbytes` of stored form went over the link, which stand for `payload` bytes of blocks."""
+        """Record that `nbytes` bytes of stored forms were sent, for `payload` bytes of blocks."""
         with self._lock:
             self._send.add(seconds, nbytes)
             self._saved += payload
 
     def received(self, nbytes: int, seconds: float, payload: int) -> None:
-        """Take note that `nbytes` of stored form came over the link, which stand for `payload` bytes of blocks."""
+        """Record that `nbytes` bytes of stored forms were received, for `payload` bytes of blocks."""
         with self._lock:
             self._receive.add(seconds, nbytes)
             self._loaded += payload
 
     def encoded(self, payload: int, stored: int, seconds: float, group: int = 0) -> None:
-        """Take note that `payload` bytes of a class, the number of its group of layers, were encoded to `stored`."""
+        """Record that `payload` bytes of a class, given by its group of layers, were encoded to `stored` bytes."""
         with self._lock:
             own = self._classes[group]
             own.encode.add(seconds, payload)
@@ -91,16 +91,16 @@ class CompressionChoice:
             self._sampled += 0 if own.pays else seconds
 
     def decoded(self, payload: int, seconds: float, group: int = 0) -> None:
-        """Take note that `payload` bytes of a class were decoded."""
+        """Record that `payload` bytes of a class were decoded."""
         with self._lock:
             own = self._classes[group]
             own.decode.add(seconds, payload)
             self._sampled += 0 if own.pays else seconds
 
     def due(self, group: int = 0) -> bool:
-        """Return True if a block should be encoded and decoded only to measure the codec, which is not in use."""
+        """Return True if a block should be encoded and decoded only to measure the codec that is not in use."""
         with self._lock:
-            spent = _SHARE * (self._send.total + self._receive.total)
+            spent = _MEASURING_SHARE_MAX * (self._send.total + self._receive.total)
             return not self._classes[group].pays and self._sampled <= spent
 
     def pays(self, group: int = 0) -> bool:
@@ -111,7 +111,7 @@ class CompressionChoice:
             back = self._receive.quartiles() or link
             encode, decode, size = (rate.quartiles() for rate in (own.encode, own.decode, own.size))
             if link and back and encode and decode and size:
-                # A block that is saved is loaded once, until more is known.
+                # Until loads have been counted, assume that each saved block is loaded once.
                 loads = max(self._loaded, self._saved)
                 least, most = (
                     self._saved * self._gain(link[quick], encode[slow], size[slow])
@@ -125,6 +125,6 @@ class CompressionChoice:
             return own.pays
 
     def _gain(self, link: float, codec: float, size: float) -> float:
-        """Seconds that a byte of payload takes less when it is compressed."""
+        """Return the seconds that compressing saves for each byte of payload."""
         coded = max(size * link, codec) if self._pipelined else size * link + codec
         return link - coded

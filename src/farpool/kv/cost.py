@@ -1,8 +1,8 @@
-"""The choice between loading KV and computing it, from times that were measured. Without clock, thread or store.
+"""Decides between loading KV and computing it, from measured times. It has no clock, thread or store.
 
-Computing the first part of a prefix and loading its last part can go on at the same time: what is computed needs no KV
-of what is loaded behind it. So a plan is a number of tokens to compute; the rest is loaded. (The idea of computing from
-the front and loading from the back is that of Jin et al., "Compute Or Load KV Cache? Why Not Both?", 2024.)
+An engine can compute the first part of a prefix while the last part is loaded, because a token needs only the KV of the
+tokens before it. So a plan is a number of tokens to compute; the rest is loaded. (Jin et al. proposed to compute from
+the front while loading from the back: "Compute Or Load KV Cache? Why Not Both?", 2024.)
 """
 
 from __future__ import annotations
@@ -22,37 +22,40 @@ __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 
 Arm = Literal["load", "hold-out", "probe"]
 
-_MEMORY = 0.98
-"""Weight that a measurement keeps with each one that follows: the last fifty count."""
-_HOLD_OUT = 32
-"""One of so many requests that could load computes instead, and one of so many loads while the cache stands aside."""
-_NEGLIGIBLE = 0.02
-"""Share of the computing time that may be lost before it stands aside, as by lookups of a cache that is empty yet."""
-_FEW = 8
-"""Measurements from which a mean and its error are believed."""
-_STALE = 0.1
-"""Share of what a fit rests on that may be new before it is solved again, which takes longer than deciding by it."""
-_LIKELY = 0.5, 2.0
-"""Times of the estimate that a measurement may take without being a surprise."""
-_LATEST = 5
-"""Measurements whose median tells how much slower or faster than before everything is at the moment."""
+_DECAY = 0.98
+"""Factor by which the weight of a sample shrinks with each later one, so about the last fifty samples count."""
+_HOLD_OUT_PERIOD = 32
+"""One of this many requests that could load computes instead. While the cache stands aside, one of this many loads."""
+_LOSS_SHARE_MAX = 0.02
+"""The cache stands aside if it costs more than this share of the compute time. Lookups in a cache that is still empty
+cost a little."""
+_SAMPLES_MIN = 8
+"""Minimum number of samples before a mean and its error are used."""
+_NEW_SHARE_MAX = 0.1
+"""Solve a fit again when this share of its samples is new. Solving takes longer than one decision."""
+_EXPECTED_RATIOS = 0.5, 2.0
+"""Range of measured time divided by estimate within which the fit counts as right."""
+_RECENT_SAMPLES = 5
+"""Number of recent samples whose median corrects the estimate."""
 
 
 class _Fit:
     """A sum of features with non-negative factors, fitted to recent times by relative least squares.
 
-    The median of the latest times corrects the estimate: a relative fit leans to the shortest times, and takes a
-    hundred longer ones to follow them.
+    The median of the most recent samples corrects the estimate, because a relative fit follows short times at once but
+    needs about a hundred samples to follow longer ones.
 
     Parameters
     ----------
+    features : int
+        Number of features.
     subsets : sequence of tuple of int
-        Features that may be used together; the first of those that fit equally well is taken.
+        Features that may be used together. If several subsets fit equally well, the first of them is used.
     """
 
     def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
         self._subsets = subsets
-        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._latest: deque[float] = deque(maxlen=_RECENT_SAMPLES)
         self._correction = 1.0
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
@@ -62,18 +65,18 @@ class _Fit:
         self._is_wrong = False
 
     def add(self, values: Sequence[float], seconds: float) -> None:
-        """Take in one measurement, which must be above 0 seconds."""
+        """Add one sample, which must be above 0 seconds."""
         if estimate := self.seconds(values):
             ratio = seconds * self._correction / estimate
             self._latest.append(ratio)
-            # A fit that was so wrong once is not used for decisions any more.
-            self._is_wrong = self._is_wrong or not _LIKELY[0] <= ratio <= _LIKELY[1]
+            # Solve the fit again before the next decision if it was this wrong once.
+            self._is_wrong = self._is_wrong or not _EXPECTED_RATIOS[0] <= ratio <= _EXPECTED_RATIOS[1]
             self._correction = median(self._latest)
         self._new.append((values, seconds))
 
     def seconds(self, values: Sequence[float]) -> float | None:
-        """Estimate the time for these features; None before the first measurement."""
-        if self._is_wrong or len(self._new) > _STALE * self._squares:
+        """Estimate the time for these features; None before the first sample."""
+        if self._is_wrong or len(self._new) > _NEW_SHARE_MAX * self._squares:
             self._take_in()
             self._factors, self._is_wrong = self._solved(), False
         factors = self._factors
@@ -83,9 +86,9 @@ class _Fit:
         for values, seconds in self._new:
             scaled = [value / seconds for value in values]
             for row, one in zip(self._products, scaled, strict=True):
-                row[:] = [_MEMORY * old + one * other for old, other in zip(row, scaled, strict=True)]
-            self._targets = [_MEMORY * old + one for old, one in zip(self._targets, scaled, strict=True)]
-            self._squares = _MEMORY * self._squares + 1
+                row[:] = [_DECAY * old + one * other for old, other in zip(row, scaled, strict=True)]
+            self._targets = [_DECAY * old + one for old, one in zip(self._targets, scaled, strict=True)]
+            self._squares = _DECAY * self._squares + 1
         self._new.clear()
 
     def _solved(self) -> tuple[float, ...] | None:
@@ -126,11 +129,11 @@ class Plan(msgspec.Struct, frozen=True):
     Attributes
     ----------
     compute : int
-        Tokens at the front that are computed; the rest is loaded at the same time.
+        Number of leading tokens that are computed; the rest is loaded at the same time.
     seconds : float or None
-        Time that this is expected to take; None if too little was measured.
+        Expected time of the plan; None if too little was measured.
     recompute_seconds : float or None
-        Time that computing everything is expected to take.
+        Expected time of computing everything; None if too little was measured.
     why : str
         Explanation in words.
     """
@@ -142,11 +145,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class CostModel:
-    """Estimates of the time that computing and loading KV takes, from recent measurements.
+    """Estimates how long computing and loading KV take, from recent measurements.
 
-    Computing ``n`` tokens behind ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed part, the linear
-    layers, and attention. Loading takes a fixed part, and a part in proportion to the bytes that are under way, those
-    of others in this process included.
+    Computing ``n`` tokens after ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed time, the linear
+    layers, and attention. Loading takes a fixed time, and a time in proportion to the bytes under way, including the
+    bytes of other loads in this process.
     """
 
     def __init__(self) -> None:
@@ -155,17 +158,17 @@ class CostModel:
         self._load = _Fit(2, [(1,), (0, 1), (0,)])
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
-        """Take in that computing `tokens` tokens behind `context` others took `seconds`."""
+        """Record that computing `tokens` tokens after `context` others took `seconds`."""
         if tokens > 0 and seconds > 0:
             self._prefill.add(_prefill_features(tokens, context), seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Take in that loading took `seconds`, with `nbytes` bytes under way, those of other loads included."""
+        """Record that loading took `seconds`, with `nbytes` bytes under way, including other loads."""
         if nbytes > 0 and seconds > 0:
             self._load.add((1.0, float(nbytes)), seconds)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float | None:
-        """Estimate the time of computing `tokens` tokens behind `context` others; None if nothing was measured."""
+        """Estimate the time of computing `tokens` tokens after `context` others; None if nothing was measured."""
         return self._prefill.seconds(_prefill_features(tokens, context)) if tokens else 0.0
 
     def load_seconds(self, nbytes: int) -> float | None:
@@ -182,15 +185,15 @@ class CostModel:
         tokens : int
             Tokens whose KV can be loaded.
         nbytes : int
-            Bytes of that KV.
+            Bytes of this KV.
         step : int
             Tokens of a block; only whole blocks are loaded.
         queued : int
             Bytes of other loads that are under way.
         split : bool
-            The first tokens may be computed while the others are loaded.
+            True if the engine can compute the first tokens while the others are loaded.
         context : int
-            Tokens before them, which the engine has already.
+            Tokens before these, whose KV the engine has already.
         """
         whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)
@@ -200,13 +203,13 @@ class CostModel:
         first, best = 0, loading
         if split:
             first, best = self._split(tokens, nbytes, step, queued, context)
-        said = f"computing all {tokens} tokens: {_shown(whole)}"
+        computing = f"computing all {tokens} tokens: {_shown(whole)}"
         if best >= whole:
-            return Plan(tokens, whole, whole, f"compute: {said}, loading them: {_shown(loading)}")
+            return Plan(tokens, whole, whole, f"compute: {computing}, loading them: {_shown(loading)}")
         if first:
-            why = f"compute {first * step} tokens while loading {tokens - first * step}: {_shown(best)}; {said}"
+            why = f"compute {first * step} tokens while loading {tokens - first * step}: {_shown(best)}; {computing}"
             return Plan(first * step, best, whole, why)
-        return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {said}")
+        return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {computing}")
 
     def _split(self, tokens: int, nbytes: int, step: int, queued: int, context: int) -> tuple[int, float]:
         """Return how many blocks are best computed while the others are loaded, and the time that this takes."""
@@ -219,7 +222,7 @@ class CostModel:
             return self.prefill_seconds(blocks * step, context) or 0.0
 
         first = _first(tokens // step, lambda blocks: compute_of(blocks) >= load_after(blocks))
-        # At the crossing one of two neighbours is the better one.
+        # Around the crossing, one of the two neighbours is faster.
         times = [(max(compute_of(blocks), load_after(blocks)), blocks) for blocks in (max(0, first - 1), first)]
         best, first = min(times)
         return first, best
@@ -230,7 +233,7 @@ def _prefill_features(tokens: int, context: int) -> tuple[float, float, float]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number up to `count` for which a condition holds that stays true once it is."""
+    """Return the first number up to `count` for which a condition holds, if it holds for all larger numbers, too."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -254,9 +257,9 @@ class _Mean:
         self._squares = 0.0
 
     def add(self, value: float) -> None:
-        self.count = _MEMORY * self.count + 1
-        self._sum = _MEMORY * self._sum + value
-        self._squares = _MEMORY * self._squares + value * value
+        self.count = _DECAY * self.count + 1
+        self._sum = _DECAY * self._sum + value
+        self._squares = _DECAY * self._squares + value * value
 
     @property
     def mean(self) -> float:
@@ -264,50 +267,49 @@ class _Mean:
 
     @property
     def error(self) -> float:
-        if self.count < _FEW:
+        if self.count < _SAMPLES_MIN:
             return math.inf
         return math.sqrt(max(0.0, self._squares / self.count - self.mean**2) / self.count)
 
 
 class NetGain:
-    """A comparison of requests that load with a few that do not, as a check of the model by what really happened.
+    """Compares requests that load with a few that compute, to check the cost model by measurement.
 
-    Times are compared as shares of what computing was expected to take, since requests differ in length. While loading
-    takes more than computing does, the cache stands aside, and loads only for a few requests to see whether that has
-    changed.
+    Each time is divided by the expected compute time, because requests differ in length. While loading takes longer
+    than computing, the cache stands aside: it loads only for a few requests, to see whether that has changed.
     """
 
     def __init__(self) -> None:
         self.stands_aside = False
         self._requests = 0
-        # Requests may come in a rhythm of their own: which one of each 32 it is must not follow a rhythm, too.
+        # Choose a random one of each 32 requests, because requests may themselves follow a rhythm.
         self._chance = random.Random(0)
-        self._place = self._chance.randrange(_HOLD_OUT)
+        self._place = self._chance.randrange(_HOLD_OUT_PERIOD)
         self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
 
     def arm(self) -> Arm:
-        """Assign the next request, which could load, to one of the two arms."""
+        """Assign the next request that could load to one of the two arms."""
         arm = self.next_arm
         self._requests += 1
-        if self._requests % _HOLD_OUT == 0:
-            self._place = self._chance.randrange(_HOLD_OUT)
+        if self._requests % _HOLD_OUT_PERIOD == 0:
+            self._place = self._chance.randrange(_HOLD_OUT_PERIOD)
         return arm
 
     @property
     def next_arm(self) -> Arm:
         """The arm of the next request."""
-        chosen = self._requests % _HOLD_OUT == self._place
+        chosen = self._requests % _HOLD_OUT_PERIOD == self._place
         return "load" if chosen == self.stands_aside else "hold-out"
 
     def add(self, arm: Arm, seconds: float, expected: float | None) -> None:
-        """Take in the time of a request, and the time that computing its prefix was expected to take."""
+        """Record the time of a request, and the expected time of computing its prefix."""
         if expected is None or expected <= 0:
             return
         self._shares[arm].add(seconds / expected)
         error = math.hypot(self._shares["load"].error, self._computing[1])
-        if self.gain + error < -_NEGLIGIBLE:
+        if self.gain + error < -_LOSS_SHARE_MAX:
             self.stands_aside = True
-        elif self.gain - error > -_NEGLIGIBLE:
+        elif self.gain - error > -_LOSS_SHARE_MAX:
             self.stands_aside = False
 
     @property
@@ -317,12 +319,12 @@ class NetGain:
 
     @property
     def _computing(self) -> tuple[float, float]:
-        """Mean share of the hold-out, and its error; until a few have been measured the model stands for it."""
+        """Mean share of the hold-out, and its error; with too few samples, the share that the cost model expects."""
         held = self._shares["hold-out"]
-        return (held.mean, held.error) if held.count >= _FEW else (1.0, 0.0)
+        return (held.mean, held.error) if held.count >= _SAMPLES_MIN else (1.0, 0.0)
 
     def stats(self) -> dict[str, float | bool]:
-        """Return the means of both arms, the gain, and if the cache stands aside."""
+        """Return the means of both arms, the gain, and whether the cache stands aside."""
         return {
             "gain": self.gain,
             "load_share": self._shares["load"].mean,

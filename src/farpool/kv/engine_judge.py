@@ -1,9 +1,10 @@
-"""The judge of an engine that tells nobody how long it computes: that is seen from its lookups, loads and saves.
+"""Decides between loading and computing for an engine that does not report its compute time.
 
-An engine looks a run of blocks up. What is missing it computes, and offers it for saving: the time in between is what
-computing took in this engine, under its load, and no less, as there is time in it that has other causes. So loading is
-passed over only if it was measured to take longer than a time that computing does not exceed. Whatever cannot be seen
-leaves things as the engine asks for them.
+The time is inferred from the engine's lookups, loads and saves. An engine looks up a run of blocks, computes the blocks
+that are missing, and offers them for saving. The time between lookup and offer is at least the compute time, under the
+engine's present load, because the engine may have done other work in between. So the judge skips a load only if loading
+was measured to take longer than this upper bound of computing. If the judge cannot see what happened to a block, the
+engine loads it as it asks.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from farpool.kv.reasons import Reason
 
 __all__ = ["EngineJudge", "EngineLoad", "Run"]
 
-_FEW = 8
-"""Loads, and times of computing, from which something is decided."""
-_MOST_KEYS = 1 << 17
-"""Blocks that are followed; of more, the runs that were looked up first are not followed any longer."""
-_LONGEST = 300.0
-"""Seconds after which a save says nothing of computing: it was written back long after."""
-_LEAST = 0.5
-"""Share of the expected time that each time of computing counts at least. Blocks that the engine had, and offers late,
-seem to have taken none; where it has become faster in truth, the expectation follows within a few measurements."""
+_SAMPLES_MIN = 8
+"""Minimum number of measured loads, and of measured compute times, before the judge decides anything."""
+_FOLLOWED_BLOCKS_MAX = 1 << 17
+"""Maximum number of blocks that are followed. Beyond that the judge forgets the runs that were looked up first."""
+_COMPUTE_TIME_MAX_S = 300.0
+"""A save that comes later than this after the lookup says nothing about computing: the engine wrote the blocks back."""
+_SHARE_OF_ESTIMATE_MIN = 0.5
+"""Each compute time counts as at least this share of the estimate. Blocks that the engine already had, and offers late,
+seem to have taken no time at all. If the engine has really become faster, the estimate follows within a few samples."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,32 +41,32 @@ class Run:
     Attributes
     ----------
     is_bypassed : bool
-        The engine is to be told that none of them is there, as computing is expected to take less time.
+        Tell the engine that none of the blocks was found, because computing them is expected to take less time.
     """
 
     keys: Sequence[Hashable]
     before: int
     there: int
     asked: float
-    """When it was looked up; later, when the last load of it ended."""
+    """When the blocks were looked up; later, when the last load of them ended."""
     since: float
-    """When computing can have begun."""
+    """Earliest time at which the engine can have begun to compute."""
     is_bypassed: bool = False
     is_weighed: bool = False
     is_held_out: bool = False
     computed: int = 0
     first: int = 0
-    """Place of the first block that was computed."""
+    """Index of the first block that was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A block that an engine has looked up, and neither loaded nor saved yet."""
+    """A block that an engine has looked up, and has neither loaded nor saved yet."""
 
     run: Run
     place: int
     earlier: float
-    """When somebody else asked for it first, who perhaps computes it; infinity if nobody has."""
+    """When another request looked the block up first and perhaps began to compute it; infinity if none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A load under way; the caller calls `ended` once, however the load ends."""
+    """A load under way; the caller calls `ended` exactly once, also if the load fails."""
 
     _judge: EngineJudge
     _keys: Sequence[Hashable]
@@ -87,13 +88,19 @@ class EngineLoad:
     _under_way: int
 
     def ended(self, reasons: Sequence[Reason | None]) -> None:
-        """Tell that the load has ended, and for each of its blocks None, or why it did not come."""
+        """Record the end of the load.
+
+        Parameters
+        ----------
+        reasons : sequence of Reason or None
+            For each block None if it was loaded, or why it was not.
+        """
         self._judge.judge.ended(self._nbytes)
         self._judge._loaded(self._keys, self._after, self._under_way, reasons)
 
 
 class EngineJudge:
-    """Decides for an engine whether blocks that are there are loaded, from times that it sees itself. Thread-safe.
+    """Decides whether an engine loads the blocks that were found, from times that the judge sees itself. Thread-safe.
 
     Parameters
     ----------
@@ -102,18 +109,18 @@ class EngineJudge:
     step : int
         Tokens of a block.
     is_on : bool
-        False to see and decide nothing: all that is there is loaded.
+        False to measure and decide nothing: the engine loads everything that is found.
     clock : callable
-        Seconds that never go back.
+        Return seconds that never go back.
 
     Attributes
     ----------
     judge : Judge
         The measured times and decisions.
     is_on : bool
-        As it was given.
+        The argument.
     clock : callable
-        As it was given; times that it is told are of this clock.
+        The argument; all times that this class receives are of this clock.
     """
 
     def __init__(
@@ -136,6 +143,20 @@ class EngineJudge:
         self._bypassed = 0
         self._last_load = -math.inf
 
+    def cost(self, blocks: int, before: int, payloads: int) -> float:
+        """Estimate the seconds that one payload costs to compute again; 0 if nothing was measured.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks.
+        before : int
+            Number of blocks before them in the sequence.
+        payloads : int
+            Number of payloads in which the blocks are stored, to which their cost is divided.
+        """
+        return self.judge.prefill_seconds(blocks * self._step, before * self._step) / max(1, payloads)
+
     def looked_up(
         self,
         keys: Sequence[Hashable],
@@ -146,30 +167,30 @@ class EngineJudge:
         request: str = "",
         before: int = 0,
     ) -> Run:
-        """Take in what a lookup has found, and decide if it is loaded.
+        """Record the result of a lookup, and decide whether the engine loads the blocks.
 
         Parameters
         ----------
         keys : sequence of hashable
-            Blocks of the sequence in their order, from the first on that the engine needs.
+            Blocks of the sequence in their order, from the first block that the engine needs.
         there : int
-            Number of them, from the first on, that can be loaded.
+            Number of leading blocks that can be loaded.
         nbytes : int
-            Bytes of these.
+            Bytes of these blocks.
         began : float or None
             When the lookup began, by this judge's clock; None for now.
         request : str
             The engine's name of the request, for ``farpool why``.
         before : int
-            Blocks before these that the engine has already; 0 if it does not say.
+            Number of blocks before these that the engine has already; 0 if it does not report that.
         """
         now = self.clock()
         began = now if began is None else began
-        run = Run(keys[:_MOST_KEYS], before, there, began, now)
+        run = Run(keys[:_FOLLOWED_BLOCKS_MAX], before, there, began, now)
         if not self.is_on:
             return run
         with self._lock:
-            if there and self._early is None and self._loads >= _FEW:
+            if there and self._early is None and self._loads >= _SAMPLES_MIN:
                 step = self._step
                 plan, arm = self.judge.decide(there * step, nbytes, step=step, request=request, context=before * step)
                 run.is_bypassed = plan.compute > 0
@@ -180,13 +201,13 @@ class EngineJudge:
         return run
 
     def asked_again(self, run: Run) -> None:
-        """Take in that an engine asks for blocks of a run once more: it has not begun to compute them."""
+        """Record that an engine looks up blocks of a run again, so it has not begun to compute them."""
         with self._lock:
             if not run.computed:
                 run.since = self.clock()
 
     def loading(self, keys: Sequence[Hashable], nbytes: int) -> EngineLoad:
-        """Take in that a load of blocks begins, or waits for others."""
+        """Record that a load of blocks begins, or waits for other loads."""
         return EngineLoad(self, keys, self._last_load, nbytes, self.judge.begun(nbytes))
 
     def _loaded(self, keys: Sequence[Hashable], after: float, under_way: int, reasons: Sequence[Reason | None]) -> None:
@@ -198,10 +219,10 @@ class EngineJudge:
                 return
             run = pending.run
             usable = next((n for n, reason in enumerate(reasons) if reason is not None), len(reasons))
-            if usable == len(reasons) or Reason.LATE in reasons:  # what was late took this long at least
+            if usable == len(reasons) or Reason.LATE in reasons:  # a late load took at least this long
                 self._loads += 1
-                # An engine that begins one load after the other lets this one wait for those before, which are not
-                # under way any more.
+                # An engine that runs one load at a time keeps this load waiting for the earlier ones. They have ended,
+                # so they are not among the bytes under way; count the time from the end of the last one.
                 self.judge.loaded(under_way, now - max(run.asked, after))
             if run.is_weighed:
                 front, step = run.before + pending.place, self._step
@@ -213,7 +234,7 @@ class EngineJudge:
             run.asked = run.since = now
 
     def saved(self, keys: Iterable[Hashable]) -> None:
-        """Take in that the engine offers blocks to be saved: those that it had looked up it has computed."""
+        """Record that the engine offers blocks for saving: it has computed the blocks that it had looked up before."""
         now = self.clock()
         earliest: dict[int, tuple[Run, float]] = {}
         with self._lock:
@@ -226,37 +247,41 @@ class EngineJudge:
                     earliest[id(run)] = run, min(since, one.earlier)
             for run, since in earliest.values():
                 run.since = since
-                if not 0 < now - since <= _LONGEST:
+                if not 0 < now - since <= _COMPUTE_TIME_MAX_S:
                     continue
-                # All of it since the lookup, and not the last part since the save before: two may come at once.
+                # Count all blocks of the run and all time since the lookup, not only the time since the save before
+                # this one, because an engine may offer two batches at once.
                 held_out = run.is_held_out and run.computed >= run.there
                 run.is_held_out = run.is_held_out and not held_out
                 context = (run.before + run.first) * self._step
                 self._computed(_Sample(run.computed * self._step, context, now - since, held_out))
 
     def finished(self, run: Run) -> None:
-        """Take in that the request of a run has ended, or begins anew."""
+        """Record that the request of a run has ended, or starts again."""
         with self._lock:
             self._leave(run)
 
     def stats(self) -> dict[str, int]:
-        """Return the number of blocks that were there and were not loaded, as ``load.bypassed``."""
+        """Return as ``load.bypassed`` the number of blocks that were found and not loaded."""
         with self._lock:
             return {f"load.{Reason.BYPASSED}": self._bypassed} if self._bypassed else {}
 
     def _follow(self, run: Run) -> None:
-        """Wait for what becomes of the blocks of a run."""
+        """Remember the blocks of a run until the engine loads or saves them."""
         for place, key in enumerate(run.keys):
             before, earlier = self._pending.get(key), math.inf
             if before is not None:
                 earlier = min(before.earlier, before.run.since)
-            self._pending[key] = _Pending(run, place, earlier if run.since - earlier < _LONGEST else math.inf)
+            self._pending[key] = _Pending(
+                run, place, earlier if run.since - earlier < _COMPUTE_TIME_MAX_S else math.inf
+            )
         self._runs[id(run)] = run
         self._followed += len(run.keys)
-        while self._followed > _MOST_KEYS:
+        while self._followed > _FOLLOWED_BLOCKS_MAX:
             self._leave(next(iter(self._runs.values())))
 
     def _leave(self, run: Run) -> None:
+        """Forget a run, and its blocks unless a later run has looked them up, too."""
         if self._runs.pop(id(run), None) is not None:
             self._followed -= len(run.keys)
             for key in run.keys:
@@ -264,18 +289,22 @@ class EngineJudge:
                     del self._pending[key]
 
     def _computed(self, sample: _Sample) -> None:
-        """Take in a time of computing; the first ones are sorted, so that none that is far too short stands alone."""
+        """Record a compute time.
+
+        The first samples are sorted by speed, the slowest first, so that a sample that is far too short never stands
+        alone.
+        """
         if self._early is None:
             self._learn(sample)
             return
         self._early.append(sample)
-        if len(self._early) >= _FEW:
+        if len(self._early) >= _SAMPLES_MIN:
             for early in sorted(self._early, key=lambda one: one.seconds / one.tokens, reverse=True):
                 self._learn(early)
             self._early = None
 
     def _learn(self, sample: _Sample) -> None:
-        least = _LEAST * self.judge.prefill_seconds(sample.tokens, sample.context)
+        least = _SHARE_OF_ESTIMATE_MIN * self.judge.prefill_seconds(sample.tokens, sample.context)
         seconds = max(sample.seconds, least)
         self.judge.computed(sample.tokens, sample.context, seconds, held_out=sample.held_out)
 
@@ -284,7 +313,7 @@ _JUDGES: weakref.WeakSet[EngineJudge] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Let judges in the child of a fork begin anew: what their parents have asked for comes to the parents."""
+    """Reset the judges in the child of a fork, because results of the parent's lookups reach the parent."""
     for judge in _JUDGES:
         judge._begin()
 

@@ -1,10 +1,10 @@
-"""Eviction for a cache of KV blocks: which blocks leave, by cost, size and how soon they come back.
+"""Chooses which blocks a KV cache evicts, by their cost, their size, and how soon they are used again.
 
-Blocks form prefixes, and one whose predecessor is gone is worthless, so prefixes are given up from their ends. The
-policy is chosen while the cache runs: shadow caches of all candidates (LRU, ARC, S3-FIFO, W-TinyLFU, GDSF, and
-expected reuse, which learns times of reuse from the blocks themselves) keep metadata of a sample of the blocks, and
-a policy takes over, with the blocks as they are, when its shadow saves surely more recomputing than that of the
-policy in use. Until then it is LRU. The class moves no bytes; its caller does what it says.
+Blocks form prefixes, and a block without its predecessor is useless, so prefixes are evicted from their ends. The
+policy is chosen while the cache runs. Shadow caches of all candidates (LRU, ARC, S3-FIFO, W-TinyLFU, GDSF, and expected
+reuse, which learns reuse times from the blocks themselves) keep metadata of a sample of the blocks. A policy takes
+over, with the present blocks, when its shadow saves significantly more recomputing than the shadow of the policy in
+use. The first policy is LRU. This class moves no bytes; its caller evicts the blocks that it returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from farpool.errors import ConfigError
 __all__ = ["POLICIES", "Eviction", "EvictionStats", "ShadowStats", "TenantStats"]
 
 POLICIES: tuple[str, ...] = online_policy_names()
-"""Names of the policies among which is chosen; the first is the one in the beginning."""
+"""Names of the candidate policies; the first one is used in the beginning."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -32,13 +32,13 @@ class TenantStats:
     Attributes
     ----------
     blocks, nbytes : int
-        Blocks that are in, and their bytes.
+        Blocks in the cache, and their bytes.
     hits, hit_bytes : int
-        Touches of blocks that were in, and the bytes of these blocks.
+        Touches of blocks in the cache, and the bytes of these blocks.
     saved_seconds : float
-        Sum of the costs of these blocks.
+        Sum of the costs of the touched blocks.
     inserted, refused, evicted : int
-        Blocks that came in, that were not admitted, and that had to leave.
+        Blocks that were inserted, that were refused, and that were evicted.
     """
 
     blocks: int
@@ -53,7 +53,7 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """Hits of a shadow cache, and the seconds of recomputing that they would have saved, in the sample."""
+    """Hits of a shadow cache in the sample, and the seconds of recomputing that they would have saved."""
 
     policy: str
     hits: int
@@ -67,13 +67,13 @@ class EvictionStats:
     Attributes
     ----------
     policy : str
-        The one in use.
+        The policy in use.
     switches : int
-        How often another one took over.
+        How often another policy took over.
     capacity, nbytes, blocks : int
-        Bytes that the cache may hold, bytes that are in, and the number of blocks.
+        Maximum bytes, bytes in the cache, and number of blocks.
     sampled : int
-        One block in so many is in the sample of the shadows.
+        One block in this many is in the sample of the shadows.
     """
 
     policy: str
@@ -87,14 +87,14 @@ class EvictionStats:
 
 
 class Eviction(Generic[Key]):
-    """Blocks of a cache with a byte capacity, and the choice of those that leave. Not thread-safe.
+    """Keeps track of the blocks of a cache with a byte capacity, and chooses victims. Not thread-safe.
 
     Parameters
     ----------
     capacity : int
-        Bytes that all blocks together may have.
+        Maximum bytes of all blocks together.
     policy : str
-        One of `POLICIES` to use it always, without shadows; empty to choose.
+        One of `POLICIES` to use always, without shadows; empty to choose while the cache runs.
 
     Raises
     ------
@@ -115,10 +115,10 @@ class Eviction(Generic[Key]):
         self._tenants: dict[str, int] = {}
 
     def insert(self, key: Key, size: int, cost: float, parent: Key | None = None, tenant: str = "") -> list[Key]:
-        """Bring a block in, and say what has to leave for it.
+        """Insert a block, and return the blocks to evict for it.
 
-        A block that is in already stays as it is. One is refused if its predecessor is not in, if it does not fit
-        beside pinned blocks, or if what would have to leave is worth more.
+        A block that is in the cache already stays as it is. A block is refused if its predecessor is not in the cache,
+        if there is no room for it in addition to the pinned blocks, or if its victims are worth more.
 
         Parameters
         ----------
@@ -131,17 +131,17 @@ class Eviction(Generic[Key]):
         parent : hashable, optional
             The block before it in its prefix; None for the first one.
         tenant : str
-            Whose counts it goes into.
+            Tenant whose counts include the block.
 
         Returns
         -------
         list
-            Keys of the blocks that left; `key` itself at the end if it was refused.
+            Keys of the evicted blocks; `key` itself is last if it was refused.
 
         Raises
         ------
         ConfigError
-            The size or the cost is negative, the size is 0, or a block is its own parent.
+            The size is below 1, the cost is negative or not finite, or a block is its own parent.
         """
         if size < 1 or not 0.0 <= cost < float("inf") or key == parent:
             raise ConfigError(
@@ -152,7 +152,7 @@ class Eviction(Generic[Key]):
         before = 0 if parent is None else self._ids.get(parent) or _id(parent)
         if number is None:
             number = _id(key)
-            if number in self._keys:  # another key with the same 64 bits: rare, and then this one stays outside
+            if number in self._keys:  # another key with the same 64 bits, which is rare: refuse this one
                 return [key]
         account = self._tenants.setdefault(tenant, len(self._tenants))
         admitted, evicted = self._core.insert(number, before, size, cost, account)
@@ -167,12 +167,15 @@ class Eviction(Generic[Key]):
         return left
 
     def touch(self, key: Key) -> bool:
-        """Count a hit; False if the block is not in."""
+        """Count a hit; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.touch(number)
 
     def remove(self, key: Key) -> bool:
-        """Take a block out, pinned or not; False if it is not in. Blocks behind it leave before all others."""
+        """Remove a block, even if it is pinned; return False if it is not in the cache.
+
+        Its successors are evicted before all other blocks.
+        """
         number = self._ids.pop(key, None)
         if number is None:
             return False
@@ -180,17 +183,17 @@ class Eviction(Generic[Key]):
         return self._core.remove(number)
 
     def pin(self, key: Key) -> bool:
-        """Hold a block, and with it those before it, until as many unpins; False if it is not in."""
+        """Pin a block and its predecessors until as many unpins; return False if it is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.pin(number)
 
     def unpin(self, key: Key) -> bool:
-        """Take one pin away; False if the block is not in."""
+        """Remove one pin; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.unpin(number)
 
     def use_policy(self, policy: str) -> None:
-        """Go on with another policy and the blocks as they are.
+        """Continue with another policy and the present blocks.
 
         Raises
         ------
@@ -211,11 +214,11 @@ class Eviction(Generic[Key]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks that are in."""
+        """Bytes of all blocks in the cache."""
         return self._core.used
 
     def stats(self) -> EvictionStats:
-        """Counts so far, by tenant and by shadow."""
+        """Return the counts so far, by tenant and by shadow."""
         core = self._core
         counts = core.tenants()
         tenants = {name: _of(counts[number]) for name, number in self._tenants.items() if number < len(counts)}
@@ -245,6 +248,6 @@ def _of(counts: TenantCounts) -> TenantStats:
 
 
 def _id(key: Hashable) -> int:
-    """Number of a key for the native part: the same in each process, and never 0."""
+    """Return the number of a key for the native core: the same in each process, and never 0."""
     data = key if isinstance(key, bytes) else repr(key).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) or 1

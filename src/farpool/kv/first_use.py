@@ -1,8 +1,9 @@
-"""Blocks of an engine's memory for the probe that `farpool.kv.PrefixCache` makes at a first save or load.
+"""Blocks of an engine's memory for the probe that `farpool.kv.PrefixCache` makes at the first save or load.
 
 A load may write into the memory that it was given, so the probe loads random bytes into it. A save may only read the
-engine's memory, so the probe saves the bytes that the memory has, and loads them into memory of its own. Each of them
-goes through the memory in one direction only: a memory that swaps two heads on both ways would seem to be whole.
+engine's memory, so the probe saves the bytes that are in the memory, and loads them into new memory. Each of these
+probes moves the bytes through the engine's memory in one direction only, because a memory that swaps two heads in both
+directions would pass a probe that goes there and back.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Place:
     layers : sequence of int
         Numbers of the layers that are stored together.
     start, stop : int
-        First token of the block, and the first one behind it.
+        First token of the block, and the first token after it.
     payload : callable
-        Return the block's memory as a save or a load takes it.
+        Return the block's memory in the form that a save or a load takes.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Place:
         self.payload = payload
 
     def read(self) -> bytes:
-        """Copy the block: from the tensors themselves, else from the buffers that the engine names."""
+        """Copy the block from the tensors, or from the buffers that the engine names if it has no tensors."""
         return b"".join(self._read(layer) for layer in self._layers)
 
     def write(self, data: bytes) -> None:
@@ -72,12 +73,15 @@ class Place:
     def _parts(self, layer: int) -> list[memoryview]:
         parts = self._memory.parts(layer, self._start, self._stop)
         if parts is None:
-            raise ConfigError(f"the memory had tokens {self._start} to {self._stop} of layer {layer}, and lacks them")
+            raise ConfigError(
+                f"the memory has no place for tokens {self._start} to {self._stop} of layer {layer} any more; keep the "
+                "memory of a call until the call returns"
+            )
         return parts_of(as_payload(tuple(parts)))
 
 
 def loading_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the block of a probe out of memory that may be written, one place for each group of layers."""
+    """Make the block of a probe from memory that may be written, with one place for each group of layers."""
     ends = _ends([len(place.read()) for place in places])
 
     def write(data: bytes) -> None:
@@ -94,7 +98,7 @@ def loading_block(places: Sequence[Place]) -> EngineBlock:
 
 
 def saving_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the block of a probe out of memory that may only be read, one place for each group of layers."""
+    """Make the block of a probe from memory that may only be read, with one place for each group of layers."""
     known = [place.read() for place in places]
     ends = _ends([len(one) for one in known])
     memory = bytearray(ends[-1])

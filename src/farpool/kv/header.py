@@ -1,8 +1,8 @@
-"""The 64 bytes before each payload, which say once more whose it is.
+"""The 64 bytes before each payload, which identify its block.
 
-A key that is found leads to bytes that are whole (the store's CRC32C). The header says that they are the bytes of this
-key and namespace, in a layout of this version, so that a mistake in any engine, connector or key becomes a miss and
-never somebody else's KV.
+The store's CRC32C shows that the bytes of a key are whole. The header shows that they belong to this key and namespace,
+in this version of the layout. So a mistake in an engine, a connector or a key becomes a miss, and never gives an engine
+the KV of another request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAGIC = b"fpkv"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHHQ16s16sQ8x")
 """Magic, version of this header, version of the layout, bytes of the payload before compression, digest of the
-namespace, digest of the key, bytes of the payload as they are stored."""
+namespace, digest of the key, bytes of the stored payload."""
 HEADER_BYTES = _HEADER.size
 
 
@@ -28,11 +28,11 @@ def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -
     Parameters
     ----------
     key : bytes
-        The block's key, 64 bytes; its namespace is taken from it.
+        The block's key, 64 bytes; it contains the namespace.
     nbytes : int
         Bytes of the payload before compression.
     stored : int
-        Bytes of the payload as they are stored.
+        Bytes of the stored payload, after compression.
     layout_version : int
         Version of the layout.
     """
@@ -48,14 +48,14 @@ def check_header(
     Parameters
     ----------
     header : buffer
-        Its 64 bytes.
+        The 64 bytes.
     key, nbytes, stored, layout_version
-        As of `pack_header`.
+        See `pack_header`.
 
     Returns
     -------
     Reason or None
-        Why the payload must not be used; None if it may be.
+        Why the payload must not be used; None if it may be used.
     """
     expected = pack_header(key, nbytes, stored, layout_version)
     if header == expected:

@@ -1,7 +1,7 @@
-"""The journal of a process: what became of the latest requests' KV, for ``farpool why``.
+"""The journal of a process: the steps of its latest requests, for ``farpool why``.
 
-It is bounded, one a process, and written by every cache in it. Others of the same user read it over a Unix socket: one
-request in text (a request's name or a part of it, empty for all), one reply in JSON.
+Each process has one journal of limited length, and all its caches write to it. Other processes of the same user read it
+over a Unix socket: they send a request's name or a part of it as text, empty for all, and receive one reply in JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import msgspec
 
 __all__ = ["Entry", "journal_folder", "record", "recorded", "runs"]
 
-_ENTRIES = 10_000
-_LONGEST_NAME = 256
-"""Characters of a request's name that are kept; whoever sends requests may choose it."""
-_LONGEST_QUERY = 4 * _LONGEST_NAME
-_PATIENCE = 2.0
-"""Seconds that the other end of the socket may take."""
-_PAUSE = 0.5
+_ENTRIES_MAX = 10_000
+_NAME_CHARACTERS_MAX = 256
+"""Maximum number of characters of a request's name that are kept, because the engine's users may choose the name."""
+_QUERY_BYTES_MAX = 4 * _NAME_CHARACTERS_MAX
+_SOCKET_TIMEOUT_S = 2.0
+_ACCEPT_PAUSE_S = 0.5
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -40,15 +39,16 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     request : str
         The engine's name of the request; empty if it gave none.
     step : str
-        ``lookup``, ``load``, ``save``, ``demote``, ``pin``, ``decision``, or ``compare``: why nothing was found.
+        ``lookup``, ``load``, ``save``, ``demote``, ``pin``, ``decision``, or ``compare``, which explains why nothing
+        was found.
     blocks : int
-        Number of blocks that it was about.
+        Number of blocks in this step.
     done : int
-        Number of them that were found, loaded or saved.
+        Number of these blocks that were found, loaded or saved.
     reasons : mapping of str to int
-        How many of the others there were for each reason.
+        Number of the other blocks for each reason.
     seconds : float
-        Time that it took.
+        Duration of the step.
     note : str
         Explanation in words.
     """
@@ -64,16 +64,16 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 def journal_folder() -> Path:
-    """Return the folder of this user's sockets: in the runtime folder, or else in that for temporary files."""
+    """Return the folder of this user's sockets: in the runtime folder, or in the folder for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "farpool" if runtime else Path(f"/tmp/farpool-{os.getuid()}")
 
 
 class _Journal:
-    """The latest entries of this process, and the thread that shows them."""
+    """Keeps the latest entries of this process, and answers queries on a thread."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=_ENTRIES)
+        self.entries: deque[Entry] = deque(maxlen=_ENTRIES_MAX)
         self._lock = threading.Lock()
         self._asked = False
         self._listener: socket.socket | None = None
@@ -84,7 +84,7 @@ class _Journal:
             with self._lock:
                 started, self._asked = self._asked, True
             if not started:
-                # Without a socket, or a thread, nobody can ask, which must not keep an engine from running.
+                # Without a socket or a thread there are no answers, but the engine must run anyway.
                 with contextlib.suppress(OSError, RuntimeError):
                     self._listen()
 
@@ -92,7 +92,7 @@ class _Journal:
         folder = journal_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(folder):
-            raise PermissionError(f"{folder} is not a folder of this user's own")
+            raise PermissionError(f"{folder} belongs to another user or is open to others")
         path = folder / f"kv-{os.getpid()}.sock"
         path.unlink(missing_ok=True)
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -105,33 +105,33 @@ class _Journal:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # too many open files, for example; that passes
-                time.sleep(_PAUSE)
+            except OSError:  # for example too many open files, for a while
+                time.sleep(_ACCEPT_PAUSE_S)
                 continue
-            # Each by a thread of its own: one that says nothing must not keep the others waiting.
+            # Each connection has its own thread, because a silent one must not delay the others.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_PATIENCE)
-            asked = connection.recv(_LONGEST_QUERY).decode(errors="replace").strip()
+            connection.settimeout(_SOCKET_TIMEOUT_S)
+            asked = connection.recv(_QUERY_BYTES_MAX).decode(errors="replace").strip()
             connection.sendall(msgspec.json.encode(_of_request(self.entries.copy(), asked)))
 
     def leave_to_parent(self) -> None:
-        """Close a child's copy of its parent's socket, which would seem alive after the parent's end."""
+        """Close a child's copy of the parent's socket, which would accept connections after the parent has ended."""
         if self._listener is not None:
             self._listener.close()
 
 
 def _is_own(folder: Path) -> bool:
-    """Return True for a folder in which nobody but this user can have put a socket."""
+    """Return True if only this user can put a socket into a folder."""
     about = folder.lstat()
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
 def _remove(path: Path, owner: int) -> None:
-    """Remove a socket at the end of its process; a child of a fork ends without touching its parent's."""
+    """Delete a socket at the end of its process; a child of a fork leaves its parent's socket alone."""
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
 
@@ -140,7 +140,7 @@ _journal = _Journal()
 
 
 def _forked() -> None:
-    """Begin a journal of its own in the child of a fork."""
+    """Start a new journal in the child of a fork."""
     global _journal
     _journal.leave_to_parent()
     _journal = _Journal()
@@ -152,41 +152,41 @@ os.register_at_fork(after_in_child=_forked)
 def record(
     request: str, step: str, blocks: int, done: int, reasons: Mapping[str, int], seconds: float, note: str = ""
 ) -> None:
-    """Write down one step of a request in this process's journal; for the arguments see `Entry`."""
+    """Write one step of a request into this process's journal; see `Entry` for the arguments."""
     _journal.add(Entry(time.time(), _name(request), step, blocks, done, reasons, seconds, note))
 
 
 def _name(request: str) -> str:
-    """Return what is kept of a request's name: not too much of it, and no characters that UTF-8 does not have."""
-    kept = request[:_LONGEST_NAME]
+    """Shorten a request's name, and replace characters that UTF-8 cannot encode."""
+    kept = request[:_NAME_CHARACTERS_MAX]
     return kept if kept.isascii() else kept.encode(errors="replace").decode()
 
 
 def _of_request(entries: Sequence[Entry], request: str) -> list[Entry]:
-    """Return the entries of the request of this name, or if there are none, of those that have it in their names."""
+    """Return the entries of the request with this name; if there are none, of requests whose names contain it."""
     exact = [entry for entry in entries if entry.request == request] if request else []
     return exact or [entry for entry in entries if request in entry.request]
 
 
 def recorded(request: str = "") -> list[Entry]:
-    """Return this process's entries of a request, or of those whose names contain a text, the oldest first."""
+    """Return this process's entries of a request, or of requests whose names contain a text, the oldest first."""
     return _of_request(_journal.entries.copy(), _name(request))
 
 
 def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
     """Ask all processes of this user that have a journal.
 
-    Sockets of processes that have ended are removed.
+    Sockets of processes that have ended are deleted.
 
     Parameters
     ----------
     request : str
-        Name of the request, or if none has just this one, a part of its name; empty for all requests.
+        Name of the request, or a part of names if no request has exactly this name; empty for all requests.
 
     Returns
     -------
     list of tuple of int and list of Entry
-        Number of each process, and its entries, the oldest first.
+        Identifier of each process, and its entries, the oldest first.
     """
     asked = list(_asked(_name(request)))
     exact = _of_request([entry for _, entries in asked for entry in entries], _name(request))
@@ -195,13 +195,13 @@ def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
 
 
 def _asked(request: str) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield the number of each process that has a journal, and the entries that it has of a request."""
+    """Yield the identifier of each process that has a journal, and its entries of a request."""
     folder = journal_folder()
     if not folder.exists() or not _is_own(folder):
         return
     for path in sorted(folder.glob("kv-*.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(_SOCKET_TIMEOUT_S)
             try:
                 connection.connect(str(path))
             except ConnectionRefusedError:

@@ -1,4 +1,4 @@
-"""The judge of a cache: if what could be loaded is loaded, what that has gained, and how often it was decided how."""
+"""Decides for each request whether found KV is loaded, counts the decisions, and measures what loading has gained."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from farpool.kv.reasons import Reason
 
 __all__ = ["Judge"]
 
-_PROBES = 32
-"""One of so many requests for which computing seems to take less time loads all the same."""
+_PROBE_PERIOD = 32
+"""One of this many requests for which computing seems faster loads anyway, to notice that a link has recovered."""
 _ASIDE = "loading has cost time lately"
-_WORST = 2.0
-"""Times of computing that a load counts at most: one that is given up after the first costs no more. Of a link that
-stood still for a while, a few of others' loads would otherwise outweigh all that come after."""
+_LOAD_SHARE_MAX = 2.0
+"""A load counts as at most this many times the compute time, because an abandoned load costs no more. Without the
+bound, a few loads over a stalled link would dominate the mean."""
 
 
 class Judge:
-    """Measured times of computing and loading, the hold-out that checks them, and the decisions. Thread-safe.
+    """Keeps measured times of computing and loading, checks them by a hold-out, and decides. Thread-safe.
 
-    Whoever loads asks it first (`decide`), and tells it what loads and computing have taken.
+    A cache calls `decide` before it loads, and reports how long loads and computing have taken.
 
     Parameters
     ----------
     hold_out : bool
-        Compute a few requests that could load, to measure what loading gains, and stand aside while it costs time.
+        Compute a few requests that could load, to measure what loading gains, and stand aside while loading costs time.
     """
 
     def __init__(self, *, hold_out: bool = True) -> None:
@@ -41,17 +41,17 @@ class Judge:
         self._lock = threading.Lock()
 
     def leave_to_parent(self) -> None:
-        """Begin anew in the child of a fork, where no load is under way and no thread holds the lock."""
+        """Reset the lock and the loads under way in the child of a fork; they belong to the parent's threads."""
         self._lock = threading.Lock()
         self._under_way = 0
 
     def planned(self, tokens: int, nbytes: int, *, step: int) -> Plan | None:
-        """Return a plan that loads all of a request; None if the request would compute. Nothing is decided yet.
+        """Return a plan that loads all blocks of a request; None if it would compute. Nothing is decided yet.
 
         Parameters
         ----------
         tokens, nbytes, step
-            As of `CostModel.plan`.
+            See `CostModel.plan`.
         """
         with self._lock:
             if self._gain is not None and self._gain.next_arm != "load":
@@ -70,12 +70,12 @@ class Judge:
         context: int = 0,
         plan: Plan | None = None,
     ) -> tuple[Plan, Arm]:
-        """Decide how much of a prefix that is there is loaded, and write that into the journal.
+        """Decide how much of a found prefix is loaded, and write the decision into the journal.
 
         Parameters
         ----------
         tokens, nbytes, step, split, context
-            As of `CostModel.plan`.
+            See `CostModel.plan`.
         request : str
             Name of the request, for ``farpool why``.
         plan : Plan, optional
@@ -84,14 +84,14 @@ class Judge:
         Returns
         -------
         tuple of Plan and Arm
-            Nothing is loaded if all tokens are to be computed; of a hold-out, the time of that is to be told. What a
-            probe gains is not to be told: it would not have loaded.
+            Load nothing if the plan computes all tokens. After a hold-out, report the compute time with ``held_out``.
+            Do not report the gain of a probe, because without the probe the request would have computed.
         """
         arm: Arm = "load"
         with self._lock:
             if plan is None:
                 plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
-            # A hold-out says nothing while the engine has not told how long it computes.
+            # A hold-out means nothing before the engine has reported a compute time.
             known = plan.seconds is not None and plan.recompute_seconds is not None
             if plan.compute < tokens and known and self._gain is not None:
                 arm = self._gain.arm()
@@ -99,11 +99,13 @@ class Judge:
                     aside = _ASIDE if self._gain.stands_aside else "to measure what loading gains"
                     plan = Plan(tokens, plan.recompute_seconds, plan.recompute_seconds, f"compute: {aside}")
             elif plan.compute >= tokens:
-                # Else nobody would see that a slow link has recovered.
+                # Without these loads, the judge would never notice that a slow link has recovered.
                 self._slower += 1
-                if self._slower % _PROBES == 0:
+                if self._slower % _PROBE_PERIOD == 0:
                     arm = "probe"
-                    plan = Plan(0, plan.seconds, plan.recompute_seconds, f"load: to see what it takes now; {plan.why}")
+                    plan = Plan(
+                        0, plan.seconds, plan.recompute_seconds, f"load: to see how long it takes now; {plan.why}"
+                    )
             bypassed = plan.compute >= tokens
             self._decisions["hold-out" if arm == "hold-out" else "compute" if bypassed else "load"] += 1
         blocks = tokens // step
@@ -112,34 +114,34 @@ class Judge:
         return plan, arm
 
     def begun(self, nbytes: int) -> int:
-        """Record that a load begins, until `ended` is called; return the bytes of all loads under way, this one too."""
+        """Record that a load begins; return the bytes of all loads under way, including this one."""
         with self._lock:
             self._under_way += nbytes
             return self._under_way
 
     def ended(self, nbytes: int) -> None:
-        """Record the end of a load, however it ended."""
+        """Record the end of a load, whether it succeeded or failed."""
         with self._lock:
             self._under_way -= nbytes
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Take in that a load which brought everything took `seconds`, with `nbytes` bytes under way in all."""
+        """Record that a complete load took `seconds`, with `nbytes` bytes under way, including other loads."""
         with self._lock:
             self._cost.loaded(nbytes, seconds)
 
     def gained(self, tokens: int, usable: int, seconds: float, *, compute: int = 0) -> None:
-        """Compare a load with computing the same.
+        """Compare a load with computing the same tokens.
 
         Parameters
         ----------
         tokens : int
-            Tokens that were to be there after it, `compute` included.
+            Tokens that the engine should have after the load, including `compute`.
         usable : int
-            Tokens that are; what did not come has to be computed.
+            Tokens that it has; it computes the rest.
         seconds : float
-            Time that it took, the lookup included.
+            Time that the load took, including the lookup.
         compute : int
-            Tokens at the front that were computed meanwhile.
+            Leading tokens that the engine computed during the load.
         """
         with self._lock:
             taken = seconds + (self._cost.prefill_seconds(tokens - usable, usable) or 0.0)
@@ -147,25 +149,25 @@ class Judge:
             if expected is not None:
                 self._saved += expected - taken
             if self._gain is not None:
-                self._gain.add("load", taken if expected is None else min(taken, _WORST * expected), expected)
+                self._gain.add("load", taken if expected is None else min(taken, _LOAD_SHARE_MAX * expected), expected)
 
     def missed(self, tokens: int, seconds: float) -> None:
-        """Take in that a lookup which found nothing took `seconds`: so much longer than without a cache."""
+        """Record a lookup that found nothing; it cost `seconds` compared with having no cache."""
         with self._lock:
             self._saved -= seconds
             expected = self._cost.prefill_seconds(tokens)
             if self._gain is not None and expected is not None:
-                if self._gain.stands_aside:  # this was the one that looks if that has changed
+                if self._gain.stands_aside:  # this request looked whether loading pays again
                     self._gain.arm()
                 self._gain.add("load", expected + min(seconds, expected), expected)
 
     def passes_over(self, tokens: int, step: int, request: str = "") -> bool:
-        """Tell if a request is not even to be looked up, as loading costs time; it counts as one of the hold-out.
+        """Return True if a request should skip the lookup, because loading costs time; it counts as a hold-out.
 
         Parameters
         ----------
         tokens : int
-            Tokens that would be looked up.
+            Tokens of the request.
         step : int
             Tokens of a block.
         request : str
@@ -181,9 +183,16 @@ class Judge:
         return True
 
     def computed(self, tokens: int, context: int, seconds: float, *, held_out: bool = False) -> None:
-        """Take in that computing `tokens` tokens behind `context` others took `seconds`; `held_out` for a hold-out.
+        """Record that computing `tokens` tokens after `context` others took `seconds`.
 
-        The lookup of a hold-out does not count: without a cache there would be none.
+        Parameters
+        ----------
+        tokens, context : int
+            Number of tokens, and of the tokens before them.
+        seconds : float
+            Time without the lookup, because without a cache there would be none.
+        held_out : bool
+            True if the decision for the request was a hold-out.
         """
         with self._lock:
             if self._gain is not None and held_out:
@@ -191,18 +200,18 @@ class Judge:
             self._cost.computed(tokens, context, seconds)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:
-        """Estimate the time of computing `tokens` tokens behind `context` others; 0 if nothing was measured."""
+        """Estimate the time of computing `tokens` tokens after `context` others; 0 if nothing was measured."""
         with self._lock:
             return self._cost.prefill_seconds(tokens, context) or 0.0
 
     def stats(self) -> dict[str, Any]:
-        """Return what loading has gained.
+        """Return how much time loading has saved.
 
         Returns
         -------
         dict
-            ``gain``: see `NetGain.stats`, None without a hold-out; ``saved_seconds``: what loads have taken less than
-            computing was expected to take, negative if more; ``decisions``: their number by kind.
+            ``gain``: see `NetGain.stats`, None without a hold-out; ``saved_seconds``: expected compute time minus load
+            time, negative if loads took longer; ``decisions``: number of decisions by kind.
         """
         with self._lock:
             gain = None if self._gain is None else self._gain.stats()

@@ -30,8 +30,8 @@ _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
 _LARGEST_U32 = 0xFFFFFFFF
 _SALT = b"farpool.kv.transformers salt"
-"""Hashed before a salt, so that no tokens give the same hash. It names the module that had salts first, because
-with another text farpool would not find KV that earlier releases stored with a salt."""
+"""Hashed before a salt, so that no tokens give the same hash. It must never change, because farpool would then not find
+KV that earlier releases stored with a salt."""
 
 
 def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
@@ -46,21 +46,24 @@ def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) ->
     group : int
         Number of the group of layers.
     shard : int
-        Number of the part that one rank holds.
+        Number of the part that one rank has.
 
     Raises
     ------
     ConfigError
-        A part has another size.
+        The namespace or the hash has the wrong size, or a number is out of range.
     """
     return block_keys(namespace, [chain], [group], shard)[0]
 
 
 def block_keys(namespace: bytes, chains: Sequence[bytes], groups: Iterable[int], shard: int = 0) -> list[bytes]:
-    """Compose the keys of many blocks, one group of layers after the other; the arguments are those of `block_key`."""
+    """Compose the keys of many blocks, one group of layers after the other; see `block_key` for the arguments."""
     if len(namespace) != 16 or any(not 1 <= nbytes <= 32 for nbytes in set(map(len, chains))):
         sizes = sorted(set(map(len, chains)))
-        raise ConfigError(f"keys of {len(namespace)} bytes of namespace and {sizes} of hash, expected 16, and 1 to 32")
+        raise ConfigError(
+            f"a key has {len(namespace)} bytes of namespace and {sizes} of hash, expected 16, and 1 to 32: give the "
+            "namespace's digest, and the SHA-256 of a longer hash"
+        )
     try:
         return [_KEY.pack(KEY_MAGIC, namespace, chain, group, shard) for group in groups for chain in chains]
     except struct.error:
@@ -68,12 +71,12 @@ def block_keys(namespace: bytes, chains: Sequence[bytes], groups: Iterable[int],
 
 
 def salt_bytes(salt: bytes | str) -> bytes:
-    """Return a salt as bytes; a text stands for its UTF-8.
+    """Return a salt as bytes; a text is encoded as UTF-8.
 
     Raises
     ------
     ConfigError
-        It is neither bytes nor a text.
+        The salt is neither bytes nor a text.
     """
     if isinstance(salt, str):
         return salt.encode()
@@ -83,7 +86,7 @@ def salt_bytes(salt: bytes | str) -> bytes:
 
 
 def chain_seed(namespace: bytes, salt: bytes) -> bytes:
-    """Return the hash that comes before the first block of a sequence with a salt, empty for none."""
+    """Return the hash before the first block of a sequence with this salt; an empty salt means none."""
     return hashlib.sha256(_SALT + namespace + salt).digest() if salt else namespace
 
 
@@ -103,9 +106,9 @@ def token_keys(
     groups : int
         Number of groups of layers.
     shard : int
-        Number of the part that one rank holds.
+        Number of the part that one rank has.
     salt : bytes
-        Bytes that name everything else that the KV depends on; sequences with different salts have no key in common.
+        Bytes that name everything else on which the KV depends; sequences with different salts have no common key.
 
     Returns
     -------
@@ -115,12 +118,12 @@ def token_keys(
     Raises
     ------
     ConfigError
-        A token is no number of that range, or another argument is wrong.
+        A token is not a number in this range, or another argument is wrong.
     """
     seed = chain_seed(namespace, salt)
     try:
         found = native_token_keys(tokens, page, namespace, groups, shard, seed)
-    except TypeError:  # Python says which argument is wrong
+    except TypeError:  # the Python code below raises an error that names the wrong argument
         found = None
     if found is None:
         found = block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
@@ -139,7 +142,7 @@ def namespace_key(digest: bytes) -> bytes:
 
 
 def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[bytes]:
-    """Hash tokens page by page, each hash covering all tokens before it; the form is that of SGLang's pages.
+    """Hash tokens page by page, each hash covering all tokens up to the page's end, as SGLang does.
 
     Parameters
     ----------
@@ -148,24 +151,24 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     page : int
         Tokens of a page.
     prior : bytes
-        Hash that comes before the first page, empty for none: the seed of a namespace, or the chain of earlier pages.
+        Hash before the first page, empty for none: the seed of a namespace, or the chain of earlier pages.
 
     Returns
     -------
     list of bytes
-        SHA-256 digests, 32 bytes each, one for each whole page; the tokens of a last, shorter page are not covered.
+        SHA-256 digests, 32 bytes each, one for each whole page. The tokens of a shorter last page are not covered.
 
     Raises
     ------
     ConfigError
-        A token is no number of that range, or `page` is not positive.
+        A token is not a number in this range, or `page` is not positive.
     """
     if not isinstance(page, int) or page < 1:
         raise ConfigError(f"page is {page!r}, expected a number of tokens, at least 1", setting="page")
     whole = tokens[: len(tokens) - len(tokens) % page]
     if isinstance(whole, bytes | bytearray):
-        whole = list(whole)  # an array would take several for one number
-    # Little-endian, as all platforms are that the native core is built for.
+        whole = list(whole)  # an array would read several bytes as one number
+    # Little-endian, like all platforms for which the native core is built.
     try:
         data, size = array("I", whole).tobytes(), 4 * page
         pages = [data[start : start + size] for start in range(0, len(data), size)]
@@ -179,7 +182,7 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
 
 
 def _wide_pages(tokens: Sequence[int], page: int) -> list[bytes]:
-    """Return the bytes of pages of which some have a token of more than 32 bits: all tokens of those have 64."""
+    """Return the bytes of pages; in a page with a token above 32 bits, all tokens have 64 bits."""
     try:
         wide = array("Q", tokens)
     except (OverflowError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Counters of KV caches for Prometheus, as metrics."""
+"""Metrics of KV caches for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KVCollector"]
 
 
 class Counted(Protocol):
-    """Interface of a cache that is counted, implemented by `PrefixCache` and `BlockCache`."""
+    """Interface of a cache with counters, implemented by `PrefixCache` and `BlockCache`."""
 
     @property
     def judge(self) -> Judge: ...
@@ -22,12 +22,12 @@ class Counted(Protocol):
 
 
 class KVCollector(Collector):
-    """Turns the counters of caches into metrics whenever they are asked for.
+    """Turns the counters of caches into metrics whenever Prometheus asks for them.
 
     Parameters
     ----------
     **caches : PrefixCache or BlockCache
-        The caches, by the names that are their label ``cache``. Register all of a process at once.
+        The caches, by the values of their label ``cache``. Register all caches of a process at once.
 
     Examples
     --------
@@ -40,23 +40,29 @@ class KVCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that docs/kv.md lists."""
         blocks = CounterMetricFamily(
-            "farpool_kv_blocks", "Blocks by step, and by outcome: done, or why not", labels=["cache", "step", "outcome"]
+            "farpool_kv_blocks",
+            "Blocks by step and outcome: done, or the reason why not",
+            labels=["cache", "step", "outcome"],
         )
         moved = CounterMetricFamily("farpool_kv_bytes", "Bytes that a step has moved", labels=["cache", "step"])
         decisions = CounterMetricFamily(
-            "farpool_kv_decisions", "Requests that could load, by what was decided", labels=["cache", "decision"]
+            "farpool_kv_decisions", "Requests that could load, by decision", labels=["cache", "decision"]
         )
         saved = GaugeMetricFamily(
             "farpool_kv_saved_seconds",
-            "Time that loads have taken less than computing was expected to take",
+            "Expected compute time minus load time, of all loads together",
             labels=["cache"],
         )
         gain = GaugeMetricFamily(
-            "farpool_kv_gain_ratio", "Share of the computing time that loading saves, by the hold-out", labels=["cache"]
+            "farpool_kv_gain_ratio",
+            "Share of the compute time that loading saves, measured by the hold-out",
+            labels=["cache"],
         )
-        aside = GaugeMetricFamily("farpool_kv_stands_aside", "1 while loading costs time", labels=["cache"])
+        aside = GaugeMetricFamily(
+            "farpool_kv_stands_aside", "1 while the cache computes because loading costs time", labels=["cache"]
+        )
         measured = GaugeMetricFamily(
-            "farpool_kv_measured_requests", "Recent requests that the gain rests on", labels=["cache", "arm"]
+            "farpool_kv_measured_requests", "Recent requests from which the gain was measured", labels=["cache", "arm"]
         )
         for name, cache in self._caches.items():
             for counter, number in cache.stats().items():

@@ -1,7 +1,7 @@
-"""Namespaces: everything that makes the bytes of KV differ although the tokens are the same.
+"""Namespaces: everything on which the bytes of KV depend in addition to the tokens.
 
-Engines' own hashes name tokens, and nothing else: not the weights, nor the data type, nor the layout. Two engines that
-disagree on any of these must never find each other's blocks, so all of it goes into a digest that is part of each key.
+Engines' own hashes depend only on the tokens, not on the weights, the data type or the layout. Two engines that differ
+in any of these must never find each other's blocks, so a digest of all of them is part of each key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farpool.errors import ConfigError
 __all__ = ["Group", "Namespace"]
 
 _SCHEMA = 1
-"""Version of the map whose digest names a namespace; another one is another namespace."""
+"""Version of the map whose digest names a namespace; another version gives another namespace."""
 DIGEST_BYTES = 16
 
 
@@ -31,12 +31,12 @@ class Group:
     layers : tuple of str
         Names of the layers in the order of their bytes, or a range such as ``0..31``.
     block_bytes : int
-        Bytes of one block's payload, all layers together.
+        Bytes of one block's payload, for all layers together.
     kind : {"full", "sliding", "mla", "recurrent"}
-        Attention to all tokens; to the last ``window`` ones; compressed latents; a state that stands for all tokens
-        before.
+        Attention to all tokens; attention to the last ``window`` tokens; compressed latents; a state that stands for
+        all earlier tokens.
     window : int
-        Tokens that a sliding layer looks back; 0 for other kinds.
+        Number of earlier tokens that a sliding layer sees; 0 for other kinds.
     """
 
     layers: tuple[str, ...]
@@ -47,16 +47,16 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """All that readers and writers of KV have to agree on, apart from the tokens.
+    """Everything that readers and writers of KV have to agree on, apart from the tokens.
 
     Attributes
     ----------
     engine : str
-        Program that makes the KV, such as ``vllm``.
+        Program that computes the KV, such as ``vllm``.
     model : str
         Name of the model.
     weights : str
-        Name of exactly these weights: a revision, a digest, the number of a training step.
+        Exact name of the weights: a revision, a digest, the number of a training step.
     dtype : str
         Logical data type, such as ``bfloat16`` or ``fp8_e4m3``.
     layout : str
@@ -70,19 +70,19 @@ class Namespace:
     seed : str
         Seed of that chain.
     tokens_per_hash : int
-        Tokens that one link of the chain adds; 0 for those of a block.
+        Tokens that one link of the chain adds; 0 if that is the number of tokens of a block.
     heads : int
-        KV heads of a layer on one rank; 0 where that does not apply.
+        KV heads of a layer on one rank; 0 if the model has none.
     head_dim : int
-        Size of a head; 0 where that does not apply.
+        Size of a head; 0 if the model has none.
     parallel : tuple of (str, int)
         Sizes of parallel groups on which the bytes depend, such as ``("tp", 2)``.
     tenant : str
-        Users who share nothing with others.
+        Name of users who share nothing with other users.
     codec : str
         Compression of the payloads; empty for none.
     extra : tuple of (str, str or int)
-        Whatever else makes bytes differ.
+        Everything else on which the bytes depend.
 
     Raises
     ------
@@ -111,7 +111,7 @@ class Namespace:
         for name in ("engine", "model", "weights", "dtype", "layout"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                hint = "; name exactly the weights that make this KV" if name == "weights" else ""
+                hint = "; give the exact name of the weights that compute this KV" if name == "weights" else ""
                 raise ConfigError(f"{name} is {value!r}, expected a text that is not empty{hint}", setting=name)
         for name in ("tokens_per_block", "tokens_per_hash", "heads", "head_dim"):
             value, least = getattr(self, name), int(name == "tokens_per_block")
@@ -140,7 +140,7 @@ class Namespace:
         Raises
         ------
         ConfigError
-            The bytes are no namespace of this schema.
+            The bytes are not a namespace of this schema.
         """
         try:
             found: dict[str, Any] = cbor2.loads(encoded)

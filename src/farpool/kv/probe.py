@@ -5,8 +5,10 @@ engine's memory, or puts the right bytes into the wrong place, for example after
 connector first moves a block of known bytes, which it writes and reads with the engine's own functions. If other bytes
 come back, it refuses to serve: every block is missing, and none is saved.
 
-A connector has the engine's memory when it starts, and probes then. `farpool.kv.PrefixCache` and the caches for
-transformers see the memory when it is first saved from or loaded into, so they probe at that call (`Probe.first_use`).
+A connector for a serving engine has the engine's memory when it starts: it makes its probe with `Probe(name, caches)`
+and calls `Probe.check`. `farpool.kv.PrefixCache` and the caches for transformers see memory only when they first save
+from it or load into it. They make their probe with ``at_first_use=True`` and call `Probe.admit` before each save and
+load.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,10 +42,11 @@ __all__ = ["EngineBlock", "Probe"]
 _LOG = logging.getLogger("farpool.kv")
 
 _TTL_S = 60.0
-"""Seconds after which a probe's block expires if its program dies before removing it."""
+"""Seconds after which a probe's block expires if its program dies before deleting it."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
-"""Reasons for which nodes never take a block: the access key may only read, or the block is larger than a node."""
+"""Reasons for which nodes never store a block: the access key may only read, or the block is larger than a node."""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.WRONG_VERSION})
+_NO_PROOF = "no known block has come back through memory like this"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,10 @@ class EngineBlock:
     targets : callable
         Return the memory into which the connector loads the block.
     land : callable
-        Bring what was loaded into `targets` to its place, if that is somewhere else.
+        Move the loaded bytes from `targets` to their place, if that is somewhere else.
     known : bytes or None
-        Bytes that `values` have now, for memory that may only be read: the probe moves these. None if it writes random
-        bytes first.
+        The bytes that `values` have now. The probe moves them if the engine's memory may only be read. None if the
+        probe writes random bytes first.
     """
 
     nbytes: int
@@ -76,7 +80,7 @@ class EngineBlock:
 
     @classmethod
     def private(cls, nbytes: int) -> EngineBlock:
-        """Make a block in memory of its own, for a probe while the engine uses all of its memory."""
+        """Make a block in new memory, for a probe while the engine uses all of its own memory."""
         memory = bytearray(nbytes)
         view = memoryview(memory)
 
@@ -93,8 +97,10 @@ class Probe:
     ----------
     where : str
         Name of the engine, for messages.
+    *caches : BlockCache
+        The caches to guard; see `guard`.
     at_first_use : bool
-        The engine's memory is probed by `first_use`. Until then blocks may be looked up.
+        The engine's memory is probed by `admit`. Blocks may be looked up before that.
 
     Attributes
     ----------
@@ -105,27 +111,37 @@ class Probe:
         Error of a probe that has failed.
     """
 
-    def __init__(self, where: str, *, at_first_use: bool = False) -> None:
+    def __init__(self, where: str, *caches: BlockCache, at_first_use: bool = False) -> None:
         self._where = where
         self.reason: Reason | None = None if at_first_use else Reason.UNPROVED
         self.error: ProbeError | None = None
         self._nbytes = 0
-        self._caches: tuple[BlockCache, BlockCache] | None = None
+        self._caches: tuple[BlockCache, ...] = ()
         self._passed: set[Hashable] = set()
         self._without_nodes: set[Hashable] = set()  # kinds of memory that were checked without a node
         self.begin_in_child()
+        if caches:
+            self.guard(*caches)
 
-    def guard(self, saving: BlockCache, loading: BlockCache, *others: BlockCache) -> None:
-        """Keep caches from moving blocks until this probe has passed; the probe uses the first two."""
-        self._caches = saving, loading
-        for cache in (saving, loading, *others):
+    @classmethod
+    def of(cls, cache: BlockCache, where: str) -> Probe:
+        """Return the probe that guards a cache; a new one, which probes at the first use, if none guards it yet."""
+        return cache.probe if isinstance(cache.probe, Probe) else cls(where, cache, at_first_use=True)
+
+    def guard(self, *caches: BlockCache) -> None:
+        """Keep caches from moving blocks until this probe has passed.
+
+        The probe saves its block through the first cache and loads it through the second one, if there is one.
+        """
+        self._caches = caches
+        for cache in caches:
             cache.require(self)
 
     def begin_in_child(self) -> None:
         """Forget a probe that another thread was making when this process was forked."""
         self._lock = threading.Lock()
         self._asking: Future[None] | None = None
-        self._thread: int | None = None  # that makes the probe now
+        self._thread: int | None = None  # the thread that makes the probe now
 
     def is_of_this_thread(self) -> bool:
         """Return True while this thread makes the probe, because caches may then move the probe's block."""
@@ -149,15 +165,45 @@ class Probe:
             if reason is not None and self.error is None:
                 self._moved(block, through_nodes=False)
             if self.error is None:
-                self._settle(reason)
+                self.reason = self._allowed(reason)
 
     def attempt(self) -> None:
-        """Probe the nodes if none has answered yet, with other memory, because the engine may be using its own now."""
+        """Probe the nodes if none has answered yet, with new memory, because the engine may be using its own now."""
         with self._lock:
             if self.error is None and self.reason is not None and self._nbytes:
                 reason = self._moved(EngineBlock.private(self._nbytes), through_nodes=True)
                 if self.error is None:
-                    self._settle(reason)
+                    self.reason = self._allowed(reason)
+
+    def admit(
+        self,
+        step: str,
+        requests: str | Sequence[str],
+        blocks: int,
+        kinds: Iterable[Hashable],
+        block: Callable[[Sequence[Hashable]], EngineBlock],
+        timeout: float | None = None,
+        *,
+        through_nodes: bool = True,
+    ) -> Reason | None:
+        """Do as `first_use`; if the call must not move its blocks, count them and write that into the journal.
+
+        Parameters
+        ----------
+        step : str
+            ``load`` or ``save``.
+        requests : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each block.
+        blocks : int
+            Number of blocks that the call moves.
+        kinds, block, timeout, through_nodes
+            See `first_use`.
+        """
+        reason = self.first_use(kinds, block, timeout, through_nodes=through_nodes)
+        if reason is not None:
+            for request, number in Counter([requests] * blocks if isinstance(requests, str) else requests).items():
+                self._caches[0].missed(step, request, number, reason, _NO_PROOF)
+        return reason
 
     def first_use(
         self,
@@ -169,18 +215,18 @@ class Probe:
     ) -> Reason | None:
         """Move a known block through each kind of memory that no call has used before.
 
-        If no node can be asked, a copy in memory stands for them, and the next call asks them again.
+        If no node can be asked, the probe uses a copy in memory instead, and the next call asks the nodes.
 
         Parameters
         ----------
         kinds : iterable
             Names of the kinds of memory that a call uses.
         block : callable
-            Makes the block of the kinds that have to be probed.
+            Make the block of the kinds that have to be probed.
         timeout : float or None
-            Seconds that this may take; None for the cache's own time for each request.
+            Maximum time in seconds; None for the cache's own time for each request.
         through_nodes : bool
-            False for a call that needs no node: a copy in memory is enough for it.
+            False if the call needs no node, so that a copy in memory is enough.
 
         Returns
         -------
@@ -190,14 +236,14 @@ class Probe:
         Raises
         ------
         BudgetError, PoolFullError, TierError
-            The engine's memory is in a pool, and has no room for the block.
+            The engine's memory is in a pool that has no room for the block.
         """
         kinds = list(kinds)
         if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
             return self.reason
         until = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-            return Reason.LATE  # another call still makes the probe
+            return Reason.LATE  # another call is still making the probe
         try:
             done = self._passed if through_nodes else self._passed | self._without_nodes
             missing = [kind for kind in kinds if kind not in done]
@@ -219,13 +265,13 @@ class Probe:
             self._lock.release()
 
     def _ask_later(self) -> None:
-        """Ask the nodes with the cache's own time: calls whose time is always short must not stay unproved for good."""
-        if self._caches is not None and (self._asking is None or self._asking.done()):
+        """Ask the nodes with the cache's own timeout, because calls that never have enough time would stay unproved."""
+        if self._caches and (self._asking is None or self._asking.done()):
             with contextlib.suppress(StoreClosedError):
                 self._asking = self._caches[0].submit(self._ask_nodes)
 
     def _ask_nodes(self) -> None:
-        """Move a block in memory of its own for kinds whose first use left no time for nodes."""
+        """Move a block in new memory for kinds whose first use left no time for nodes."""
         with self._lock:
             kinds = self._without_nodes - self._passed
             if self.error is None and kinds:
@@ -233,14 +279,13 @@ class Probe:
                 if self.error is None and reason is None:
                     self._passed |= kinds
 
-    def _settle(self, reason: Reason | None) -> None:
-        self.reason = self._allowed(reason)
-
     def _allowed(self, reason: Reason | None) -> Reason | None:
-        """Return why blocks may not be served yet, for a probe's block that was not moved for a reason."""
+        """Return why blocks may not be served yet, if the probe's block was not moved for `reason`."""
         if reason in _NOT_ALLOWED:
             _LOG.warning(
-                "%s: nodes took no block for the probe (%s); only the engine's memory was checked", self._where, reason
+                "%s: the nodes did not store the probe's block (%s); only the engine's memory was checked",
+                self._where,
+                reason,
             )
             return None
         return reason
@@ -253,20 +298,20 @@ class Probe:
             kept = block.read()
             try:
                 block.write(known)
-                if through_nodes and self._caches is not None:
-                    reason = _carried(block, known, *self._caches, until)
+                if through_nodes and self._caches:
+                    reason = _carried(block, known, self._caches[0], self._caches[1:2] or self._caches, until)
                 else:
                     _copied(block, known)
                 found = block.read()
             finally:
                 block.write(kept)
             if reason in _DAMAGED:
-                self._fail(f"it came back {reason}")
+                self._fail(f"the loaded block is {reason}")
             elif reason is None and found != known:
                 self._fail(_difference(known, found))
-        except (BudgetError, PoolFullError, TierError):  # of the pool that the engine's memory is in
+        except (BudgetError, PoolFullError, TierError):  # the engine's memory is in a pool that has no room
             raise
-        except Exception as error:  # of the engine's functions, which may have changed
+        except Exception as error:  # another release may have changed the engine's functions
             self._fail(f"{type(error).__name__} was raised: {error}")
         finally:
             self._thread = None
@@ -276,14 +321,14 @@ class Probe:
         self.reason = Reason.UNPROVED
         self.error = ProbeError(
             f"{self._where}: a known block of {self._nbytes} bytes was saved and loaded, and {what}; expected the same "
-            "bytes. This cache loads and saves no blocks. Check that this release of the engine is supported, "
-            "and that its memory has the same order of bytes each time"
+            "bytes. This cache loads and saves no blocks. Check that this release of the engine is supported and that "
+            "its memory always has the same order of bytes"
         )
         _LOG.error("ProbeError: %s", self.error)
 
 
 def _known(nbytes: int) -> bytes:
-    """Return bytes that are different in each place and each probe."""
+    """Return random bytes, which differ in each place and each probe."""
     return hashlib.shake_128(os.urandom(16)).digest(nbytes)
 
 
@@ -305,9 +350,9 @@ def _copied(block: EngineBlock, known: bytes) -> None:
 
 
 def _carried(
-    block: EngineBlock, known: bytes, saving: BlockCache, loading: BlockCache, until: float | None
+    block: EngineBlock, known: bytes, saving: BlockCache, loaders: Sequence[BlockCache], until: float | None
 ) -> Reason | None:
-    """Save the block and load it again; return why one of them failed."""
+    """Save the block and load it again; return why the save or the load failed."""
     values = block.values()
     namespace = Namespace(
         engine="farpool",
@@ -320,12 +365,12 @@ def _carried(
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
     saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace, timeout=_left(until))
-    if any(saved):  # the copies that were saved expire; do not ask nodes a second time that are away
+    if any(saved):  # the saved copies expire; do not ask unreachable nodes again
         return next(reason for reason in saved if reason is not None)
     try:
         block.write(_inverted(known))
         targets = block.targets()
-        loaded = loading.load(keys, targets, timeout=_left(until))
+        loaded = loaders[0].load(keys, targets, timeout=_left(until))
         block.land(targets)
         return next((reason for reason in loaded if reason is not None), None)
     finally:
@@ -338,7 +383,7 @@ def _left(until: float | None) -> float | None:
 
 def _difference(known: bytes, found: bytes) -> str:
     if len(known) != len(found):
-        return f"{len(found)} bytes came back"
+        return f"{len(found)} bytes were loaded"
     first = next(place for place, (one, other) in enumerate(zip(known, found, strict=True)) if one != other)
     return f"other bytes came back from byte {first} on"
 

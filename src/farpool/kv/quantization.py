@@ -1,17 +1,18 @@
 """Lossy codecs: KV as whole numbers of 8 or 4 bits, with a bound on the error of each element.
 
 As in KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024), keys are quantized
-per channel, since a few channels are much larger than the others, and values per token: a group is 32 tokens of one
-channel of one head, or 32 channels of one token of one head. What has no keys and values apart (MLA) is quantized as
-values are. A group's smallest and largest elements are stored as they are; the codes count equal steps between them:
-``step = (largest - smallest) / (2 ** bits - 1)``.
+per channel, because a few channels are much larger than the others, and values are quantized per token: a group is 32
+tokens of one channel of one head, or 32 channels of one token of one head. Latents that do not separate keys and values
+(MLA) are quantized like values. A group's smallest and largest elements are stored as they are; the codes count equal
+steps between them: ``step = (largest - smallest) / (2 ** bits - 1)``.
 
 For each element ``x`` and its decoded ``y``, ``|x - y|`` is at most half a step plus the rounding of ``y`` to the
 type of the elements (half a unit in the last place of the group's largest magnitude), and never more than one step;
 float32 arithmetic adds at most 1/1024 of a step and 2**-21 of that magnitude.
 
-A payload with NaN or infinity in it, or with groups whose steps float32 cannot count, is stored as it is. Zeros lose
-their sign. The arithmetic is that of IEEE 754, one rounding an operation: the same payload always gives the same bytes.
+A payload with NaN or infinity, or with groups whose steps are outside the range of float32, is stored as it is. Zeros
+lose their sign. The arithmetic follows IEEE 754 with one rounding for each operation, so the same payload always gives
+the same bytes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "Axes", "Quantized"]
 
 GROUP = 32
-"""Elements of a group, KIVI's own choice; the last group of an axis may be shorter."""
+"""Elements of a group, as in KIVI; the last group of an axis may be shorter."""
 
 _LETTERS = "slthd"
 _SLICE = 1 << 17
-"""Elements that are worked on at a time, so that they stay in the core's cache and in memory that is in use already."""
+"""Elements that are processed at a time, so that they stay in the core's cache and in memory that is already backed."""
 _LARGEST, _SMALLEST_STEP = 2.0**120, 2.0**-100
 """Limits of a group's elements and steps, within which neither overflows nor loses bits in float32."""
 
@@ -54,14 +55,14 @@ class Axes:
     ----------
     order : str
         A letter for each axis: ``s`` keys (0) and values (1), ``l`` layers, ``t`` tokens, ``h`` heads, ``d`` channels
-        of a head. ``t`` and ``d`` must be there.
+        of a head. ``t`` and ``d`` are required.
     sizes : tuple of int
-        Sizes of these axes, at least 1 each; that of ``s`` is 2.
+        Sizes of these axes, at least 1 each; the size of ``s`` is 2.
 
     Raises
     ------
     ConfigError
-        There are other letters, or no such sizes.
+        A letter or a size is wrong.
     """
 
     order: str
@@ -76,7 +77,7 @@ class Axes:
                 setting="layout",
             )
         if min(self.sizes) < 1 or ("s" in self.order and self.sizes[self.order.index("s")] != 2):
-            raise ConfigError(f"axes {self.order!r} of sizes {self.sizes}; expected at least 1, and 2 of s")
+            raise ConfigError(f"axes {self.order!r} of sizes {self.sizes}; expected at least 1, and 2 for s")
 
     @classmethod
     def of(cls, namespace: Namespace, group: int) -> Axes:
@@ -85,7 +86,7 @@ class Axes:
         Raises
         ------
         ConfigError
-            The namespace's layout does not consist of axes' letters, or its sizes do not make up a block's bytes.
+            The namespace's layout does not consist of letters of axes, or its sizes do not give a block's bytes.
         """
         layout, own = namespace.layout, namespace.groups[group]
         sizes = {"s": 2, "l": 1, "t": namespace.tokens_per_block, "h": namespace.heads, "d": namespace.head_dim}
@@ -99,7 +100,8 @@ class Axes:
         layers = own.block_bytes // known if known and "l" in layout else 1
         if not known or layers * known != own.block_bytes:
             raise ConfigError(
-                f"layout {layout!r}: its axes make no blocks of {own.block_bytes} bytes", setting="layout"
+                f"layout {layout!r}: its axes do not give blocks of {own.block_bytes} bytes; check heads and head_dim",
+                setting="layout",
             )
         return cls(layout, tuple({**sizes, "l": layers}[axis] for axis in layout))
 
@@ -112,7 +114,7 @@ class _Float:
     dtype: torch.dtype
 
     def widen(self, bits: NDArray[Any], into: NDArray[np.float32]) -> None:
-        """Convert elements to float32. With numpy, since torch warns of memory that may not be written."""
+        """Convert elements to float32, with numpy, because torch warns about read-only memory."""
         if self.dtype == torch.bfloat16:
             wide = into.view(np.uint32)
             wide[...] = bits
@@ -121,7 +123,7 @@ class _Float:
             into[...] = bits
 
     def narrow(self, values: NDArray[np.float32]) -> NDArray[Any]:
-        """Round to the nearest elements, ties to even; return their bits."""
+        """Round to the nearest elements, ties to even, and return their bits."""
         of_size = torch.uint32 if self.dtype == torch.float32 else torch.uint16
         return torch.from_numpy(values).to(self.dtype).view(of_size).numpy().view(self.bits)
 
@@ -136,8 +138,8 @@ _FLOATS = {
 class Quantized:
     """Whole numbers of 8 or 4 bits for each element, and two elements for each group.
 
-    The stored form is, for keys and then for values: of each run of groups the smallest elements, the largest ones, and
-    the codes; codes of 4 bits are packed by two, the first in the lower half.
+    The stored form has, for keys and then for values, the smallest elements, the largest elements and the codes of each
+    run of groups. Two codes of 4 bits share a byte, the first one in the lower half.
 
     Parameters
     ----------
@@ -151,7 +153,7 @@ class Quantized:
     Raises
     ------
     ConfigError
-        The type is another, or there are no axes.
+        The type is not one of these, or there are no axes.
     """
 
     def __init__(self, bits: int, dtype: str, axes: Axes | None) -> None:
@@ -169,15 +171,16 @@ class Quantized:
 
     def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
         if len(payload) != self._nbytes:
-            raise ConfigError(f"a payload has {len(payload)} bytes; its axes {self._axes} say {self._nbytes}")
+            raise ConfigError(f"a payload has {len(payload)} bytes; its axes {self._axes} give {self._nbytes}")
         stored: list[Buffer] = []
         zero, one = np.float32(0), np.float32(1)
-        with np.errstate(all="ignore"):  # NaN and infinity are found below
+        with np.errstate(all="ignore"):  # NaN and infinity are detected below
             for group, axis in self._groups(payload):
                 values = self._scratch(group.shape)
                 self._float.widen(group, values)
                 wide = torch.from_numpy(values)
-                # Torch finds the extremes several times as fast. Of two zeros, the positive one.
+                # Torch finds the extremes several times as fast as numpy. Adding 0 turns a negative zero into a
+                # positive one.
                 smallest, largest = (extreme(axis, keepdim=True).numpy() + zero for extreme in (wide.amin, wide.amax))
                 step = (largest - smallest) / self._levels
                 countable = (step == 0) | (step >= _SMALLEST_STEP)
@@ -193,7 +196,7 @@ class Quantized:
 
     def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
         if len(payload) != self._nbytes:
-            raise CodecError(f"the payload has {len(payload)} bytes; its axes {self._axes} say {self._nbytes}")
+            raise CodecError(f"the payload has {len(payload)} bytes; its axes {self._axes} give {self._nbytes}")
         place = 0
 
         def take(nbytes: int) -> NDArray[np.uint8]:
@@ -223,7 +226,7 @@ class Quantized:
             raise CodecError(f"{len(stored)} bytes are more than the {place} of a payload of {len(payload)}")
 
     def _groups(self, payload: NDArray[np.uint8]) -> Iterator[tuple[NDArray[Any], int]]:
-        """Views of the payload's elements, in the order of their storing, whose groups are along one axis each."""
+        """Yield views of the payload's elements in stored order, each with the axis along which its groups are."""
         axes = self._axes
         array = payload.view(self._float.bits).reshape(axes.sizes)
         order = [axes.order.index(axis) for axis in _LETTERS if axis in axes.order]
@@ -239,7 +242,7 @@ class Quantized:
                     yield run[first : first + rows], axis
 
     def _scratch(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Return this thread's memory for float32: new memory would cost a page fault for each kilobyte of elements."""
+        """Return this thread's memory for float32, because new memory would cost many page faults."""
         size = math.prod(shape)
         if getattr(self._memory, "array", np.empty(0)).size < size:
             self._memory.array = np.empty(max(size, _SLICE), np.float32)

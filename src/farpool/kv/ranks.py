@@ -1,13 +1,14 @@
 """Exchanges among the ranks of one engine: each rank gives numbers, and all ranks get the same answer.
 
-Ranks of a tensor-parallel engine have to load the same number of tokens: an engine whose ranks differ hangs in its
-collectives. Each rank has blocks, a clock and a link of its own, so ranks find and load different amounts. They agree
-on the least.
+Ranks of a tensor-parallel engine must load the same number of tokens, because an engine whose ranks differ hangs in its
+collectives. Each rank has its own blocks, clock and link, so ranks find and load different amounts. They agree on the
+smallest amount.
 
-A rank that waits cannot tell a late rank from a dead one, and it must not guess: the late rank may have got an answer.
-So the answer of an exchange is one key of a store that all ranks use, and the store lets only the first writer set it.
-Rank 0 writes the least of all numbers there once it has every rank's; a rank whose time is over writes a refusal.
-Every rank takes the answer that the store has kept, however late the rank comes.
+A waiting rank cannot distinguish a late rank from a dead one, and it must not guess, because the late rank may have
+received an answer. So the answer of an exchange is one key of a store that all ranks use, and the store lets only the
+first writer set it. Rank 0 writes the minimum of all numbers there after it has received the numbers of every rank. A
+rank whose time is over writes a refusal. Every rank takes the answer that the store has kept, however late the rank
+reads it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from farpool.errors import ConfigError, NodeError
 __all__ = ["Exchange", "Ranks", "StoreRanks"]
 
 Exchange = Callable[[Sequence[int]], Sequence[int]]
-"""Takes the numbers of one rank, which are 0 or more, and returns the least of each number over all ranks."""
+"""Takes the numbers of one rank, each at least 0, and returns the minimum of each number over all ranks."""
 
 _REFUSED = "refused"
-_KEPT = 1 << 12
-"""Number of exchanges whose keys stay in the store after they have ended. A rank that stands still for more exchanges
-gets an error instead of an answer."""
-_STEP = 1 << 8
-"""Number of exchanges after which rank 0 records again which answers it may have deleted; a record at each exchange
-would cost another trip to the store."""
+_KEPT_EXCHANGES = 1 << 12
+"""Number of exchanges whose keys stay in the store after they have ended. A rank that is paused for more exchanges gets
+an error instead of an answer."""
+_RECORD_PERIOD = 1 << 8
+"""Number of exchanges after which rank 0 records again which answers it may have deleted. A record at each exchange
+would cost one more request to the store."""
 
 
 class Ranks(Protocol):
-    """The ranks among which an engine's KV is divided, as `farpool.kv.PrefixCache` needs them.
+    """The ranks among which an engine's KV is divided; `farpool.kv.PrefixCache` needs this interface.
 
     An engine that can compute the minimum over its ranks implements this over its own collectives.
 
@@ -58,14 +59,14 @@ class Ranks(Protocol):
         Returns
         -------
         callable
-            It is called once, perhaps later and on another thread. It returns the same numbers on all ranks: the least
-            of each, or zeros if a rank did not give its numbers in time or gave fewer numbers than another one. A rank
-            whose call has failed, for example on a damaged note, gives two zeros.
+            It is called once, perhaps later and on another thread. It returns the same numbers on all ranks: the
+            minimum of each, or zeros if a rank did not give its numbers in time or gave fewer numbers than another
+            rank. A rank whose call has failed, for example on a damaged note, gives two zeros.
         """
 
 
 class Store(Protocol):
-    """A store of ``torch.distributed``, whose own types are incomplete; see the documentation of torch."""
+    """A store of ``torch.distributed``; see the documentation of torch, whose types of it are incomplete."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -92,9 +93,9 @@ class StoreRanks:
     rank, size : int
         Number of this rank, and how many ranks there are.
     timeout : float
-        Seconds that a rank waits for the others before it refuses an exchange.
+        Seconds that a rank waits for the other ranks before it refuses an exchange.
     name : str
-        Beginning of the keys in the store. Each cache of an engine needs a name of its own.
+        Prefix of the keys in the store. Each cache of an engine needs its own name.
 
     Attributes
     ----------
@@ -129,8 +130,8 @@ class StoreRanks:
         Raises
         ------
         NodeError
-            The returned callable raises it if the store fails, or if this rank stood still for so long that rank 0 has
-            deleted the answer. This rank then cannot know what the other ranks do: end it.
+            The returned callable raises it if the store fails, or if this rank was paused for so long that rank 0 has
+            deleted the answer. This rank then cannot know which answer the other ranks have: end it.
         """
         number = next(self._numbers)
         return lambda values: values if self.size == 1 else self._least(number, values)
@@ -156,31 +157,31 @@ class StoreRanks:
             keys = [self._key(number, rank) for rank in range(1, self.size)]
             try:
                 store.wait(keys, self._timeout)
-            except RuntimeError:  # no time is left; a store that has failed says so in the next call
+            except RuntimeError:  # no time is left; a store that has failed raises an error again in the next call
                 pass
             else:
                 given = [[*map(int, one.decode().split(","))] for one in store.multi_get(keys)]
                 if all(len(one) == len(values) for one in given):
                     answer = ",".join(str(min(column)) for column in zip(values, *given, strict=True))
         answer = store.compare_set(self._key(number), "", answer).decode()
-        if number < self._deleted:  # the first answer may be gone, and another rank may have read it
-            raise RuntimeError("this rank stood still until its answer was deleted")
+        if number < self._deleted:  # the first answer may be deleted, and another rank may have read it
+            raise RuntimeError("this rank was paused until its answer was deleted")
         return answer
 
     def _follow(self, store: Store, number: int, values: Sequence[int]) -> str:
         """Give this rank's numbers, and take the answer."""
         store.set(self._key(number, self.rank), ",".join(map(str, values)))
         if not any(values):
-            return _REFUSED  # the least of all numbers is 0 in any case
+            return _REFUSED  # the minimum of all numbers is 0 in any case
         key = self._key(number)
         try:
             store.wait([key], self._timeout)
-        except RuntimeError:  # no time is left; a store that has failed says so in the next call
+        except RuntimeError:  # no time is left; a store that has failed raises an error again in the next call
             answer = store.compare_set(key, "", _REFUSED).decode()
         else:
             answer = store.get(key).decode()
         if answer == _REFUSED and self._is_deleted(store, number):
-            raise RuntimeError("this rank stood still until its answer was deleted")
+            raise RuntimeError("this rank was paused until its answer was deleted")
         return answer
 
     def _is_deleted(self, store: Store, number: int) -> bool:
@@ -190,15 +191,16 @@ class StoreRanks:
 
     def _tidy(self, store: Store, number: int) -> None:
         """Delete this rank's key of an exchange that has ended long ago."""
-        old = number - _KEPT - _STEP
+        old = number - _KEPT_EXCHANGES - _RECORD_PERIOD
         if self.rank:
             if old >= 0:
                 store.delete_key(self._key(old, self.rank))
             return
         with self._lock:
-            if number - _KEPT >= self._deleted + _STEP:
-                # Record the number before deleting any answer: a rank that finds no answer looks here for the reason.
-                key, deleted = self._key("deleted"), number - _KEPT
+            if number - _KEPT_EXCHANGES >= self._deleted + _RECORD_PERIOD:
+                # Record the number before deleting any answer, because a rank that finds no answer looks here for the
+                # reason.
+                key, deleted = self._key("deleted"), number - _KEPT_EXCHANGES
                 store.set(key, str(deleted))
                 store.check([key])  # `set` does not wait for the store
                 self._deleted = deleted
@@ -209,7 +211,7 @@ class StoreRanks:
         return "/".join(map(str, (self._name, *parts)))
 
     def _connection(self) -> Store:
-        """Return this thread's own connection: a rank that waits on one blocks all other threads that use it."""
+        """Return this thread's own connection; a waiting call blocks all other threads that use its connection."""
         if os.getpid() != self._process:
             raise ConfigError(
                 f"process {os.getpid()} was forked from rank {self.rank} and is not a rank itself: make its cache "

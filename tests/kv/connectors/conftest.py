@@ -20,9 +20,9 @@ _PROGRAMS = "tests.kv.connectors.programs"
 
 @pytest.fixture(scope="session")
 def engine_python() -> Callable[[str], str]:
-    """The interpreter of an engine's environment, by the engine's name; skips the test where there is none.
+    """The interpreter of an engine's environment, by the engine's name; skips the test if there is none.
 
-    That of ``transformers`` is the project's own.
+    For ``transformers`` it is the project's own interpreter.
     """
 
     def find(name: str) -> str:
@@ -46,7 +46,7 @@ def run_program(engine_python: Callable[[str], str]) -> Callable[..., dict[str, 
     """Run a program of `programs/` in an engine's environment; returns the JSON of its last line.
 
     ``run_program("vllm", "vllm_tier", "tcp", timeout=60)`` is ``python -m tests.kv.connectors.programs.vllm_tier tcp``,
-    with the environment's Python. Fails with what the program said if it fails or takes longer.
+    with the environment's Python. Fails with the program's output if it fails or takes longer.
     """
 
     def run(engine: str, program: str, *arguments: str, timeout: float = 120.0, **environment: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_the_command_for_lmcaches_server_makes_the_level(run_program: Callable[.
     assert told == {"adapter": "FarpoolL2", "healthy": True, "policy": "LRU", "gigabytes": 20, "port": 5555}
 
 
-def test_vllm_is_told_where_lmcaches_server_listens(
+def test_vllm_finds_lmcaches_server_by_the_options_in_the_guide(
     of_vllm: dict[str, Any], engine_python: Callable[[str], str]
 ) -> None:
     told = of_vllm["to_lmcache"]

@@ -1,4 +1,4 @@
-"""farpool can be installed into an engine's environment without replacing what the engine has pinned, such as torch."""
+"""farpool can be installed into an engine's environment without replacing pinned packages, such as torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE = 60.0
 
 
 def _ours(*extras: str) -> Iterator[Requirement]:
-    """What `pip install '.[EXTRAS]'` asks for."""
+    """Return the packages that `pip install '.[EXTRAS]'` requires."""
     of_extras = (line for extra in extras for line in PROJECT["optional-dependencies"][extra])
     for one in map(Requirement, [*PROJECT["dependencies"], *of_extras]):
         if one.name == "farpool":
@@ -56,7 +56,7 @@ def _clashes(theirs: Sequence[str], *extras: str) -> list[str]:
         ("lmcache", "lmcache", {"numpy", "prometheus-client"}),
     ],
 )
-def test_what_an_engine_pins_stays(recipe: str, package: str, pinned: set[str]) -> None:
+def test_an_engines_pinned_packages_stay(recipe: str, package: str, pinned: set[str]) -> None:
     lines = (ROOT / f"scripts/kv_envs/{recipe}.sh").read_text().splitlines()
     (version,) = [line.removeprefix("VERSION=") for line in lines if line.startswith("VERSION=")]
     wanted = package if os.environ.get("FARPOOL_KV_NEWEST") else f"{package}=={version}"

@@ -53,7 +53,7 @@ tokens 1000 to 1511."""
 
 @pytest.fixture(scope="module", params=["mapped", "tcp"])
 def contract(request: pytest.FixtureRequest, run_program: Callable[..., dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Facts of the contract's cases over one transport; all run in one process, as the engine's start takes longer."""
+    """Facts of the contract's cases over one transport; all run in one process, because the engine starts slowly."""
     return request.param, run_program("lmcache", "lmcache_l2", request.param, *_CONTRACT, timeout=280.0)
 
 
@@ -91,11 +91,11 @@ def test_an_adapter_whose_probe_has_failed_is_not_healthy(contract: tuple[str, d
     assert _told(contract[1], "damaged_in_host_memory")["told"] == [False, "unproved"]
 
 
-def test_every_field_of_lmcaches_key_tells_objects_apart(facts: Callable[[str], dict[str, Any]]) -> None:
+def test_every_field_of_lmcaches_key_distinguishes_objects(facts: Callable[[str], dict[str, Any]]) -> None:
     assert facts("every_field_of_a_key_counts") == {"saved": 10, "found": 10, "loaded": 10, "wrong": 0}
 
 
-def test_results_come_once_and_events_are_three(facts: Callable[[str], dict[str, Any]]) -> None:
+def test_each_result_is_returned_once_and_there_are_three_events(facts: Callable[[str], dict[str, Any]]) -> None:
     found = facts("results_and_events")
     assert found["fds"] == 3
     assert found["bytes"] == 2 * 2 * 2 * 256 * 32 * 2
@@ -109,12 +109,12 @@ def test_locks_are_pins_that_end_with_as_many_unlocks_or_by_themselves(facts: Ca
     assert facts("locks") == {"locked": 1, "still": 1, "remembered": 1, "at_once": True}
 
 
-def test_quotas_are_told_what_is_stored_and_what_went(facts: Callable[[str], dict[str, Any]]) -> None:
+def test_stored_and_evicted_objects_are_reported_to_quotas(facts: Callable[[str], dict[str, Any]]) -> None:
     found = facts("accounts")
     assert found["by_salt"] == {"alice": 4, "bob": 2}
     assert found["fraction"] == 0.06
     assert found["left"] == 3
-    assert found["again"] == 3  # one of alice's, as nobody has looked yet, and bob's two, which count once
+    assert found["again"] == 3  # one of alice's, because no lookup has been made yet, and bob's two, which count once
     assert found["found"] == 0
     assert found["at_last"] == 2
     assert found["events"] == [["stored", 6], ["accessed", 4], ["deleted", 3], ["deleted", 1]]
@@ -128,7 +128,7 @@ def test_without_any_node_requests_end_and_lmcache_stays_healthy(facts: Callable
     assert facts("without_nodes") == {"loaded": 0, "completed": True, "healthy": True}
 
 
-def test_lmcaches_own_conversion_works_where_the_layout_is_named(facts: Callable[[str], dict[str, Any]]) -> None:
+def test_lmcaches_own_conversion_works_if_the_layout_is_named(facts: Callable[[str], dict[str, Any]]) -> None:
     assert facts("serde") == {"loaded": 4, "values": [1.0, 2.0, 3.0, 4.0]}
 
 
@@ -161,8 +161,8 @@ def test_keys_are_the_same_in_all_processes_and_hold_the_published_hashes(
     assert one == other
     assert one["hash_seeds"]["vectors"] == _PUBLISHED
     assert sorted(one["hash_seeds"]["keys"]) == one["hash_seeds"]["keys"]
-    # Later releases of farpool find what is on nodes, because the namespace is part of the format; those of LMCache do
-    # not.
+    # Later releases of farpool find the objects on nodes, because the namespace is part of the format; those of LMCache
+    # do not.
     space = Namespace(
         engine="lmcache",
         model="tiny",
@@ -224,7 +224,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _server(python: str, log: Path, *options: str) -> Iterator[tuple[str, str]]:
-    """LMCache's server, ready: its address for requests, and that of its HTTP interface."""
+    """A ready server of LMCache: its address for requests, and the address of its HTTP interface."""
     port, http = _free_port(), _free_port()
     command = [str(Path(python).parent / "lmcache"), "server", "--port", str(port), "--http-port", str(http)]
     command += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.5", "--no-l1-use-lazy"]
@@ -254,11 +254,11 @@ def _is_healthy(port: int) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["", "node killed"])
-def test_the_server_gives_back_what_it_was_given(
+def test_the_server_returns_the_bytes_that_it_received(
     engine_python: Callable[[str], str], tmp_path: Path, fault: str
 ) -> None:
     python, log = engine_python("lmcache"), tmp_path / "server.log"
-    # Nothing stays in the server's memory, so that all of it comes from the node.
+    # Nothing stays in the server's memory, so all bytes are read from the node.
     with (
         running_node("256MiB") as node,
         _server(python, log, "--l2-store-policy", "skip_l1", "--l2-adapter", _spec(node)) as (rpc, http),
@@ -285,7 +285,7 @@ def test_the_server_gives_back_what_it_was_given(
             status = json.load(answer)
     (adapter,) = status["storage_manager"]["l2_adapters"]
     assert status["is_healthy"]
-    if fault:  # nothing is stored, and what LMCache still has is right
+    if fault:  # nothing is stored, and the objects that LMCache still has are right
         assert adapter.get("load.done", 0) == 0
         assert "MISMATCH" not in done.stdout
         assert done.stdout.count("STORE: stored") == 5, done.stdout
@@ -296,9 +296,7 @@ def test_the_server_gives_back_what_it_was_given(
 
 
 @pytest.mark.parametrize("tier", ["fs", "L1"])
-def test_the_benchmarks_drive_its_tiers_and_check_what_was_read(
-    engine_python: Callable[[str], str], tier: Tier
-) -> None:
+def test_the_benchmarks_use_its_tiers_and_check_the_bytes(engine_python: Callable[[str], str], tier: Tier) -> None:
     with LMCachePeer(engine_python("lmcache"), tier, 64 << 20) as peer:
         for batch in (1, 7):
             assert peer.seconds_each(True, 100_000, 7, batch, 1e-9) > 0

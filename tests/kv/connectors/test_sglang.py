@@ -89,7 +89,7 @@ def test_processes_with_other_hash_seeds_make_the_same_keys(run_program: Run) ->
     assert [key[40:104] for key in first["keys"]] == [one.hex() for one in chain[:2]]
 
 
-def test_each_layout_is_read_as_it_was_written_and_by_no_other(checks: Facts) -> None:
+def test_each_layout_reads_only_its_own_pages(checks: Facts) -> None:
     told = _told(checks, "layouts")
     addresses = {
         **{"mha layer_first": 4, "mha page_first": 2, "mha page_first_direct": 2, "mha page_head": 2},
@@ -185,12 +185,12 @@ def test_delays_and_failures_end_no_request_and_no_page_is_wrong(checks: Facts) 
     assert told["all_fail"] == {"saved": 0, "found": 0, "loaded": 0, "wrong": 0}
 
 
-def test_wrong_settings_are_refused_with_what_to_do(checks: Facts) -> None:
+def test_wrong_settings_are_refused_with_a_remedy(checks: Facts) -> None:
     told = _told(checks, "refused")["told"]
     assert "unknown field `node`" in told["unknown setting"]
     assert "weights_id" in told["unknown setting"]
     assert "kv_dtype" in told["unknown setting"]
-    assert "name exactly the weights" in told["empty weights id"]
+    assert "give the exact name of the weights" in told["empty weights id"]
     assert '"kv_dtype": "fp8_e4m3"' in told["8-bit KV without its type"]
     assert "$.kv_dtype" in told["wrong type of kv_dtype"]
     assert "'7471'" in told["wrong node"]
@@ -210,11 +210,11 @@ def test_wrong_calls_are_misses_and_never_none(checks: Facts) -> None:
     assert told["single"] == [True, False, None, False]
 
 
-def test_8_bit_types_in_the_same_bytes_are_told_apart(checks: Facts) -> None:
+def test_8_bit_types_in_the_same_bytes_are_distinguished(checks: Facts) -> None:
     assert _told(checks, "eight_bits") == {"pool": "torch.uint8", "own": 8, "other": 0}
 
 
-def test_compressed_pages_come_back_as_they_were(checks: Facts) -> None:
+def test_compressed_pages_are_loaded_unchanged(checks: Facts) -> None:
     told = _told(checks, "compressed")
     assert told == {"saved": [8, 8], "fewer": True, "loaded": [8, 8], "equal": True, "plain": 0}
 
@@ -229,7 +229,7 @@ def test_lossy_codecs_keep_their_bound_in_all_layouts_of_heads(checks: Facts) ->
     assert "int8 is for float32, float16, bfloat16, not for 'fp8_e4m3'" in told["refused"][1]
 
 
-def test_metrics_tell_of_each_batch_and_clear_leaves_others_alone(checks: Facts) -> None:
+def test_metrics_report_each_batch_and_clear_leaves_other_pages_alone(checks: Facts) -> None:
     told = _told(checks, "metrics_and_clear")
     assert (told["backup"], told["prefetch"], told["again"]) == ([8], [3], [])
     assert told["speeds"] == [True, True]
@@ -237,14 +237,14 @@ def test_metrics_tell_of_each_batch_and_clear_leaves_others_alone(checks: Facts)
     assert (told["before"], told["after"], told["others"]) == (8, 0, 8)
 
 
-def test_the_command_in_the_guide_does_it(checks: Facts) -> None:
+def test_the_command_in_the_guide_works(checks: Facts) -> None:
     assert _told(checks, "documented") == {
         **{"program": ["-m", "sglang.launch_server"], "set": [True, "dynamic"], "backend": "FarpoolHiCache"},
         **{"found": 8, "loaded": 8, "wrong": 0},
     }
 
 
-def test_native_hashes_are_the_published_ones_and_those_of_our_own_chain(checks: Facts) -> None:
+def test_native_hashes_equal_the_published_ones_and_our_chain(checks: Facts) -> None:
     told = _told(checks, "vectors")
     plain = [one.hex() for one in token_chain(range(1000, 1064), 16)]
     assert told["plain"] == plain

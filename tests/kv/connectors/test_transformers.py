@@ -2,7 +2,7 @@
 
 Accelerate's hooks are served by `farpool.kv.PooledWeights`, a mapping from names to weights, tested in
 tests/kv/test_accelerate.py. No case of the contract applies to it: it has no blocks, keys or hashes, looks nothing up
-and saves nothing while a model runs, and its weights lie in a pool of this process before the first module asks for
+and saves nothing while a model runs, and its weights are in a pool of this process before the first module asks for
 them. So no node can be late, dead or wrong then; and a weight that cannot be read when the mapping is made is an error,
 since weights, unlike KV, cannot be computed.
 """

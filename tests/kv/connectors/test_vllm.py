@@ -52,14 +52,14 @@ def test_a_request_loads_its_blocks_again_only_after_a_preemption(found: tuple[s
     assert found[1]["preempted"]["loaded"] == [BLOCKS, 0, BLOCKS]
 
 
-def test_hits_count_as_the_hosts_only_where_nodes_are_on_it(found: tuple[str, dict[str, Any]]) -> None:
+def test_hits_count_as_the_hosts_only_if_the_nodes_are_on_it(found: tuple[str, dict[str, Any]]) -> None:
     transport, facts = found
     assert facts["round_trip"]["sources"] == (["host"] if transport == "mapped" else ["external_unspecified"])
     told = {name: facts["stated_localities"][name] for name in ("LOCAL", "REMOTE")}
     assert told == {"LOCAL": ["host"], "REMOTE": ["external_unspecified"]}
 
 
-def test_blocks_that_nobody_can_use_are_replaced(found: tuple[str, dict[str, Any]]) -> None:
+def test_useless_blocks_are_replaced(found: tuple[str, dict[str, Any]]) -> None:
     _, facts = found
     assert facts["all_loads_fail"]["damaged"] == facts["all_loads_fail"]["mended"] == 16
     assert facts["wrong_size"]["mended"] == 16
@@ -71,11 +71,11 @@ def test_blocks_may_travel_compressed(found: tuple[str, dict[str, Any]]) -> None
     assert facts["sent"] < 0.8 * 16 * 65536
 
 
-def test_an_engine_whose_node_has_died_goes_on_with_its_own_memory(found: tuple[str, dict[str, Any]]) -> None:
+def test_an_engine_whose_node_has_died_continues_with_its_own_memory(found: tuple[str, dict[str, Any]]) -> None:
     assert found[1]["node_killed_during_load"]["without_node"] == 16
 
 
-def test_what_became_of_blocks_is_counted_for_the_engines_metrics(found: tuple[str, dict[str, Any]]) -> None:
+def test_outcomes_of_blocks_are_counted_in_the_engines_metrics(found: tuple[str, dict[str, Any]]) -> None:
     counters = found[1]["round_trip"]["counters"]
     for step in ("save", "lookup", "load"):
         assert counters[f"vllm:kv_offload_farpool_blocks:('{step}', 'done')"] == 16
@@ -114,26 +114,26 @@ def test_hashes_and_keys_are_the_published_ones_in_every_process(run_program: Ca
         assert first["vectors"][name][1 : 1 + len(hashes)] == hashes
     assert first["vectors"] == second["vectors"]
     assert first["keys"] == second["keys"]
-    # vLLM itself begins its chains with PYTHONHASHSEED where it is set: then nothing is shared, and nothing confused.
+    # vLLM itself begins its chains with PYTHONHASHSEED if it is set: then nothing is shared, and nothing confused.
     assert first["own"] != second["own"]
     assert [one["namespace"][0] for one in (first, second)] == ["0", "1"]
     assert first["namespace"][1] != second["namespace"][1]
 
 
-def test_a_tenants_salt_reaches_the_nodes_and_times_tell_nothing(run_program: Callable[..., dict[str, Any]]) -> None:
+def test_a_tenants_salt_reaches_the_nodes_and_times_reveal_nothing(run_program: Callable[..., dict[str, Any]]) -> None:
     facts = run_program("vllm", "vllm_salt", timeout=500)
     assert {name: one["hits"] for name, one in facts.items()} == {"apart": 0, "apart again": 0, "lost": 200}
     times = {name: Comparison(**one["times"]) for name, one in facts.items()}
     assert [times[name].pairs for name in ("apart", "apart again")] == [2000, 2000]
     said = "; ".join(f"{name}: {one}" for name, one in times.items())
-    assert significant({"lost": times["lost"]}, 0.01), f"too noisy a machine to find what differs; {said}"
+    assert significant({"lost": times["lost"]}, 0.01), f"the machine is too noisy to find the difference; {said}"
     # A false alarm needs two comparisons with other prompts that both differ: one run in 10,000.
     assert not all(significant({name: times[name]}, 0.01) for name in ("apart", "apart again")), said
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("transport", ["mapped", "tcp"])
-def test_a_whole_engine_says_the_same_whatever_becomes_of_its_blocks(
+def test_a_whole_engine_gives_the_same_tokens_when_blocks_are_lost_or_damaged(
     run_program: Callable[..., dict[str, Any]], tmp_path: Path, transport: str
 ) -> None:
     facts = run_program("vllm-engine", "vllm_engine", transport, str(tmp_path), timeout=900)

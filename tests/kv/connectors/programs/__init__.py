@@ -1,1 +1,1 @@
-"""Programs that engines' interpreters run; each prints what it found as one line of JSON."""
+"""Programs that engines' interpreters run; each prints its facts as one line of JSON."""

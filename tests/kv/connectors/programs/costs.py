@@ -1,4 +1,4 @@
-"""What nodes know of the time that computing a block again takes."""
+"""The costs of computing blocks again that nodes have received."""
 
 from __future__ import annotations
 

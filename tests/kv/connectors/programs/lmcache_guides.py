@@ -1,6 +1,6 @@
 """The server's command in LMCache's guide through LMCache's own parsers, on a node.
 
-``python -m tests.kv.connectors.programs.lmcache_guides`` prints what came of it.
+``python -m tests.kv.connectors.programs.lmcache_guides`` prints the result.
 """
 
 from __future__ import annotations

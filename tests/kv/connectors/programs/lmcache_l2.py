@@ -40,10 +40,10 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import lmcache
+from farpool.kv.engines.lmcache import FarpoolL2
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
-from farpool.kv.lmcache import FarpoolL2
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.costs import costs
@@ -56,7 +56,7 @@ NBYTES = SHAPE.numel() * 2
 RANK = ObjectKey.ComputeKVRank(1, 0, 1, 0)
 HASHER = TokenHasher(CHUNK)
 SHORT = 0.5
-"""Deadline of cases in which nothing comes."""
+"""Deadline of cases in which nothing arrives."""
 LONG = PATIENCE
 """Deadline of all others, so that a slow machine does not count as a node that is late."""
 PARAMS: dict[str, Any] = {"weights_id": "one", "timeout": LONG}
@@ -64,7 +64,7 @@ PARAMS: dict[str, Any] = {"weights_id": "one", "timeout": LONG}
 
 
 def chunks(count: int = BLOCKS, first: int = 0) -> list[bytes]:
-    """Hashes of chunks of a sequence, as LMCache's server makes them."""
+    """Return the hashes of chunks of a sequence that LMCache's server makes."""
     hashes: list[bytes] = HASHER.compute_chunk_hashes(list(range(first, first + CHUNK * count)))
     return hashes
 
@@ -168,7 +168,7 @@ class Engine:
         return told["pending_keys_count"] == 0 and told["in_flight_task_count"] == 0
 
     def load(self, keys: list[ObjectKey]) -> tuple[int, int, bool]:
-        """Prefetch chunks: how many came from L2, how many of these are wrong, and if the request came to its end."""
+        """Prefetch chunks: how many were loaded from L2, how many of these are wrong, and whether the request ended."""
         self.found = 0
         spec = PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.layout)])
         handle = self.manager.submit_prefetch_task(spec)
@@ -268,7 +268,7 @@ def adapter(node: RunningNode, **params: Any) -> Iterator[Adapter]:
 
 
 def moved_through(keys: list[ObjectKey], saved: list[ObjectKey]) -> dict[str, Any]:
-    """Save and load by a storage manager, which has forgotten in between what it saved."""
+    """Save and load by a storage manager that has forgotten in between which objects it saved."""
     with running_node("256MiB") as node, engine(node) as one:
         if saved:
             one.save(saved)
@@ -331,7 +331,7 @@ def unknown_keys() -> dict[str, Any]:
 
 
 def saved_on(node: RunningNode) -> list[ObjectKey]:
-    """Save all blocks by an adapter of another program, as it were."""
+    """Save all blocks by an adapter that stands for another program."""
     keys = object_keys()
     with adapter(node) as writer:
         assert writer.store(keys).is_successful()
@@ -339,7 +339,7 @@ def saved_on(node: RunningNode) -> list[ObjectKey]:
 
 
 def _replaced(value: Callable[[bytes], bytes]) -> dict[str, Any]:
-    """Load after other values have been put under the keys of what was saved."""
+    """Load after other values have been put under the keys of the saved blocks."""
     with running_node("256MiB") as node, engine(node) as one:
         one.save(object_keys())
         with Store(node.address, timeout=PATIENCE) as store:
@@ -699,7 +699,7 @@ class Told(L2AdapterListener):  # type: ignore[misc]
 
 
 def accounts() -> dict[str, Any]:
-    """What LMCache's quotas and eviction are told, also of what went without them."""
+    """Reports to LMCache's quotas and eviction, also about objects that disappeared without them."""
     with running_node("256MiB") as node, adapter(node, capacity_bytes=100 * NBYTES) as one:
         told = Told()
         one.l2.register_listener(told)
@@ -729,7 +729,7 @@ def accounts() -> dict[str, Any]:
 
 
 def quotas() -> dict[str, Any]:
-    """LMCache's own eviction by salt: what has no quota goes from the nodes, the rest stays."""
+    """LMCache's own eviction by salt: objects without a quota are deleted from the nodes, the others stay."""
     isolated = {"eviction": {"eviction_policy": "IsolatedLRU"}}
     with running_node("256MiB") as node:
         own = Engine(spec_of(node, adapter=isolated))
@@ -756,7 +756,7 @@ def without_nodes() -> dict[str, Any]:
 
 
 def serde() -> dict[str, Any]:
-    """LMCache's own fp8 conversion in front of the adapter: values that fp8 has come back as they were."""
+    """LMCache's own fp8 conversion in front of the adapter: values that fp8 can represent are unchanged."""
     fp8 = {"serde": {"type": "fp8"}}
     keys = object_keys(4)
     with running_node("256MiB") as node:
@@ -834,7 +834,7 @@ def plain_bytes() -> dict[str, Any]:
 
 
 def settings() -> dict[str, Any]:
-    """What a user is told of wrong settings."""
+    """Error messages for wrong settings."""
     wrong: list[dict[str, Any]] = [
         {"weights_id": None}, {"noddes": []}, {"layout": "mine"}, {"lock_ttl": 0}, {"capacity_bytes": -1},
         {"timeout": 0}, {"nodes": []}, {"codec": "zstd"}, {"codec": "int8", "kv_dtype": "bfloat16"},

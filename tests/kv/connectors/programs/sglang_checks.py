@@ -71,7 +71,8 @@ def _settings(node: RunningNode, /, **changes: Any) -> dict[str, Any]:
 
 
 def layouts(node: RunningNode) -> Facts:
-    """Each layout reads what it wrote through SGLang's controller, by both interfaces, and nothing of the others."""
+    """Each layout reads its own pages through SGLang's controller, by both interfaces, and none of the other
+    layouts."""
     facts: Facts = {}
     for name, pools in LAYOUTS.items():
         for interface in (1, 0):
@@ -103,7 +104,7 @@ def hybrid(node: RunningNode) -> Facts:
             return [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV), last]
 
         fill(draft, torch.arange(draft.size), 9)
-        # The draft's pages lie where the KV pages lie.
+        # The draft's pages have the same places as the KV pages.
         with mock.patch.object(one.pool, "free", lambda indices: one.__setattr__("places", indices)):
             kept = one.save(TOKENS, 1, transfers(slots[:1]))
         kept_draft = pages_of(draft, one.places)
@@ -286,7 +287,7 @@ def ranks(node: RunningNode) -> Facts:
 
 
 def shared_by_other_sizes(node: RunningNode) -> Facts:
-    """With tp_lcm_size, two ranks with a head each read what one rank with two heads wrote, and the other way round."""
+    """With tp_lcm_size, two ranks with one head each read the pages of one rank with two heads, and the reverse."""
     keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
     split = {"tp_lcm_size": 2, "should_split_heads": True}
     _, whole = mha("page_head")
@@ -326,7 +327,7 @@ def without_addresses(node: RunningNode) -> Facts:
 
 
 def logical_anchor(node: RunningNode) -> Facts:
-    """A pool of KV that only numbers pages: the other pools alone say what can be restored."""
+    """A pool of KV that only numbers pages: the other pools alone decide how much can be restored."""
     _, side = mha()
     keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
     anchor = LogicalHostPool(1024, PAGE)
@@ -371,7 +372,7 @@ def chaos(node: RunningNode) -> Facts:
 
 
 def refused(node: RunningNode) -> Facts:
-    """Wrong settings are refused with what to do; wrong calls are misses."""
+    """Wrong settings are refused with a remedy; wrong calls are misses."""
     told = {}
     _, bytes_pool = mha(dtype=torch.float8_e5m2)
     _, pool = mha()
@@ -405,7 +406,7 @@ def refused(node: RunningNode) -> Facts:
 
 
 def eight_bits(node: RunningNode) -> Facts:
-    """Two 8-bit types lie in the same kind of pool; each finds only its own pages."""
+    """Two 8-bit types are in the same kind of pool; each finds only its own pages."""
     _, pool = mha(dtype=torch.float8_e5m2)
     keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
     fill(pool, indices, 1)
@@ -417,7 +418,7 @@ def eight_bits(node: RunningNode) -> Facts:
 
 
 def compressed(node: RunningNode) -> Facts:
-    """With a lossless codec pages of KV take fewer bytes and come back as they were, beside other pools."""
+    """With a lossless codec pages of KV take fewer bytes and are loaded unchanged, next to other pools."""
     _, kv = mha()
     _, draft = mha()
     keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
@@ -437,7 +438,7 @@ def compressed(node: RunningNode) -> Facts:
 
 
 def quantized(node: RunningNode) -> Facts:
-    """Pages of keys and values by the lossy codecs: the largest error as a share of what is stated, and who refuses."""
+    """Pages of keys and values by the lossy codecs: the largest error as a share of the bound, and the refusals."""
     keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
     # A wrong order of the axes would mix elements of very different sizes in a group.
     wide = torch.logspace(-3, 3, PAGE).reshape(1, PAGE, 1, 1), torch.logspace(-3, 3, 32)

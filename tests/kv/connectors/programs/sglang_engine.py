@@ -124,7 +124,7 @@ def fill(pool: Any, indices: torch.Tensor, seed: int) -> None:
 
 
 def pages_of(pool: Any, indices: torch.Tensor) -> list[bytes]:
-    """The bytes of pages, as SGLang itself puts them together."""
+    """The bytes of pages, as SGLang itself assembles them."""
     firsts = indices[:: pool.page_size].tolist()
     return [pool.get_data_page(first).contiguous().view(torch.uint8).numpy().tobytes() for first in firsts]
 
@@ -137,7 +137,7 @@ def hashes(tokens: Sequence[int]) -> list[str]:
 
 
 def settings(address: str | Sequence[str], **changes: Any) -> dict[str, Any]:
-    """What a user writes into --hicache-storage-backend-extra-config."""
+    """The user's value of --hicache-storage-backend-extra-config."""
     return {
         "backend_name": "farpool",
         "module_path": "farpool.kv.sglang",
@@ -227,7 +227,7 @@ class Engine:
         return indices
 
     def save(self, tokens: Sequence[int], seed: int, extra_pools: list[PoolTransfer] | None = None) -> list[bytes]:
-        """Fill pages, have them backed up, and forget them; returns what they were. `acked` is how many were."""
+        """Fill pages, have them backed up, and forget them; return their bytes. `acked` counts the saved pages."""
         indices = self.alloc(len(tokens) // PAGE)
         fill(self.pool, indices, seed)
         kept = pages_of(self.pool, indices)
@@ -240,7 +240,7 @@ class Engine:
         return kept
 
     def query(self, tokens: Sequence[int], extra_pools: list[PoolTransfer] | None = None) -> Any:
-        """Begin a prefetch; returns SGLang's operation once the backend was asked what is there."""
+        """Begin a prefetch; return SGLang's operation after the backend has looked up the pages."""
         more = {"extra_pools": extra_pools} if extra_pools else {}
         name = f"request-{len(tokens)}"
         self.controller.prefetch(CacheRequestHandle(name, 0) if self.hybrid else name, list(tokens), **more)
@@ -260,7 +260,7 @@ class Engine:
                 return loaded
 
     def load(self, tokens: Sequence[int], kept: Sequence[bytes]) -> dict[str, int]:
-        """Prefetch pages and compare those that were loaded."""
+        """Prefetch pages and compare the loaded ones."""
         operation = self.query(tokens)
         found = operation.storage_hit_count // PAGE
         loaded = self.fetch(operation) if found else 0

@@ -94,7 +94,7 @@ def node_killed_during_load(node: RunningNode) -> Facts:
         node.kill()
         loaded = one.fetch(operation)
         wrong = one.wrong(operation, loaded, kept)
-        # The engine goes on without the node: saves and lookups come back, too.
+        # The engine continues without the node: saves and lookups return, too.
         one.save(range(5000, 5000 + PAGE), 3)
         assert one.query(range(5000, 5000 + PAGE)).storage_hit_count == 0
         return {"saved": BLOCKS, "found": found, "wrong": wrong, "completed": True}
@@ -140,7 +140,7 @@ def offered_again(node: RunningNode) -> Facts:
         saved, before = one.acked, stats(node.address)
         one.save(TOKENS, 5)
         after = stats(node.address)
-        # What came in beside payloads: one lookup of 16 keys.
+        # Bytes received in addition to payloads: one lookup of 16 keys.
         assert after["bytes_in"] - before["bytes_in"] < 4096
         assert after["puts"] == before["puts"]
         sent = one.storage._cache.stats()["save.bytes"]
@@ -182,7 +182,7 @@ def fork(node: RunningNode) -> Facts:
             shared.write(json.dumps({"found": there, "loaded": sum(loaded), "wrong": wrong}).encode().ljust(512))
 
         in_forked_child(read, PATIENCE)
-        assert all(storage.batch_get_v1(names, indices))  # the parent's connections are as they were
+        assert all(storage.batch_get_v1(names, indices))  # the parent's connections are unchanged
         return {"saved": saved, **json.loads(shared[:512])}
 
 
@@ -213,7 +213,7 @@ def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
     with engine(settings(node.address, **changes)) as one:
         now = 0.0
         storage = one.storage
-        storage._engine.clock = lambda: now
+        storage._judge.clock = lambda: now
         fetch = storage._cache.load
 
         def load(keys: Any, *arguments: Any, **named: Any) -> Any:
@@ -238,14 +238,14 @@ def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
             facts["loaded"] += found["loaded"]
             facts["wrong"] += found["wrong"]
             facts["bypassed"] += BLOCKS - found["found"] if turn else 0
-            assert facts["bypassed"] == storage._engine.stats().get("load.bypassed", 0)
+            assert facts["bypassed"] == storage._judge.stats().get("load.bypassed", 0)
         return facts
 
 
 def nodes_are_told_the_cost(node: RunningNode) -> Facts:
     with engine(settings(node.address)) as one:
         now, told = 0.0, []
-        one.storage._engine.clock = lambda: now
+        one.storage._judge.clock = lambda: now
         for sequence in range(9):
             tokens, before = range(sequence * 1000, sequence * 1000 + BLOCKS * PAGE), costs(node)
             assert one.load(tokens, [])["found"] == 0

@@ -1,7 +1,7 @@
 """Cases of the contract of connectors (cases.py) on SGLang's `UnifiedRadixCache`, from its insert to KV on the device.
 
 Its tree, its controller and its storage threads are real. Only the copies between device and host are made here, as
-SGLang has them as GPU kernels alone. What was saved is loaded by a second tree, with pools of its own.
+SGLang has them as GPU kernels alone. A second tree, with its own pools, loads the saved pages.
 
 ``python -m ... sglang_tree CASE ...`` prints the facts of each case by its name.
 """
@@ -86,7 +86,7 @@ class Tree:
         return self._pages(indices)
 
     def load(self, tokens: Sequence[int], kept: Sequence[bytes]) -> Facts:
-        """Prefetch tokens as for a request that waits, load them to the device, and compare them with what was kept."""
+        """Prefetch tokens as for a waiting request, load them to the device, and compare them with the kept bytes."""
         before = self._match(tokens)
         anchor, ids = before.last_host_node, array("q", tokens)
         last = self.cache.get_last_hash_value(anchor)
@@ -104,7 +104,7 @@ class Tree:
         return {"before": before.device_prefix_len, "found": found, "loaded": len(now), "wrong": wrong}
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Go on with what a scheduler does between its batches until the condition holds."""
+        """Do the work of a scheduler between its batches until the condition holds."""
         end = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < end, "it did not happen in time"

@@ -27,11 +27,10 @@ from transformers import DynamicCache
 from farpool import Dram, Pool, Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import token_chain, transformers
+from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
-from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import cache_argument
-from farpool.kv.transformers_layer import PagedLayer
 from tests.forking import in_forked_child
 from tests.kv import zoo
 from tests.kv.connectors.cases import BLOCKS, CASES
@@ -50,7 +49,8 @@ def prompt(seed: int) -> torch.Tensor:
 
 def bytes_of(cache: FarpoolCache, number: int) -> list[bytes]:
     """Payloads of the first blocks of a cache."""
-    return [bytes(one) for one in cache._payloads(cache._of_type(PagedLayer), range(number))] if number else []
+    assert cache._prefix is not None
+    return [bytes(one) for one in cache._prefix.payloads.read(range(number))] if number else []
 
 
 class Engine:
@@ -95,7 +95,7 @@ class Engine:
         request: str = "",
         judged: bool = True,
     ) -> Facts:
-        """Run a request: load what is there, and generate; `meanwhile` runs between lookup and load."""
+        """Run a request: load the stored prefix, and generate; `meanwhile` runs between lookup and load."""
         lookup = self.blocks.lookup
 
         def looked_up(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def node_killed_during_load(node: RunningNode, transport: str) -> Facts:
         kept = engine.save(7)
         number = saved(node)
         facts = engine.ask(7, kept, meanwhile=node.kill)
-        engine.save(8)  # the program goes on without the node
+        engine.save(8)  # the program continues without the node
         return {"saved": number, **facts, "without_node": engine.ask(8, [])}
 
 
@@ -210,7 +210,7 @@ def deadline_passed(node: RunningNode, transport: str) -> Facts:
         with replaced(engine.blocks, "load", loading):
             facts = engine.ask(9, kept, meanwhile=node.stop)
         node.cont()
-        stats(node.address)  # it has come so far that it answers; what it had been asked for is sent before
+        stats(node.address)  # it answers again; it sends its answers to earlier requests first
         time.sleep(0.2)
         late = sum(target != before for target, before in memory)
         again: Facts = {}
@@ -234,7 +234,7 @@ def all_loads_fail(node: RunningNode, transport: str) -> Facts:
                 damaged += at >= 0
                 memory[at + len(payload) // 2] ^= 1
         facts = engine.ask(10, kept)
-        # What was computed anew is saved, and loaded.
+        # The blocks that were computed again are saved, and loaded.
         kept = engine.save(10)
         mended = engine.ask(10, kept)
         told = {"damaged": damaged, "mended": mended["loaded"], "wrong": facts["wrong"] + mended["wrong"]}
@@ -308,7 +308,7 @@ class Clock:
     def __init__(self, engine: Engine) -> None:
         self.now = 0.0
         self._load, engine.blocks.load = engine.blocks.load, self.load  # type: ignore[method-assign]
-        # A cache times what lies between the first layer and the last one.
+        # A cache measures the time between the first layer and the last one.
         engine.model.model.layers[1].register_forward_pre_hook(self.compute)
 
     def monotonic(self) -> float:

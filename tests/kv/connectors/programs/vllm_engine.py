@@ -1,7 +1,7 @@
-"""A whole vLLM engine on the CPU, with a tiny model, whose KV goes to nodes and comes back.
+"""A whole vLLM engine on the CPU, with a tiny model, whose KV is saved to nodes and loaded again.
 
 ``python -m tests.kv.connectors.programs.vllm_engine TRANSPORT FOLDER`` makes a model in a folder, generates without
-a tier, then with it, with loads that all fail, and after the node was killed, and prints what it counted.
+a tier, then with it, with loads that all fail, and after the node was killed, and prints its counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.kv.vllm import FarpoolTier
+from farpool.kv.engines.vllm import FarpoolTier
 
 PROMPTS = [[(37 * token + prompt) % 1000 for token in range(1024)] for prompt in range(4)]
 BLOCK_TOKENS = 32
@@ -157,7 +157,7 @@ def engine(folder: Path, tier: dict[str, Any] | None = None) -> LLM:
 
 
 def generate(llm: LLM) -> list[list[int]]:
-    """Tokens for each prompt, one after the other, each without what the engine's own prefix cache has of it."""
+    """Return tokens for each prompt, one after the other, each without the blocks in the engine's own prefix cache."""
     tokens = []
     for prompt in PROMPTS:
         llm.reset_prefix_cache()

@@ -27,7 +27,7 @@ BLOCK = 65536
 
 
 def parsed(page: str) -> Any:
-    """What vLLM makes of the options of the one ``vllm serve`` in a guide."""
+    """The configuration that vLLM makes from the options of the one ``vllm serve`` in a guide."""
     ((_, *options),) = commands(page, "vllm serve")
     return EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(options)
 

@@ -1,4 +1,4 @@
-"""Two tenants of vLLM with salts of their own send the same prompts: what the second one finds, and how long it takes.
+"""Two tenants of vLLM with their own salts send the same prompts: the hits of the second one, and their times.
 
 ``python -m tests.kv.connectors.programs.vllm_salt`` prints it. Requests, their hashes and the manager are vLLM's own;
 only the model is left out, whose KV is random.
@@ -57,7 +57,7 @@ def save(engine: Engine, keys: Sequence[Any]) -> None:
 
 
 def compare(node: RunningNode, salts: tuple[str | None, str | None], pairs: int, seed: int) -> tuple[int, Comparison]:
-    """Time the second tenant's lookups of prompts that the first one has saved, paired with prompts nobody has.
+    """Time the second tenant's lookups of prompts that the first one has saved, paired with new prompts.
 
     Returns
     -------
@@ -69,7 +69,7 @@ def compare(node: RunningNode, salts: tuple[str | None, str | None], pairs: int,
     with running("mapped", [node], hold_out=False) as engine:
         save(engine, keys_of(saved, salts[0]))
         groups = keys_of([*saved, *nowhere], salts[1])
-        # Both kinds are copied in an order in which they are mixed, so that this process's memory tells nothing.
+        # Both kinds are copied in mixed order, so that this process's memory reveals nothing.
         for number in rng.sample(range(len(groups)), len(groups)):
             groups[number] = type(groups[number])(bytearray(groups[number]))
         requests: dict[Any, Any] = {}

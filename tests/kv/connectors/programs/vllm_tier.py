@@ -67,7 +67,7 @@ def values(seed: int, number: int = BLOCKS) -> np.ndarray:
 
 
 class Engine:
-    """What vLLM's scheduler and worker do around a manager, step by step."""
+    """The steps of vLLM's scheduler and worker around a manager."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Engine:
         computing: Callable[[int], None] | None = None,
         name: str = "",
     ) -> Facts:
-        """Run a request as the scheduler does: look its prefix up until nothing is pending, then load what is there.
+        """Run a request as the scheduler does: look its prefix up until nothing is pending, then load the found blocks.
 
         `meanwhile` runs once, after the lookup that has found something and before the load begins; `computing`, if it
         is given, with the number of blocks that are missing, which are offered then.
@@ -190,7 +190,7 @@ class Engine:
         bytes_of: np.ndarray,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Facts:
-        """Look a request's prefix up until nothing is pending, and load what is there."""
+        """Look a request's prefix up until nothing is pending, and load the found blocks."""
         deadline = time.monotonic() + PATIENCE
         found, retries, completed = 0, 0, False
         while not completed and time.monotonic() < deadline:
@@ -273,7 +273,7 @@ def round_trip(transport: str) -> Facts:
 
 
 def stated_localities(transport: str) -> Facts:
-    """What vLLM counts hits as, where the user says how far away the nodes are."""
+    """How vLLM counts hits if the user sets the locality of the nodes."""
     told = {}
     with running_node() as node:
         for locality in ("LOCAL", "REMOTE"):
@@ -383,7 +383,7 @@ def node_killed_during_load(transport: str) -> Facts:
         engine.forget()
         number = saved(node)
         facts = engine.ask(keys, bytes_of, meanwhile=node.kill)
-        engine.compute(keys, bytes_of)  # the engine goes on without the node
+        engine.compute(keys, bytes_of)  # the engine continues without the node
         engine.settle()
         return {"saved": number, "without_node": engine.ask(keys, bytes_of)["loaded"], **facts}
 
@@ -397,7 +397,7 @@ def deadline_passed(transport: str) -> Facts:
         facts = engine.ask(keys, bytes_of, meanwhile=node.stop)
         reported = engine.memory.copy()
         node.cont()
-        stats(node.address)  # it has come so far that it answers; what it had been asked for is sent before
+        stats(node.address)  # it answers again; it sends its answers to earlier requests first
         time.sleep(0.2)
         late = int((engine.memory != reported).any(axis=1).sum())
         again: Facts = {}
@@ -425,7 +425,8 @@ def all_loads_fail(transport: str) -> Facts:
                 damaged += at >= 0
                 memory[at + BLOCK // 2] ^= 1
         facts = engine.ask(keys, bytes_of)
-        # Another request that needs the same blocks ends, too; and what was computed anew is saved and loaded.
+        # Another request that needs the same blocks ends, too; the blocks that were computed again are saved and
+        # loaded.
         second = engine.ask(keys, bytes_of)
         engine.save(keys, bytes_of)
         engine.forget()
@@ -574,7 +575,7 @@ def hash_seeds(transport: str) -> Facts:
 
 
 def settings(transport: str) -> Facts:
-    """What is said to wrong settings, before any node is asked."""
+    """Error messages for wrong settings, before any node is asked."""
     wrong: dict[str, dict[str, Any]] = {
         "unknown": {"node": "tcp://127.0.0.1:1"},
         "timeout": {"timeout": -1},
@@ -592,7 +593,7 @@ def settings(transport: str) -> Facts:
             Engine([], **{"transport": transport, "nodes": ["tcp://127.0.0.1:1"], **given}).close()
         except ConfigError as error:
             said[name] = str(error)
-    with mock.patch("farpool.kv.vllm.model_parallel_is_initialized", return_value=True):
+    with mock.patch("farpool.kv.engines.vllm.model_parallel_is_initialized", return_value=True):
         Engine([], transport, nodes=["tcp://127.0.0.1:1"]).close()  # a single rank may be its own scheduler
         try:
             Engine([], transport, nodes=["tcp://127.0.0.1:1"], ranks=2).close()

@@ -1,9 +1,9 @@
-"""Checks of a transformers model: if its keys and values depend on more than the tokens before them.
+"""Checks whether the keys and values of a transformers model depend only on the tokens before them.
 
-A prefix is found again by its tokens alone. That is right only if the same tokens always give the same keys and values.
-They do not where a model sees images or sounds, too (their contents have to be told, see `inputs_beside_tokens`), or
-where the frequencies of its rotary embedding depend on the length of the whole prompt, tokens see later ones, or
-positions follow the shape of images (`check_prefixes`). What is not known to be safe is refused.
+A prefix is found by its tokens alone, which is right only if the same tokens always give the same keys and values. They
+do not if the model also sees images or sounds; then the caller has to name their contents (`inputs_beside_tokens`). Nor
+do they if the frequencies of the rotary embedding depend on the length of the whole prompt, if tokens see later tokens,
+or if positions follow the shapes of images (`check_prefixes`). Everything that is not known to be safe is refused.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ __all__ = ["cache_argument", "check_prefixes", "config_of", "dtype_of", "inputs_
 _ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Types of rotary embedding whose frequencies are the same for prompts of all lengths."""
 _SENSES = ("audio", "image", "speech", "video", "vision", "visual")
-"""Parts of the names of settings that only models have which get more than tokens."""
+"""Parts of the names of settings that only models with inputs other than tokens have."""
 _WITHOUT_INPUTS = frozenset({"attn_config", "ffn_config"})
 """Configurations within a configuration that describe layers."""
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a model; a configuration as it is."""
+    """Return the configuration of a model, or the argument if it is a configuration."""
     return model.config if isinstance(model, torch.nn.Module) else model
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name under which a model takes its cache: transformers 5.24 has renamed it."""
+    """Return the name of a model's argument for its cache, which transformers 5.24 has renamed."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def dtype_of(model: Any) -> torch.dtype | None:
-    """Return the data type that a model, or a configuration, says its keys and values have; None if it says none."""
+    """Return the data type of keys and values by a model or a configuration; None if it names none."""
     found = model.dtype if isinstance(model, torch.nn.Module) else model.get_text_config(decoder=True).dtype
     return found if isinstance(found, torch.dtype) else None
 
 
 def left_padding(config: Any) -> int | None:
-    """Return the token that no prompt begins with unless it was padded; None if there is no such token."""
+    """Return the token with which only padded prompts begin; None if there is no such token."""
     text = config.get_text_config(decoder=True)
     padding, first, ends = (getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
     others = (first, *ends) if isinstance(ends, list) else (first, ends)
@@ -51,7 +51,7 @@ def left_padding(config: Any) -> int | None:
 
 
 def inputs_beside_tokens(config: Any) -> str:
-    """Name the settings which say that keys and values depend on more than tokens; empty if there are none."""
+    """Name the settings that show that keys and values depend on more than tokens; empty if there are none."""
     described = config.to_dict()
     names = [name for name in config.sub_configs if name not in _WITHOUT_INPUTS]
     names += [name for name in described if any(sense in name for sense in _SENSES)]
@@ -65,7 +65,7 @@ def check_prefixes(config: Any) -> None:
     Raises
     ------
     UnsupportedError
-        They do, or may.
+        They do, or they may.
     """
     described = config.to_dict()
     text = config.get_text_config(decoder=True).to_dict()
@@ -83,13 +83,13 @@ def check_prefixes(config: Any) -> None:
         reason = f"positions follow the shapes of images ({spatial[0]}), which the model itself keeps"
     if reason:
         raise UnsupportedError(
-            f"prefixes of {described['model_type']!r} cannot be stored: {reason}, so that equal tokens have different "
+            f"prefixes of {described['model_type']!r} cannot be stored: {reason}, so equal tokens may have different "
             "keys and values; use FarpoolCache without prefixes"
         )
 
 
 def _settings(found: Iterator[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of all settings in mappings, at any depth."""
+    """Yield the names and values of all settings in mappings, at any depth."""
     for one in found:
         if isinstance(one, Mapping):
             yield from one.items()
@@ -97,7 +97,7 @@ def _settings(found: Iterator[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types of all rotary embeddings; layers may have different ones, and older settings other names."""
+    """Yield the types of all rotary embeddings; layers may have different types, and older settings other names."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             if name.startswith("rope_") and "type" in value:

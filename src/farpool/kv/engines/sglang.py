@@ -1,7 +1,7 @@
 """Storage backend for SGLang's hierarchical cache: nodes keep its pages (docs/kv-sglang.md).
 
-SGLang asks from three threads at the same time: which pages are there, pages to load, pages to save. Each call is one
-request to the nodes, bounded by the cache's own deadline. Whatever goes wrong is a page that is not there.
+Three threads of SGLang call at the same time: one looks up pages, one loads pages, and one saves pages. Each call is
+one request to the nodes and ends by the cache's deadline. If anything goes wrong, the page counts as missing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from farpool.errors import ConfigError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.engine_judge import EngineJudge
+from farpool.kv.engines.connector import Connector
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
-from farpool.kv.probe import EngineBlock, Probe
+from farpool.kv.probe import EngineBlock
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -44,7 +45,7 @@ __all__ = ["FarpoolHiCache"]
 
 _WHERE = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""Settings in the same place that are SGLang's own."""
+"""SGLang's own settings in the same place."""
 _KV = str(PoolName.KV)
 _BYTES_PER_GB = 1e9
 _GEOMETRY = (
@@ -52,11 +53,14 @@ _GEOMETRY = (
     *("qk_rope_head_dim", "kv_cache_dim", "num_mamba_layers", "temporal_state_elem_size", "item_bytes", "ring_size"),
     *("state_page_bytes", "indexer_page_stride_size", "storage_format_tag"),
 )
-"""Attributes of host pools that say how a page's bytes are cut into values, beside the number of heads; no pool has
-all."""
+"""Attributes of host pools that say how a page's bytes are divided into values, in addition to the number of heads. No
+pool has all of them."""
 _AXES = {"layer_first": "lsthd", "page_first": "stlhd", "page_first_direct": "slthd", "page_head": "shtld"}
-"""Axes of a page of keys and values of heads by layout, as letters of `farpool.kv.quantization.Axes`, which the lossy
-codecs need. SGLang's own flat copy of ``layer_first`` has keys and values apart, as ``page_first_direct``."""
+"""Axes of a page with keys and values of heads, by layout, as letters of `farpool.kv.quantization.Axes`. The lossy
+codecs need them. SGLang's own flat copy of ``layer_first`` separates keys and values like ``page_first_direct``."""
+_NOT_REGISTERED = (
+    "the pool of KV is not registered; SGLang registers it when it attaches the backend, so attach the backend first"
+)
 _READ_WRITE = 0x200
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
@@ -68,17 +72,17 @@ Parts = tuple[memoryview, ...]
 
 
 class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of all connectors, and the logical type of KV where SGLang keeps it as plain bytes."""
+    """Settings of all connectors, and the logical type of the KV, for pools in which SGLang keeps it as plain bytes."""
 
     kv_dtype: str = ""
 
 
 class _Pages:
-    """Pages of one host pool: where they lie in memory, and under which keys they are stored.
+    """Pages of one host pool: their places in memory, and the keys under which they are stored.
 
-    A page is one value, or one for each part of its heads where ranks of engines with other sizes of tensor
-    parallelism share them (``tp_lcm_size``). Its buffers are stored one after the other without a copy. Where a pool
-    has no address for a page, SGLang's own flat copy of it is stored.
+    A page is one value. If ranks of engines with different sizes of tensor parallelism share it (``tp_lcm_size``), it
+    is one value for each part of its heads. The buffers of a value are stored one after the other without a copy. If a
+    pool has no addresses of its pages, SGLang's own flat copy of the page is stored.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class _Pages:
         self.name = name
         self.page_size: int = getattr(pool, "page_size", 1) or 1
         heads = (MHATokenToKVPoolHost, MHATokenToKOnlyPoolHost, MambaPoolHost)
-        # Latents are the same on all ranks of tensor parallelism: one value, written by one rank.
+        # Latents are equal on all ranks of tensor parallelism, so one rank writes one value.
         own = not config.is_mla_model or isinstance(pool, heads)
         self.is_writer = own or config.is_storage_writer
         tp, rank, self._split = (config.tp_size, config.tp_rank, 1) if own else (1, 0, 1)
@@ -102,7 +106,7 @@ class _Pages:
         page = torch.arange(self.page_size, dtype=torch.int64)
         try:
             _, sizes = self._addresses(page) or ((), ())
-        except (NotImplementedError, ValueError):  # no addresses of pages in this layout
+        except (NotImplementedError, ValueError):  # this layout has no addresses of pages
             self.is_copied = True
         if self.is_copied:
             flat = pool.get_dummy_flat_data_page()
@@ -141,16 +145,16 @@ class _Pages:
 
     @property
     def is_logical(self) -> bool:
-        """True if this pool only numbers pages, whose bytes lie in other pools."""
+        """True if this pool only has numbers of pages, and other pools have the bytes."""
         return not self.nbytes
 
     def keys(self, cache: BlockCache, hashes: Sequence[str]) -> list[bytes]:
-        """Compose the keys of pages, as many for each as it has parts."""
+        """Compose the keys of pages, one for each part of a page."""
         chains = [bytes.fromhex(one) for one in hashes]
         group = 0
         if self.name != _KV:
-            # SGLang has one hash for a page of all pools. Pools come and go (draft models) without a change to the
-            # namespace of KV, so what makes this pool's bytes differ goes into the chain.
+            # SGLang has one hash for the pages of all pools, and pools may be added or removed (draft models) while the
+            # namespace of KV stays the same. So this pool's namespace becomes part of the chain.
             chains = [hashlib.sha256(self.namespace.digest + chain).digest() for chain in chains]
             group = zlib.crc32(self.name.encode()) or 1
         return [block_key(cache.digest, chain, group, shard) for chain in chains for shard in self._shards]
@@ -162,13 +166,13 @@ class _Pages:
         return self._where(indices)
 
     def targets(self, indices: torch.Tensor) -> Sequence[Parts]:
-        """Return writable memory for pages, in the order of their keys; `land` has to follow."""
+        """Return writable memory for pages, in the order of their keys; call `land` after the load."""
         if self.is_copied:
             return [(_bytes_of(self.pool.get_dummy_flat_data_page()),) for _ in self._firsts(indices)]
         return self._where(indices)
 
     def land(self, indices: torch.Tensor, targets: Sequence[Parts], loaded: Sequence[bool]) -> None:
-        """Bring copies that were loaded to their place in the pool."""
+        """Copy loaded pages to their places in the pool, if `targets` were other memory."""
         if self.is_copied:
             for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
                 if is_whole:
@@ -176,19 +180,19 @@ class _Pages:
                     self.pool.set_from_flat_data_page(first, torch.frombuffer(copy, dtype=like))
 
     def of_pages(self, answers: Sequence[bool]) -> list[bool]:
-        """Fold the answers for keys into answers for pages: a page is there if all its parts are."""
+        """Return one answer for each page: True if the answers for all its parts are True."""
         return [all(answers[at : at + self._split]) for at in range(0, len(answers), self._split)]
 
     def reasons_of_pages(self, reasons: Sequence[Reason | None]) -> list[Reason | None]:
-        """Fold the reasons for keys into one for each page: the first of its parts'."""
+        """Return one reason for each page: the first reason among its parts, or None."""
         parts = [reasons[at : at + self._split] for at in range(0, len(reasons), self._split)]
         return [next((reason for reason in own if reason is not None), None) for own in parts]
 
     @contextmanager
     def free_page(self) -> Iterator[EngineBlock]:
-        """Take a page of the pool out of use, for a probe.
+        """Allocate a page of the pool for a probe.
 
-        The page is other memory if the pool has no free pages, or its flat copies do not hold all bytes of a page.
+        It is new memory if the pool has no free pages, or if the pool's flat copies do not have all bytes of a page.
         """
         flat = self.pool.get_dummy_flat_data_page()
         is_whole = flat.numel() * flat.element_size() == self.nbytes
@@ -196,7 +200,7 @@ class _Pages:
         if two is None:
             yield EngineBlock.private(self.nbytes)
             return
-        page = two[self.page_size :]  # the second one, because a wrong page size would go unnoticed in the first
+        page = two[self.page_size :]  # the second page, because the first one would not reveal a wrong page size
         (first,) = self._firsts(page)
 
         def write(data: bytes) -> None:
@@ -234,16 +238,16 @@ class _Pages:
         return [tuple(views[at : at + parts]) for at in range(0, len(views), parts)]
 
 
-class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there where types are checked
-    """Pages of SGLang's hierarchical cache in a store, as its storage backend ``dynamic``.
+class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not installed when types are checked
+    """SGLang's storage backend ``dynamic``, which keeps pages of the hierarchical cache on nodes.
 
     Parameters
     ----------
     storage_config : HiCacheStorageConfig
-        Ranks, model and settings. The settings are those of `CacheSettings`, and ``kv_dtype``, the logical type of KV
-        where SGLang keeps it as plain bytes (``fp8_e4m3``, ``fp8_e5m2``, ...).
+        Ranks, model and settings. The settings are the fields of `CacheSettings`, and ``kv_dtype``, the logical type of
+        the KV if SGLang keeps it as plain bytes (``fp8_e4m3``, ``fp8_e5m2``, ...).
     kwargs : mapping, optional
-        What else SGLang hands over; not used.
+        Further arguments of SGLang; not used.
 
     Raises
     ------
@@ -253,36 +257,36 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         if storage_config.dcp_size > 1:
-            raise ConfigError(f"dcp_size is {storage_config.dcp_size}, expected 1: parts of a page are not told apart")
+            raise ConfigError(
+                f"dcp_size is {storage_config.dcp_size}, expected 1: the parts of a page on several ranks have one "
+                "name; run the engine without decode context parallelism"
+            )
         given = storage_config.extra_config or {}
         self._copied = not given.get("interface_v1")
         self._settings = _Settings.of({name: given[name] for name in given.keys() - _OF_SGLANG}, where=_WHERE)
         self._config = storage_config
         self._pools: dict[str, _Pages] = {}
         self._cache: BlockCache | None = None
-        self._engine: EngineJudge | None = None
-        self._probe: Probe | None = None
+        self._connector: Connector | None = None
         self._metrics = StorageMetrics() if storage_config.enable_storage_metrics else None
         if self._copied:
-            _log.warning('pages are copied once more; set "interface_v1": 1 in %s', _WHERE)
+            _log.warning('each page is copied one more time; set "interface_v1": 1 in %s to avoid that', _WHERE)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the pool of KV, from which the namespace is made."""
+        """Register the pool of KV, from which the namespace is made, and open the cache."""
         super().register_mem_pool_host(mem_pool_host)
         pages = self._pages(mem_pool_host, _KV)
         self.close()
         self._pools[_KV] = pages
-        # All ranks load what the least of them has found, so one decides for all.
+        # All ranks load as many pages as the rank that finds the fewest, so one rank decides for all.
         config = self._config
-        is_on = self._settings.hold_out and not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
-        self._engine = EngineJudge(self._settings.judge(), pages.page_size, is_on=is_on)
-        self._cache = self._settings.cache(pages.namespace, self._engine.judge)
-        self._probe = Probe("SGLang")
-        self._probe.guard(self._cache, self._cache)
+        decides = not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
+        self._connector = Connector("SGLang", self._settings, pages.page_size, decides=decides)
+        (self._cache,) = self._connector.open(pages.namespace)
         self._check(pages)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName | str) -> None:
-        """Take a further pool, such as that of a sliding window, of recurrent states or of a draft model."""
+        """Register another pool, such as the pool of a sliding window, of recurrent states or of a draft model."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name != _KV:
@@ -290,13 +294,13 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             self._check(pages)
 
     def _check(self, pages: _Pages) -> None:
-        """Move a known page through a pool; if it comes back different, move no page of any pool from then on."""
-        if self._probe is not None and not pages.is_logical:
+        """Move a known page through a pool; if other bytes come back, no page of any pool is moved from then on."""
+        if self._connector is not None and not pages.is_logical:
             with pages.free_page() as block:
-                self._probe.check(block)
+                self._connector.probe.check(block)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages, from the first on, are there without a gap; 0 if they are better computed."""
+        """Return the number of leading pages that the nodes have; 0 if computing them is faster."""
         kv = self._pools[_KV]
         if kv.is_logical or not keys:
             return 0
@@ -311,22 +315,22 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Find out, with one request, how many leading pages can be restored with what each pool has to have for them.
+        """Find out, with one request, how many leading pages can be restored, given the pages that each pool needs.
 
         Parameters
         ----------
         keys : list of str
             Hashes of the pages of a sequence, in hex.
         pool_transfers : list of PoolTransfer, optional
-            Pools that are needed beside KV, and the policy by which.
+            Pools that are needed in addition to KV, with the policy of each.
         extra_info : HiCacheStorageExtraInfo, optional
-            What SGLang knows of the request.
+            SGLang's facts about the request.
 
         Returns
         -------
         PoolTransferResult
-            Longest prefix in pages, that of each pool alone, and all lengths that can be restored; nothing if it is
-            better computed.
+            The longest prefix in pages, the longest prefix of each pool alone, and all lengths that can be restored;
+            nothing if computing is faster.
         """
         began = self._judge.clock()
         transfers = pool_transfers or []
@@ -341,18 +345,13 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         restorable = set(range(1, kv_pages + 1))
         for one in transfers:
             pages = there.get(str(one.name), [])
-            match one.hit_policy:
-                case PoolHitPolicy.BLOCK_GROUPS:  # another form of the same pages, without which they can be used
-                    groups = _leading(pages) // one.group_pages if one.group_pages else 0
-                    pool_pages[one.name] = min(groups * one.block_pages, len(keys))
-                    continue
-                case PoolHitPolicy.TRAILING_PAGES:
-                    usable = _ends_of_windows(pages[:kv_pages], max(1, len(one.keys or ())))
-                case PoolHitPolicy.ALL_PAGES:
-                    usable = set(range(1, _leading(pages[:kv_pages]) + 1))
-                case _:
-                    _log.error("pool %s: the policy %s is not known", one.name, one.hit_policy)
-                    usable = set()
+            if (
+                one.hit_policy == PoolHitPolicy.BLOCK_GROUPS
+            ):  # another form of the KV pages; they can be used without it
+                groups = _leading(pages) // one.group_pages if one.group_pages else 0
+                pool_pages[one.name] = min(groups * one.block_pages, len(keys))
+                continue
+            usable = _usable_lengths(one, pages[:kv_pages])
             pool_pages[one.name] = max(usable, default=0)
             restorable &= usable
         best = max(restorable, default=0)
@@ -365,35 +364,31 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages of KV into the host's pool; True for each that is there, whole and verified."""
+        """Load pages of KV into the host's pool; True for each page that is in place, whole and verified."""
         return self._move([(_KV, keys, host_indices)], extra_info, saving=False)[0]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Save pages of KV that are not there yet; True for each that is there now."""
+        """Save the pages of KV that the nodes lack; True for each page that they have now."""
         return self._move([(_KV, keys, host_indices)], extra_info, saving=True)[0]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Load pages of several pools, as `batch_get_v1`, with one request."""
-        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
-        loaded = self._move(wanted, extra_info, saving=False)
-        return {one.name: pages for one, pages in zip(transfers, loaded, strict=True)}
+        """Load pages of several pools with one request; see `batch_get_v1`."""
+        return self._move_pools(transfers, extra_info, saving=False)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Save pages of several pools, as `batch_set_v1`, with one request."""
-        given = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
-        saved = self._move(given, extra_info, saving=True)
-        return {one.name: pages for one, pages in zip(transfers, saved, strict=True)}
+        """Save pages of several pools with one request; see `batch_set_v1`."""
+        return self._move_pools(transfers, extra_info, saving=True)
 
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: object = None
     ) -> list[torch.Tensor | None]:
-        """Load flat pages into tensors; None for each that is not there. For SGLang's interface without addresses."""
+        """Load flat pages into tensors; None for each missing page. For SGLang's interface without addresses."""
         kv = self._pools[_KV]
         if not kv.is_copied:
             return [None] * len(keys)
@@ -409,20 +404,20 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Save flat pages; True if all are there now. For SGLang's interface without addresses."""
+        """Save flat pages; True if the nodes have all of them now. For SGLang's interface without addresses."""
         kv = self._pools[_KV]
         if not kv.is_copied or values is None:
             return False
         self._judge.saved(keys)
         own = kv.keys(self._blocks, keys)
-        cost = self._seconds_of(keys) / max(1, len(own))
+        cost = self._judge.cost(len(keys), 0, len(own))
         saved = self._blocks.save(own, [_bytes_of(value) for value in values], request=_request(keys), cost=cost)
         return not any(saved)
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """Load one flat page, as `batch_get`."""
+        """Load one flat page; see `batch_get`."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def set(
@@ -432,25 +427,25 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Save one flat page, as `batch_set`."""
+        """Save one flat page; see `batch_set`."""
         return self.batch_set([key], None if value is None else [value])
 
     def exists(self, key: str) -> bool:
-        """Return True if a page of KV is there."""
+        """Return True if the nodes have a page of KV."""
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Remove all pages of this namespace, of all ranks.
+        """Delete all pages of this namespace, of all ranks.
 
         Raises
         ------
         NodeError
-            Nodes that may have some cannot be asked.
+            Nodes that may have such pages cannot be reached.
         """
         self._blocks.purge()
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return pages and GB/s of each batch since the last call; None where SGLang was not told to measure."""
+        """Return pages and GB/s of each batch since the last call; None if SGLang's storage metrics are off."""
         if self._metrics is None:
             return None
         metrics, self._metrics = self._metrics, StorageMetrics()
@@ -458,32 +453,27 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        if self._cache is not None:
-            self._cache.close()
+        if self._connector is not None:
+            self._connector.close()
 
     @property
     def _blocks(self) -> BlockCache:
         if self._cache is None:
-            raise ConfigError("the pool of KV was not registered; SGLang does so when it attaches the backend")
+            raise ConfigError(_NOT_REGISTERED)
         return self._cache
 
     @property
     def _judge(self) -> EngineJudge:
-        if self._engine is None:
-            raise ConfigError("the pool of KV was not registered; SGLang does so when it attaches the backend")
-        return self._engine
+        if self._connector is None:
+            raise ConfigError(_NOT_REGISTERED)
+        return self._connector.judge
 
     def _bypasses(
         self, keys: list[str], there: int, nbytes: int, began: float, extra_info: HiCacheStorageExtraInfo | None
     ) -> bool:
-        """Decide about pages that a lookup has found; True if they are better computed."""
+        """Return True if computing is faster than loading the pages that a lookup has found."""
         before, request = _before(extra_info), _request(keys, extra_info)
         return self._judge.looked_up(keys, there, nbytes, began=began, request=request, before=before).is_bypassed
-
-    def _seconds_of(self, hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> float:
-        """Return the time that computing these pages again takes, behind those before them; 0 if it is not known."""
-        tokens = self._pools[_KV].page_size
-        return self._judge.judge.prefill_seconds(len(hashes) * tokens, _before(extra_info) * tokens)
 
     def _load(
         self,
@@ -494,7 +484,21 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         nbytes: int,
         request: str,
     ) -> list[Reason | None]:
-        """Load pages, and others behind them, and have it measured by what becomes of the first ones."""
+        """Load pages, and pages of other pools after them; the judge measures the load by the first pages.
+
+        Parameters
+        ----------
+        pages : _Pages
+            Pool of the first pages.
+        hashes : sequence of str
+            Hashes of the first pages.
+        keys, parts : sequence
+            Keys and memory of all pages.
+        nbytes : int
+            Bytes of all pages.
+        request : str
+            Name of the request.
+        """
         load = self._judge.loading(hashes, nbytes)
         reasons: list[Reason | None] = [Reason.FAILED] * len(keys)
         try:
@@ -513,7 +517,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         hashes: Sequence[str],
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> dict[str, list[bool]]:
-        """Look up pages of several pools with one request; for each pool, True for each page that is there."""
+        """Look up pages of several pools with one request; for each pool, True for each page that was found."""
         batches = [[] if pages.is_logical else pages.keys(self._blocks, wanted) for pages, wanted in asked]
         found = self._blocks.lookup([key for batch in batches for key in batch], request=_request(hashes, extra_info))
         answers = iter(found.found)
@@ -522,6 +526,14 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             for (pages, _), batch in zip(asked, batches, strict=True)
         }
 
+    def _move_pools(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, saving: bool
+    ) -> dict[str, list[bool]]:
+        """Save or load pages of several pools; return the result for each page, by pool."""
+        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
+        moved = self._move(wanted, extra_info, saving=saving)
+        return {one.name: pages for one, pages in zip(transfers, moved, strict=True)}
+
     def _move(
         self,
         wanted: Sequence[tuple[str, Sequence[str], torch.Tensor | None]],
@@ -529,7 +541,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         *,
         saving: bool,
     ) -> list[list[bool]]:
-        """Save or load pages of several pools with one request; for each pool, True for each page that was."""
+        """Save or load pages of several pools with one request; for each pool, True for each page that was moved."""
         began = time.perf_counter()
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
         keys = [key for batch in batches for key in batch.keys]
@@ -539,7 +551,8 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         if saving:
             self._judge.saved([one for _, hashes, _ in wanted for one in hashes])
             if keys:
-                cost = self._seconds_of(max((hashes for _, hashes, _ in wanted), key=len), extra_info) / len(keys)
+                pages = max(len(hashes) for _, hashes, _ in wanted)
+                cost = self._judge.cost(pages, _before(extra_info), len(keys))
                 reasons = iter(self._blocks.save(keys, parts, request=request, cost=cost))
         elif keys:
             first = next(batch for batch in batches if batch.keys)
@@ -564,7 +577,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         if pages is None:
             _log.error("pool %s was not registered", name)
         elif pages.is_logical or (saving and not pages.is_writer):
-            return _Batch([True] * len(hashes))  # nothing to move, or the same bytes are saved by another rank
+            return _Batch([True] * len(hashes))  # there are no bytes, or another rank saves the same bytes
         elif indices is None or indices.numel() != len(hashes) * pages.page_size:
             count = 0 if indices is None else indices.numel()
             _log.error("pool %s: %d indices for %d pages of %d", name, count, len(hashes), pages.page_size)
@@ -576,31 +589,31 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
 
 @dataclass(slots=True)
 class _Batch:
-    """Pages of one pool within a request; without keys where no node has to be asked."""
+    """Pages of one pool within a request; it has no keys if no node has to be asked."""
 
     done: list[bool]
     keys: Sequence[bytes] = ()
     parts: Sequence[Parts] = ()
-    pages: _Pages = None  # type: ignore[assignment] # there are pages and indices where there are keys
+    pages: _Pages = None  # type: ignore[assignment] # a batch with keys has pages and indices
     indices: torch.Tensor = None  # type: ignore[assignment]
     hashes: Sequence[str] = ()
 
 
 def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:
-    told = "mixed" if dtype is None else str(dtype).removeprefix("torch.")
-    if told == "uint8":
-        if not setting:
-            raise ConfigError(
-                "SGLang keeps this KV as plain bytes, which does not tell fp8_e4m3 from fp8_e5m2; expected the type as "
-                f'"kv_dtype" in {_WHERE}, such as "kv_dtype": "fp8_e4m3"',
-                setting="kv_dtype",
-            )
-        return setting
-    return told
+    name = "mixed" if dtype is None else str(dtype).removeprefix("torch.")
+    if name != "uint8":
+        return name
+    if not setting:
+        raise ConfigError(
+            "SGLang keeps this KV as plain bytes, which may be fp8_e4m3 or fp8_e5m2; expected the type as "
+            f'"kv_dtype" in {_WHERE}, such as "kv_dtype": "fp8_e4m3"',
+            setting="kv_dtype",
+        )
+    return setting
 
 
 def _of_release(pool: Any, name: str) -> dict[str, str]:
-    """Name the pool and the release: another release may order the bytes of a page of equal sizes differently."""
+    """Name the pool and the release, because another release may order the bytes of an equal page differently."""
     return {"pool": name, "class": type(pool).__name__, "release": version("sglang")}
 
 
@@ -617,13 +630,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _request(hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> str:
-    """Name a request for ``farpool why``: SGLang tells at most the session; the first page's hash is in its log."""
+    """Name a request for ``farpool why``: by its session if SGLang gives one, else by the first page's hash."""
     known = (extra_info.extra_info if extra_info else None) or {}
     return str(known.get("session_id") or (hashes[0] if hashes else ""))
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
-    """Return the number of pages before those of a call; 0 where SGLang does not tell."""
+    """Return the number of pages before the pages of a call; 0 if SGLang does not give it."""
     return len(extra_info.prefix_keys or ()) if extra_info else 0
 
 
@@ -631,8 +644,19 @@ def _leading(answers: Sequence[bool]) -> int:
     return next((number for number, is_there in enumerate(answers) if not is_there), len(answers))
 
 
+def _usable_lengths(transfer: PoolTransfer, pages: Sequence[bool]) -> set[int]:
+    """Return the lengths of prefix, in pages, for which a pool has all pages that its policy needs."""
+    match transfer.hit_policy:
+        case PoolHitPolicy.TRAILING_PAGES:
+            return _ends_of_windows(pages, max(1, len(transfer.keys or ())))
+        case PoolHitPolicy.ALL_PAGES:
+            return set(range(1, _leading(pages) + 1))
+    _log.error("pool %s: the policy %s is not known", transfer.name, transfer.hit_policy)
+    return set()
+
+
 def _ends_of_windows(pages: Sequence[bool], window: int) -> set[int]:
-    """Return the lengths of prefix whose last `window` pages, or all if it is shorter, are there."""
+    """Return the lengths of prefix whose last `window` pages were found, or all pages of a shorter prefix."""
     ends, run = set(), 0
     for length, is_there in enumerate(pages, 1):
         run = run + 1 if is_there else 0

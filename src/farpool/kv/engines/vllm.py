@@ -1,9 +1,9 @@
 """vLLM's KV blocks on the pool: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
 
-vLLM copies blocks of the accelerator into rows of host memory, its primary tier, and offers these rows to the tiers
-below. A row holds a block's bytes of all ranks, so that only the scheduler's process talks to nodes. It calls this tier
-in its own loop, between two steps of the model: each call here answers at once, and threads of the block cache do the
-rest. What goes wrong there is a block that vLLM computes again.
+vLLM copies blocks from the accelerator into rows of host memory, its primary tier, and offers these rows to the tiers
+below. A row holds the bytes of a block of all ranks, so only the scheduler's process talks to nodes. vLLM calls this
+tier in the scheduler's loop, between two steps of the model. So each call here returns at once, and threads of the
+block cache do the work. If a block cannot be moved, vLLM computes it again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,11 +44,12 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from farpool.errors import ConfigError, StoreClosedError
-from farpool.kv.engine_judge import EngineJudge, EngineLoad, Run
+from farpool.errors import ConfigError
+from farpool.kv.engine_judge import EngineLoad, Run
+from farpool.kv.engines.connector import Connector
 from farpool.kv.journal import record
 from farpool.kv.namespace import Group, Namespace
-from farpool.kv.probe import EngineBlock, Probe
+from farpool.kv.probe import EngineBlock
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -66,17 +68,17 @@ _logger = logging.getLogger(__name__)
 
 _BLOCKS = "vllm:kv_offload_farpool_blocks"
 _BYTES = "vllm:kv_offload_farpool_bytes"
-_AT_ONCE = 0.005
-"""Seconds that a lookup in mapped memory may take, during which the scheduler waits."""
-_PATIENCE = 10.0
-"""Seconds after which waiting for transfers is told in the log."""
+_MAPPED_LOOKUP_TIMEOUT_S = 0.005
+"""Maximum time of a lookup in mapped memory, for which the scheduler waits."""
+_DRAIN_WARNING_S = 10.0
+"""Time after which a log message says that transfers have not ended."""
 _USELESS = frozenset({Reason.FOREIGN, Reason.WRONG_SIZE})
-"""Reasons for which nobody can use a block; it is dropped, as a corrupt one is by the cache, so that it can be saved
-anew."""
+"""Reasons that make a block unusable for every reader. Such a block is dropped, because keys are write-once and its
+presence would block a new save. The cache itself drops corrupt blocks."""
 
 
 class FarpoolTier(SecondaryTierManager):
-    """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool, made by vLLM from its JSON.
+    """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool. vLLM makes it from its JSON.
 
     Parameters
     ----------
@@ -87,9 +89,9 @@ class FarpoolTier(SecondaryTierManager):
     tier_type : str
         The engine's name for this tier.
     backpressure_detector : BackpressureDetector or None
-        vLLM's own way to stop offering blocks to a slow tier.
+        Object with which vLLM stops offering blocks to a slow tier.
     locality : {"LOCAL", "REMOTE"} or None
-        Label for vLLM's tier filters, events and counts of hits; None to count hits of mapped nodes as local.
+        Label for vLLM's tier filters, events and counts of hits; None to count hits on mapped nodes as local.
     prefix_caching_hash_algo : str
         Value of vLLM's option of this name, on which the engine's hashes depend.
     **settings
@@ -118,7 +120,7 @@ class FarpoolTier(SecondaryTierManager):
             raise ConfigError(f"locality is {locality!r}, expected LOCAL or REMOTE", setting="locality")
         self.locality = None if locality is None else Locality[locality]
         ranks = self._offloading_spec.config.parallel.world_size
-        if ranks > 1 and model_parallel_is_initialized():  # this scheduler's process is a rank itself
+        if ranks > 1 and model_parallel_is_initialized():  # this scheduler's process is itself a rank
             raise ConfigError(
                 f"each of {ranks} ranks has a scheduler (distributed_executor_backend is external_launcher), so one "
                 "rank would load blocks that another computes; expected one scheduler for all ranks: use another "
@@ -128,22 +130,20 @@ class FarpoolTier(SecondaryTierManager):
         self._hash_algorithm = prefix_caching_hash_algo
         self._settings = CacheSettings.of(settings, where="secondary tier FarpoolTier")
         self._cache: BlockCache | None = None
-        # Wrong settings are refused now; the cache itself is made at the first request, when vLLM has chosen the seed
-        # of its hashes.
         namespace = self._namespace()
         # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
         self._memory = primary_kv_view.cast("B")
-        self._probe = Probe("vLLM")
-        with self._settings.cache(namespace) as cache:
-            self._probe.guard(cache, cache)
-            self._probe.check(self._last_row(primary_kv_view))
-        # With several groups of layers, nobody can tell from outside which blocks a request needs.
-        alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
-        is_on = self._settings.hold_out and alike
-        self._tokens = namespace.tokens_per_block
-        self._judge = EngineJudge(self._settings.judge(), self._tokens, is_on=is_on)
+        # With several groups of layers, this tier cannot see which blocks a request needs.
+        is_alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
+        self._connector = Connector("vLLM", self._settings, namespace.tokens_per_block, decides=is_alike)
+        self._judge = self._connector.judge
+        # Refuse wrong settings and make the probe now. The cache for blocks is opened at the first request, because
+        # vLLM has chosen the seed of its hashes by then.
+        with closing(self._connector):
+            self._connector.open(namespace)
+            self._connector.probe.check(self._last_row(primary_kv_view))
         self._lookups = _AsyncLookups(self, tier_type)
-        self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
+        self._answers: dict[OffloadKey, bool] = {}  # answers from mapped memory in this step
         # Blocks that this tier has begun to load, by request, until the request ends or is preempted.
         self._loaded: dict[str, set[OffloadKey]] = {}
         self._asked: dict[str, float] = {}
@@ -151,26 +151,27 @@ class FarpoolTier(SecondaryTierManager):
         self._finished: SimpleQueue[JobResult] = SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
-        # Stores wait here, so that loads, for which a request waits, always find a thread.
-        self._stores: deque[tuple[TransferJob, float]] = deque()  # with the seconds that computing a block takes
+        # Stores wait here, so that a thread is always free for loads, because requests wait for loads.
+        self._stores: deque[tuple[TransferJob, float]] = deque()  # with the seconds that a block takes to compute
         self._storing = 0
         self._unfinished = 0
         self._changed = threading.Condition()
 
     @property
     def cache_hit_source(self) -> CacheHitSource:
-        """Return as what vLLM counts hits: of the host's memory if all nodes are there, else of a remote store."""
+        """Return how vLLM counts hits: as the host's memory if all nodes are on this host, else as a remote store."""
         is_here = self._cache is not None and self._cache.is_mapped()
         if self.locality is not None:
             is_here = self.locality is Locality.LOCAL
         return CacheHitSource.HOST if is_here else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _namespace(self) -> Namespace:
-        """Name all that makes the bytes in a row differ."""
+        """Describe everything on which the bytes of a row depend."""
         config = self._offloading_spec.config
         parallel = config.parallel
         sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "pcp": parallel.pcp_size, "dcp": parallel.dcp_size}
-        # vLLM vouches that these rows are the same under any topology; a single copy of what all ranks have alike is.
+        # vLLM guarantees that these rows are equal under all topologies, or there is one copy of KV that all ranks
+        # share.
         portable = parallel.is_parallelism_agnostic or config.replicated_layout
         return Namespace(
             engine="vllm",
@@ -191,7 +192,7 @@ class FarpoolTier(SecondaryTierManager):
                 ("group_ids", " ".join(str(group.group_id) for group in config.groups)),
                 ("group_tokens", " ".join(str(group.tokens_per_block) for group in config.groups)),
                 ("replicated", int(config.replicated_layout)),
-                # vLLM states no version of the order of bytes in a row, so that two of its releases do not share.
+                # vLLM has no version number for the order of bytes in a row, so its releases do not share blocks.
                 ("release", ".".join(vllm.__version__.split(".")[:2])),
                 ("device", _device()),
             ),
@@ -199,8 +200,7 @@ class FarpoolTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._cache is None:
-            self._cache = self._settings.cache(self._namespace(), self._judge.judge)
-            self._probe.guard(self._cache, self._cache)
+            (self._cache,) = self._connector.open(self._namespace())
         self._loaded[req_context.req_id] = set()
         return RequestOffloadingContext()
 
@@ -210,7 +210,7 @@ class FarpoolTier(SecondaryTierManager):
         self._forget_run(req_context.req_id)
 
     def _forget_run(self, request: str) -> None:
-        """Forget the time of a request's first lookup, and the decision about its blocks."""
+        """Forget the time of a request's first lookup and the decision about its blocks."""
         self._asked.pop(request, None)
         if (run := self._runs.pop(request, None)) is not None:
             self._judge.finished(run)
@@ -220,8 +220,9 @@ class FarpoolTier(SecondaryTierManager):
         if self._cache is None:
             return LookupResult.MISS
         if key in self._loaded.get(request, ()):
-            # The load has failed, or vLLM has evicted the block from its primary tier to make room for another one of
-            # this request. With HIT, vLLM would load it again and evict or fail again: the request might never end.
+            # The load has failed, or vLLM has evicted the block from its primary tier to make room for another block of
+            # this request. After HIT, vLLM would load it again, and evict it or fail again: the request might never
+            # end.
             if (run := self._runs.get(request)) is not None:
                 self._judge.asked_again(run)
             return LookupResult.MISS
@@ -239,22 +240,28 @@ class FarpoolTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _is_there(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Tell if the nodes have a block; None while they are being asked."""
+        """Return True if the nodes have a block; None while the answer has not arrived."""
         assert self._cache is not None
         if key not in self._answers:
             if not self._cache.is_mapped():
                 found: bool | None = self._lookups.lookup(key, req_context)
                 return found
-            # All keys of the request are asked for with the first of them: vLLM comes with them one by one.
+            # vLLM looks up one key at a time; ask for all keys of the request with the first one.
             keys = [key, *(other for other in _run_of(req_context) if other != key and other not in self._answers)]
-            self._answers.update(zip(keys, self.find(keys, req_context, _AT_ONCE), strict=True))
+            self._answers.update(zip(keys, self.find(keys, req_context, _MAPPED_LOOKUP_TIMEOUT_S), strict=True))
         return self._answers[key]
 
     def _weighed(self, key: OffloadKey, req_context: ReqContext) -> Run | None:
-        """Decide about the blocks of a request from a first one on that vLLM has not; None while nodes are asked."""
-        keys = _run_of(req_context)
-        before = keys.index(key) if key in keys else len(keys)
-        keys = keys[before:]
+        """Decide about the blocks of a request from the first block that vLLM lacks.
+
+        Returns
+        -------
+        Run or None
+            None while the answers of the nodes have not arrived.
+        """
+        sequence = _run_of(req_context)
+        before = sequence.index(key) if key in sequence else len(sequence)
+        keys = sequence[before:]
         there = 0
         for other in keys:
             found = self._is_there(other, req_context)
@@ -271,7 +278,7 @@ class FarpoolTier(SecondaryTierManager):
         return run
 
     def find(self, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = None) -> list[bool]:
-        """Ask the nodes which blocks they have; one whose answer comes too late counts as missing."""
+        """Ask the nodes which blocks they have; a block counts as missing if its answer comes too late."""
         assert self._cache is not None
         found = self._cache.lookup(self._keys(keys), request=req_context.req_id, timeout=timeout)
         return found.found
@@ -287,7 +294,7 @@ class FarpoolTier(SecondaryTierManager):
         with self._changed:
             self._unfinished += 1
         keys = list(job_metadata.keys)
-        # A request that has ended before its loads were submitted is not remembered.
+        # Do not remember a request that ended before its loads were submitted.
         self._loaded.get(job_metadata.req_context.req_id, set()).update(keys)
         load = self._judge.loading(keys, len(keys) * self.block_size_bytes)
         self._submit(self._load, job_metadata, load)
@@ -297,15 +304,14 @@ class FarpoolTier(SecondaryTierManager):
         self._judge.saved(keys)
         sequence = _run_of(job_metadata.req_context)
         before = sequence.index(keys[0]) if keys and keys[0] in sequence else 0
-        step = self._tokens
-        cost = self._judge.judge.prefill_seconds(len(keys) * step, before * step) / max(1, len(keys))
+        cost = self._judge.cost(len(keys), before, len(keys))
         with self._changed:
             self._unfinished += 1
             self._stores.append((job_metadata, cost))
         self._begin_stores()
 
     def _begin_stores(self) -> None:
-        """Start stores that wait, as long as one thread stays free for loads."""
+        """Start waiting stores, but keep one thread free for loads."""
         while True:
             with self._changed:
                 if not self._stores or self._storing >= max(1, self._settings.threads - 1):
@@ -317,38 +323,37 @@ class FarpoolTier(SecondaryTierManager):
                     self._storing -= 1
 
     def _submit(self, move: _Move, job: TransferJob, load: EngineLoad | None = None) -> bool:
-        assert self._cache is not None
-        try:
-            self._cache.submit(self._run, move, job, load)
-        except StoreClosedError:
-            reasons = [Reason.CLOSED] * len(job.keys)
-            if load is not None:
-                load.ended(reasons)
-            self._finish(job, reasons, 0.0)
-            return False
-        return True
+        """Move the blocks of a job on a thread of the cache; vLLM receives the result of each job.
 
-    def _run(self, move: _Move, job: TransferJob, load: EngineLoad | None) -> None:
-        """Move the blocks of a job, on a thread of the cache; whatever happens, the engine is told of the job's end."""
-        began = time.monotonic()
-        reasons: Sequence[Reason | None] = [Reason.FAILED] * len(job.keys)
-        try:
-            reasons = move(job)
-        except Exception:
-            _logger.exception("%d blocks were not moved", len(job.keys))
-        finally:
-            self._finish(job, reasons, time.monotonic() - began)
+        Returns
+        -------
+        bool
+            False if the cache is closed.
+        """
+        assert self._cache is not None
+        began: list[float] = []
+
+        def work() -> Sequence[Reason | None]:
+            began.append(time.monotonic())
+            return move(job)
+
+        def done(reasons: Sequence[Reason | None]) -> None:
+            self._finish(job, reasons, time.monotonic() - began[0] if began else 0.0)
             if load is not None:
                 load.ended(reasons)
-        if not job.is_promotion:
-            with self._changed:
-                self._storing -= 1
-            self._begin_stores()
+            elif began:
+                with self._changed:
+                    self._storing -= 1
+                self._begin_stores()
+
+        failed: Sequence[Reason | None] = [Reason.FAILED] * len(job.keys)
+        closed = [Reason.CLOSED] * len(job.keys)
+        return self._connector.submit(self._cache, work, done, failed=failed, closed=closed)
 
     def _load(self, job: TransferJob) -> Sequence[Reason | None]:
         waited = time.monotonic() - job.submit_time
         if waited > self._settings.timeout:
-            # Others were before it for so long that computing would have been under way.
+            # Earlier loads took so long that computing would have begun by now.
             late = len(job.keys)
             with self._changed:
                 self._counts["load.late"] += late
@@ -396,15 +401,15 @@ class FarpoolTier(SecondaryTierManager):
         for job, _ in waiting:
             self._finish(job, [Reason.BYPASSED] * len(job.keys), 0.0)
         with self._changed:
-            while not self._changed.wait_for(lambda: not self._unfinished, _PATIENCE):
-                # Each job ends by a deadline of its own; vLLM's memory must not be reused before.
+            while not self._changed.wait_for(lambda: not self._unfinished, _DRAIN_WARNING_S):
+                # Each job ends by its own deadline; until then vLLM must not reuse its memory.
                 _logger.warning("%d transfers from or to farpool's nodes have not ended yet", self._unfinished)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._cache is None:
             return None
         with self._changed:
-            counts = Counter(self._cache.stats()) + self._counts + Counter(self._judge.stats())
+            counts = self._connector.stats() + self._counts
         stats = OffloadingConnectorStats()
         for name, number in (counts - self._reported).items():
             step, _, outcome = name.partition(".")
@@ -421,12 +426,12 @@ class FarpoolTier(SecondaryTierManager):
             _BLOCKS: OffloadingCounterMetadata(
                 documentation=(
                     "Blocks that were looked up on, loaded from or saved to farpool's nodes, by step and outcome: "
-                    "done, or the reason why not."
+                    "done, or the reason why a block was not found or moved."
                 ),
                 labelnames=("step", "outcome"),
             ),
             _BYTES: OffloadingCounterMetadata(
-                documentation="Bytes that were loaded from or saved to farpool's nodes, headers included, by step.",
+                documentation="Bytes that were loaded from or saved to farpool's nodes, including headers, by step.",
                 labelnames=("step",),
             ),
         }
@@ -434,11 +439,10 @@ class FarpoolTier(SecondaryTierManager):
     def shutdown(self) -> None:
         with self._changed:
             self._stores.clear()
-        if self._cache is not None:
-            self._cache.close()  # waits for what has begun; after that nothing touches the engine's memory
+        self._connector.close()  # waits for transfers under way; after that no thread touches the engine's memory
         self._lookups.shutdown()
-        # vLLM unmaps its memory next, which it can only if nobody has a view of it. Errors refer to the calls that they
-        # came from, and these to rows; such circles end with a collection.
+        # vLLM unmaps its memory next, which fails while a view of it exists. Errors refer to the calls that raised
+        # them, and these to rows; only a collection frees such cycles.
         self._memory.release()
         gc.collect()
 
@@ -454,8 +458,8 @@ class FarpoolTier(SecondaryTierManager):
         return self._memory[number * size : (number + 1) * size]
 
     def _last_row(self, view: memoryview) -> EngineBlock:
-        """Return the last row of the primary tier, which is not in use while the engine starts."""
-        rows = np.asarray(view).view(np.uint8)  # vLLM's own addresses of its rows
+        """Return the last row of the primary tier, which the engine does not use while it starts."""
+        rows = np.asarray(view).view(np.uint8)  # vLLM's own view of its rows
 
         def write(data: bytes) -> None:
             rows[-1] = np.frombuffer(data, np.uint8)
@@ -467,7 +471,7 @@ class FarpoolTier(SecondaryTierManager):
 
 
 class _AsyncLookups(AsyncLookupManager):
-    """Lookups of nodes that have to be asked: vLLM's own thread does it while the model computes."""
+    """Looks up blocks on nodes of other hosts: vLLM's own thread waits for them while the model computes."""
 
     def __init__(self, tier: FarpoolTier, tier_type: str) -> None:
         self._tier = tier
@@ -478,7 +482,7 @@ class _AsyncLookups(AsyncLookupManager):
 
 
 def _run_of(req_context: ReqContext) -> list[OffloadKey]:
-    """Return the blocks of a request in their order; none where vLLM does not tell."""
+    """Return the blocks of a request in their order; none if vLLM does not report them."""
     return list(getattr(req_context, "_offload_key_positions", ()))
 
 
@@ -491,7 +495,7 @@ def _group(group: Any, config: OffloadingConfig, block_bytes: int) -> Group:
 
 
 def _device() -> str:
-    """Return the kind of device; vLLM's kernels for CPUs pack KV differently by instruction set."""
+    """Return the kind of device, because vLLM's kernels for CPUs pack KV differently by instruction set."""
     kind = str(current_platform.device_type)
     if kind != "cpu":
         return kind

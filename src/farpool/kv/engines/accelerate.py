@@ -1,8 +1,8 @@
-"""Weights for accelerate's hooks that live in a pool, or come from a name on nodes.
+"""Weights for accelerate's hooks, in a pool or from a name on nodes.
 
-Accelerate gives each module its weights before it runs, and takes them away afterwards; where they come from is a
-mapping (``weights_map=``, ``state_dict=``). `PooledWeights` is one. Each look-up hands out a plain copy of one weight;
-modules ask for them in the same order in each pass, so the pool has the next ones on their way.
+Accelerate gives each module its weights before the module runs, and removes them afterwards. It takes them from a
+mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up returns a plain copy of one weight.
+Modules ask for weights in the same order in each pass, so the pool prefetches the next ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PooledWeights"]
 
 
 class PooledWeights(Mapping[str, torch.Tensor]):
-    """Read-only mapping from names to weights in a pool, of which each look-up gives a plain copy.
+    """Read-only mapping from names to weights in a pool; each look-up returns a plain copy.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
     Raises
     ------
     ArgumentError
-        One is not a paged tensor.
+        A weight is not a paged tensor.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor], pool: Pool) -> Self:
-        """Copy weights into a pool, tied ones once.
+        """Copy weights into a pool, tied weights only once.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         Raises
         ------
         UnsupportedError
-            One is sparse, quantized, without memory, or on another device than the pool.
+            A weight is sparse, quantized, without memory, or on another device than the pool.
         PoolFullError
             The tiers of the pool have no room for them.
         """
@@ -86,18 +86,18 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         Parameters
         ----------
         store : Store
-            With a registry.
+            Store with a registry.
         name : str
-            Name under which ``store.publish(name, model.state_dict())`` has put them.
+            Name under which ``store.publish(name, model.state_dict())`` has published them.
         pool : Pool
-            On the CPU or a GPU.
+            Pool on the CPU or a GPU.
         version : int, optional
-            An older version that is still held; None for the current one.
+            An older version that the nodes still keep; None for the current one.
 
         Raises
         ------
         NameMissingError, NameLostError, NodeError
-            As for ``store.open`` and reading.
+            See ``store.open`` and `read_tensor`.
         ConfigError
             The name holds no tensors.
         PoolFullError

@@ -1,27 +1,27 @@
 """One layer's keys and values in a pool, as a layer of transformers' caches.
 
-*Blocks of tokens.* A layer is a list of storages of the same number of tokens each. It grows by one more storage, so no
-length has to be known in advance, and only the last one is ever written again: all others keep their clean copies below
-and are dropped from the fast tier without being written. Attention walks through the blocks in order, one access each,
-layer by layer, token by token. That is a loop, which the pager knows after two or three tokens: while a layer is
-computed, the blocks of the next are on their way.
+*Blocks of tokens.* A layer is a list of storages, each with the same number of tokens. It grows by one more storage, so
+its length need not be known in advance. Only the last storage is ever written again: all others keep their clean copies
+in a lower tier and are evicted from the fast tier without a write. Attention reads the blocks in order, one access
+each, layer by layer, token by token. The pager recognizes this loop after two or three tokens: while a layer is
+computed, the blocks of the next layer are already being transferred.
 
 *The last block grows.* Every layer has one, each token writes to it, and its room takes fast memory whether it is
-filled or not. So it begins with room for a few tokens and is copied into twice the room when that is full. While it is
-short, it shares a block of the pager's with those of other layers.
+filled or not. So it begins with room for a few tokens and is copied into twice the room when it is full. While it is
+short, it shares a block of the pager with the last blocks of other layers.
 
-*Operands are plain and exact.* Attention gets contiguous tensors of the shape, strides and alignment that
-``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them
-while they are pinned, which costs what ``torch.cat`` costs there; no tensor aliases the arena. This memory, of one
-layer's keys and values, is used again by the next layer as soon as nothing refers to it any more (its storage is
-asked). It lies beside the fast tier and is booked in the pool's ledger as ``KV operands``.
+*Operands are plain and exact.* Attention receives contiguous tensors with the shape, strides and alignment that
+``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them while
+they are pinned, which costs as much as ``torch.cat`` does there; no tensor aliases the arena. The next layer uses this
+memory of one layer's keys and values again as soon as nothing refers to it (see the reference count of its storage). It
+is host memory in addition to the fast tier; the pool's ledger counts it as ``KV operands``.
 
 *Beams are lists of rows.* Reordering, repeating and selecting sequences change which stored row belongs to which
-sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer those of the
-batch.
+sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer the rows of
+the batch.
 
-What would not be equal is refused: gradients through the cache, a change of dtype, reading or replacing ``keys`` and
-``values`` of a layer in place.
+Uses that would give other results are refused: gradients through the cache, a change of dtype, and reading or replacing
+``keys`` and ``values`` of a layer in place.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OperandMemory", "PagedLayer"]
 
-_SPARE = 32
-"""Memory of operands is made larger than needed by this fraction of it, so that not every token needs new memory."""
-_LEAST = 16
-"""A block begins with room for this fraction of its tokens."""
+_SPARE_PARTS = 32
+"""Memory of operands is allocated larger than needed by one part in this many, so that not every token needs new
+memory."""
+_FIRST_ROOM_PARTS = 16
+"""A block begins with room for one part in this many of its tokens."""
 
 
 @dataclass(slots=True)
@@ -66,11 +67,11 @@ class _Block:
     rows : int
         Sequences that are stored.
     tokens : int
-        Tokens that there is room for; fewer than in other blocks only in the last one of a layer.
+        Tokens for which there is room; only the last block of a layer has fewer than the others.
     order : torch.Tensor or None
-        Stored row of each sequence of the batch, int64 in host memory; None where each has the row of its number.
+        Stored row of each sequence of the batch, int64 in host memory; None if each sequence has the row of its number.
     shared : bool
-        True if another cache may refer to the storage, which must not be written then.
+        True if another cache may refer to the storage, so it must not be written.
     """
 
     storage: Storage
@@ -87,20 +88,20 @@ class OperandMemory:
         self._ledger = ledger
         self._storage: torch.UntypedStorage | None = None
         self._held = 0
-        """References to the storage when only this object has it."""
+        """Number of references to the storage when only this object refers to it."""
         self._forget: Callable[[], object] = lambda: None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor with unspecified elements, aligned as torch's own are."""
-        if device.type != "cpu":  # its allocator reuses memory itself, and knows of streams
+        """Return a contiguous tensor with unspecified elements, aligned like torch's own tensors."""
+        if device.type != "cpu":  # the device's allocator reuses memory itself, and respects streams
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = dtype.itemsize
         for extent in shape:
             nbytes *= extent
         storage = self._storage
         if storage is None or storage.nbytes() < nbytes or _references(storage) > self._held:
-            storage = self._make(nbytes + nbytes // _SPARE)
-        # A tensor made under inference mode could not be written outside of it.
+            storage = self._make(nbytes + nbytes // _SPARE_PARTS)
+        # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             whole = torch.empty(0, dtype=dtype).set_(storage)
             return torch.as_strided(whole, shape, contiguous_strides(shape))
@@ -117,7 +118,7 @@ class OperandMemory:
 
 
 def _references(storage: torch.UntypedStorage) -> int:
-    """Number of tensors and other objects that refer to the memory of a storage."""
+    """Return the number of tensors and other objects that refer to the memory of a storage."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
@@ -129,9 +130,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ----------
     pool : BlockPool
     name : str
-        For errors.
+        Name of the layer, for errors.
     memory : tuple of OperandMemory
-        For the keys and the values that attention gets.
+        Memory for the keys and for the values that attention receives.
     tokens_per_block : int or None
         Tokens that are stored and moved together; None to choose by the budget of the pool.
 
@@ -139,7 +140,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ----------
     dtype : torch.dtype
     device : torch.device
-        Both of the keys and values, once there are any.
+        Data type and device of the keys and values, once there are any.
     """
 
     is_sliding = False
@@ -161,13 +162,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._batch = 0
         self._heads = 0
         self._widths = (0, 0)
-        """Elements of a key and of a value."""
+        """Number of elements of a key, and of a value."""
         self._block_tokens = 0
 
     # ---- what transformers calls ---------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take dtype, device and shape of what is to be stored from the first keys and values."""
+        """Take dtype, device and shape from the first keys and values."""
         if not is_device(key_states.device, device_of(self._pool)):
             raise UnsupportedError(
                 f"{self._name}: keys on {key_states.device} cannot enter a pool on {self._pool.device}: make it with "
@@ -187,19 +188,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Parameters
         ----------
         key_states, value_states : torch.Tensor
-            Of shape ``(batch, heads, new tokens, width)``.
+            New tokens, of shape ``(batch, heads, new tokens, width)``.
 
         Returns
         -------
         tuple of torch.Tensor
-            Contiguous keys and values of all tokens. Their memory is used again once nothing refers to it.
+            Contiguous keys and values of all tokens. Their memory is used again as soon as nothing refers to it.
 
         Raises
         ------
         UnsupportedError
-            They need gradients, or differ in dtype, device or shape from those before.
+            They need gradients, or differ from the earlier ones in dtype, device or shape.
         BudgetError, PoolFullError, TierError
-            As for any access to a pool; the layer is as it was.
+            The pool has no room, or a tier has failed; the layer is as it was.
         """
         self._admit(key_states, value_states)
         start, stop = self._tokens, self._tokens + key_states.shape[-2]
@@ -215,22 +216,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Number of tokens that are stored."""
+        """Return the number of stored tokens."""
         return self._tokens
 
     def get_max_length(self) -> int:
-        """The greatest number of tokens; -1 as there is none."""
+        """Return -1, because there is no maximum number of tokens."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys that a query of this many tokens attends to, and the position of the first one."""
+        """Return the number of keys that a query of this many tokens attends to, and the position of the first one."""
         return self._tokens + query_length, 0
 
     def offload(self) -> None:
-        """Do nothing: the pool decides what leaves the fast tier."""
+        """Do nothing, because the pool decides what is evicted from the fast tier."""
 
     def prefetch(self) -> None:
-        """Do nothing: the pool fetches ahead by itself."""
+        """Do nothing, because the pool prefetches by itself."""
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -239,7 +240,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each sequence of the batch go on with the tokens of another one, as beam search does."""
+        """Let each sequence of the batch continue with the tokens of another one, as beam search does."""
         index = beam_idx.to("cpu")
         self._rearrange(lambda order: order.index_select(0, index))
 
@@ -258,12 +259,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Parameters
         ----------
         tokens_to_remove : int
-            Their number, with a minus sign.
+            Number of tokens, with a minus sign.
 
         Raises
         ------
         ValueError
-            It is positive.
+            The number is positive.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): expected the number of tokens to remove with a minus sign")
@@ -273,7 +274,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> None:
-        """Not there: the keys are in the pool. `read` copies them."""
+        """Not available: the keys are in the pool, and `read` copies them."""
         self._refuse("keys")
 
     @keys.setter
@@ -283,7 +284,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def values(self) -> None:
-        """Not there: the values are in the pool. `read` copies them."""
+        """Not available: the values are in the pool, and `read` copies them."""
         self._refuse("values")
 
     @values.setter
@@ -293,19 +294,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(
-            f"{self._name}: the {what} are in a pool, and are not there as one tensor that could be read, changed or "
-            "replaced: copy them with layer.read(start, stop, keys, values), or use a DynamicCache"
+            f"{self._name}: the {what} are in a pool, so there is no tensor that could be read, changed or replaced: "
+            "copy them with layer.read(start, stop, keys, values), or use a DynamicCache"
         )
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def shapes(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the keys and of the values of this many tokens of the batch."""
+        """Return the shapes of the keys and of the values of this many tokens of the batch."""
         key, value = self._widths
         return (self._batch, self._heads, tokens, key), (self._batch, self._heads, tokens, value)
 
     def read(self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy the keys and values of tokens ``[start, stop)`` into tensors of the shapes that `shapes` tells."""
+        """Copy the keys and values of tokens ``[start, stop)`` into tensors with the shapes from `shapes`."""
         step, begin = self._block_tokens, start
         while start < stop:
             number, first = divmod(start, step)
@@ -322,7 +323,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _append(
         self, keys: torch.Tensor, values: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        """Store the keys and values of more tokens; copy those that share a block with them to their `operands`."""
+        """Store more keys and values; copy the earlier tokens in the same block to the `operands`."""
         step, stop = self._block_tokens, self._tokens + keys.shape[-2]
         blocks = self._blocks.copy()  # a failure leaves the layer as it was
         start = self._tokens
@@ -344,12 +345,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._blocks, self._tokens = blocks, stop
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the keys and values of more tokens that were computed elsewhere; as `update`, but returns nothing."""
+        """Store the keys and values of more tokens, computed elsewhere, as `update` does, and return nothing."""
         self._admit(keys, values)
         self._append(keys, values)
 
     def twin(self, memory: tuple[OperandMemory, OperandMemory]) -> PagedLayer:
-        """A copy that shares all blocks with this one; each writes to copies of its own."""
+        """Return a copy that shares all blocks with this layer; both write only to their own copies."""
         for block in self._blocks:
             block.shared = True
         other = copy.copy(self)
@@ -358,16 +359,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return other
 
     def _chosen_tokens(self) -> int:
-        """As many tokens as fill half a block of the size that moves best in a pool of this budget.
+        """Return the number of tokens that fill half a block of the size that moves fastest in a pool of this budget.
 
-        The last block of each layer is written with each token, and takes room until it is written back: the smaller it
-        is, the less of the fast tier is filled so.
+        Each token writes to the last block of each layer, which stays in the fast tier until it is written back.
+        Smaller blocks occupy less of the fast tier in this way.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
 
     def _admit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the geometry from the first keys and values; refuse later ones that differ from it.
+        """Take the geometry from the first keys and values, and refuse later ones with another geometry.
 
         Raises
         ------
@@ -390,9 +391,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
 
     def _new_block(self, tokens: int) -> _Block:
-        """A block with room for `tokens` tokens, and for some more unless that is all a block has."""
+        """Allocate a block with room for `tokens` tokens, and for some more up to the size of a whole block."""
         parts = 1
-        while parts < _LEAST and -(-self._block_tokens // (2 * parts)) >= tokens:
+        while parts < _FIRST_ROOM_PARTS and -(-self._block_tokens // (2 * parts)) >= tokens:
             parts *= 2
         room = -(-self._block_tokens // parts)
         nbytes = self._batch * self._heads * room * sum(self._widths) * self.dtype.itemsize
@@ -402,7 +403,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return not block.shared and block.order is None and block.rows == self._batch
 
     def _own_copy(self, block: _Block, tokens: int, room: int) -> _Block:
-        """A block for `room` tokens with the first ones of another block, whose rows are the sequences of the batch."""
+        """Copy the first tokens of a block into a block for `room` tokens, whose rows are the batch's sequences."""
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes(tokens))
         copied = self._new_block(room)
         with self._pinned(block, Mode.READ) as pieces:
@@ -431,12 +432,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._blocks = blocks
 
     def _pinned(self, block: _Block, mode: Mode) -> _Pinned:
-        """Views of the keys and the values of all rows and tokens of a block, valid in a ``with`` statement."""
+        """Return a context manager for views of the keys and the values of all rows and tokens of a block."""
         return _Pinned(self, block, mode)
 
 
 class _Pinned:
-    """The body of `PagedLayer._pinned`; a generator would take longer than the rest of an access."""
+    """The context manager of `PagedLayer._pinned`; a generator would take longer than the rest of an access."""
 
     __slots__ = ("_block", "_grant", "_layer", "_mode")
 

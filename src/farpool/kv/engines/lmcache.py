@@ -1,8 +1,8 @@
-"""LMCache's second level (L2) on the pool: what its server has no room for in memory, shared by all servers.
+"""LMCache's second level (L2) on the pool: objects for which its server has no memory, shared by all servers.
 
-It is loaded by LMCache as a plug-in (docs/kv-lmcache.md). LMCache submits tasks from two threads, which must not wait,
-and asks for results when an event is signalled. It has no deadline of its own for any of them, so each task ends by
-ours: what has not come by then is reported as not found, and computed again.
+LMCache loads it as a plug-in (docs/kv-lmcache.md). LMCache submits tasks from two threads, which must not wait, and
+asks for results when an event is signalled. LMCache sets no deadline for tasks, so this adapter does: objects that have
+not arrived by then are reported as not found, and the engine computes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any, Generic, Self, TypeVar
 
-import msgspec
 import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -33,10 +32,10 @@ from lmcache.v1.platform import create_event_notifier
 
 from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.blocks import BlockCache
-from farpool.kv.engine_judge import EngineJudge
+from farpool.kv.engines.connector import Connector
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
-from farpool.kv.probe import EngineBlock, Probe
+from farpool.kv.probe import EngineBlock
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -47,41 +46,43 @@ _LOG = logging.getLogger(__name__)
 _RELEASE = version("lmcache")
 _REQUIRED = ("nodes", "weights_id")
 _CHAIN_BYTES = 32
-_NAMESPACES = 4096
-"""Namespaces that are kept ready; more are made anew when they are needed."""
-_CODED_GROUPS = 64
-"""Object groups of a model that a codec is used for; objects of further ones are stored as they are."""
-_ACCOUNTED = 1 << 20
-"""Keys in LMCache's account of this tier. Of more, the oldest are no longer counted."""
-_PLACED = 1 << 16
-"""Chunks whose place in a sequence is remembered until they are stored. Of more, the oldest count as first ones."""
+_NAMESPACES_MAX = 4096
+"""Maximum number of namespaces that are kept ready; others are made again when they are needed."""
+_CODED_GROUPS_MAX = 64
+"""Maximum number of object groups of a model that a codec encodes; objects of further groups are stored as they are."""
+_ACCOUNTED_KEYS_MAX = 1 << 20
+"""Maximum number of keys in LMCache's account of this tier. Beyond that the oldest are no longer counted."""
+_PLACED_CHUNKS_MAX = 1 << 16
+"""Maximum number of chunks whose position is remembered until they are stored. Beyond that the oldest count as position
+0."""
 _UNKNOWN_TYPE = (
-    "LMCache's objects are plain bytes, which do not tell fp8_e4m3 from fp8_e5m2, so that none is stored or found; "
-    'state the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
+    "LMCache's objects are plain bytes, which may be fp8_e4m3 or fp8_e5m2, so no object is stored or found; "
+    'name the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
 )
 
 T = TypeVar("T")
 
 
 class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of ``adapter_params``; those of `CacheSettings`, and what LMCache does not tell its adapters.
+    """Settings in ``adapter_params``: the fields of `CacheSettings`, and facts that LMCache does not give its adapters.
 
     Attributes
     ----------
     kv_dtype : str
-        Logical data type of the KV, such as ``fp8_e4m3``; empty for that of LMCache's objects. To be stated where
-        objects are plain bytes, as of vLLM with fp8, which else are neither stored nor found; and with a codec.
+        Logical data type of the KV, such as ``fp8_e4m3``; empty for the type of LMCache's objects. Required with a
+        codec, and if the objects are plain bytes, as vLLM's are with fp8; without it such objects are neither stored
+        nor found.
     layout : str
-        Name of the order of bytes in an object; empty for shapes and data types of LMCache's objects. To be stated,
+        Name of the order of bytes in an object; empty for the shapes and data types of LMCache's objects. Required,
         with `kv_dtype`, for an adapter with ``serde``, whose objects are bytes without a shape.
     chunk_size : int
-        Tokens of a chunk, as the server's ``--chunk-size``.
+        Tokens of a chunk; the same number as the server's ``--chunk-size``.
     hash_algorithm : str
-        Hash of the tokens, as the server's ``--hash-algorithm``.
+        Hash of the tokens; the same name as the server's ``--hash-algorithm``.
     lock_ttl : float
-        Seconds after which a lock ends by itself, should LMCache never unlock.
+        Seconds after which a lock ends by itself if LMCache does not unlock.
     capacity_bytes : int
-        Bytes at which LMCache's own eviction of this tier sets in, if it is configured; 0 to leave eviction to the
+        Bytes at which LMCache starts its own eviction of this tier, if that is configured; 0 to leave eviction to the
         nodes.
     """
 
@@ -96,7 +97,7 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
         if (self.layout or self.codec) and not self.kv_dtype:
             raise ConfigError(
                 f"layout is {self.layout!r}, codec is {self.codec!r}, and kv_dtype is empty: with a layout of your own "
-                "or a codec, name the data type of the KV as well",
+                "or a codec, also name the data type of the KV",
                 setting="kv_dtype",
             )
         if not 0.001 <= self.lock_ttl <= 1e6:
@@ -109,7 +110,7 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
-    """Configuration of `FarpoolL2`, as LMCache reads it from ``adapter_params``.
+    """Configuration of `FarpoolL2`, which LMCache reads from ``adapter_params``.
 
     Parameters
     ----------
@@ -127,23 +128,23 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
         Raises
         ------
         ConfigError
-            One is missing, unknown, or wrong.
+            A setting is missing, unknown, or wrong.
         """
         return cls(L2Settings.of(d, where="--l2-adapter, adapter_params"))
 
     @classmethod
     def help(cls) -> str:
-        """Return what LMCache shows of the settings."""
+        """Return the description of the settings that LMCache shows."""
         return (
             "farpool L2 adapter config fields (docs/kv-lmcache.md):\n"
             "- nodes (list of str): addresses of the nodes, such as tcp://10.0.0.7:7471 (required)\n"
-            "- weights_id (str): name of exactly the weights that make the KV (required)\n"
+            "- weights_id (str): exact name of the weights that make the KV (required)\n"
             f"- optional: {', '.join(name for name in L2Settings.__struct_fields__ if name not in _REQUIRED)}"
         )
 
 
 class _Results(Generic[T]):
-    """Results of one kind of task, each handed out once, and the event that tells of them."""
+    """Keeps the results of one kind of task until LMCache takes them, and signals an event for each."""
 
     def __init__(self) -> None:
         self._event = create_event_notifier()
@@ -176,9 +177,9 @@ class _Results(Generic[T]):
 
 
 class _Locks:
-    """Locks that have not ended: each lookup locks an object once more, and each unlock ends one lock. Not thread-safe.
+    """Counts the locks of each object: a lookup adds one lock, and an unlock ends one. Not thread-safe.
 
-    A node has one pin for all locks of an object, which begins anew with each of them.
+    A node has one pin for all locks of an object; each new lock renews it.
 
     Parameters
     ----------
@@ -188,25 +189,27 @@ class _Locks:
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
-        self._ends: OrderedDict[bytes, deque[float]] = OrderedDict()  # by key, that which was locked last at the end
+        self._ends: OrderedDict[bytes, deque[float]] = (
+            OrderedDict()
+        )  # by key; the key that was locked last is at the end
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._ends
 
     def add(self, key: bytes, now: float) -> None:
-        """Take in a lock that begins, and forget those whose time is over."""
+        """Add a lock that begins now, and forget locks whose time is over."""
         ends = self._ends.setdefault(key, deque())
         ends.append(now + self._ttl)
         self._ends.move_to_end(key)
-        while ends[0] <= now:  # never empty, as `ttl` is above 0
+        while ends[0] <= now:  # never empty, because `ttl` is above 0
             ends.popleft()
         while self._ends[first := next(iter(self._ends))][-1] <= now:
             del self._ends[first]
 
     def remove(self, key: bytes, now: float) -> bool:
-        """End a lock; return True if the object has no other one."""
+        """End one lock of an object; return True if it was the last one."""
         ends = self._ends[key]
-        ends.popleft()  # the oldest, also if its time is over: this may be the unlock of it
+        ends.popleft()  # the oldest, even if its time is over: this may be its unlock
         while ends and ends[0] <= now:
             ends.popleft()
         if not ends:
@@ -215,16 +218,16 @@ class _Locks:
 
 
 class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
-    """L2 adapter of LMCache over nodes; whatever goes wrong there is "not found". Thread-safe.
+    """L2 adapter of LMCache over nodes. If anything goes wrong there, objects are "not found". Thread-safe.
 
-    It connects when it is made, to move the block of its probe; it tries nodes that are away again later.
+    It connects when it is made, to move the block of its probe. It tries unreachable nodes again later.
 
     Parameters
     ----------
     params : FarpoolL2Config or mapping
-        The configuration, or ``adapter_params`` as they were written.
+        The configuration, or the text of ``adapter_params``.
     l1_memory_desc : object, optional
-        LMCache's memory as a whole; not needed.
+        LMCache's description of its memory; not used.
 
     Raises
     ------
@@ -236,28 +239,26 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         config = params if isinstance(params, FarpoolL2Config) else FarpoolL2Config.from_dict(params)
         self._settings = settings = config.settings
         super().__init__(max_capacity_bytes=settings.capacity_bytes)
-        self._namespace = lru_cache(_NAMESPACES)(self._make_namespace)
-        # No key is made with it, but codecs are: one for each group of objects, all of the stated type.
-        groups = tuple(Group((f"object group {group}",), 0) for group in range(_CODED_GROUPS))
+        self._namespace = lru_cache(_NAMESPACES_MAX)(self._make_namespace)
+        # The caches need a namespace for their codecs, one for each group of objects of the stated type. No key is made
+        # with it.
+        groups = tuple(Group((f"object group {group}",), 0) for group in range(_CODED_GROUPS_MAX))
         own = replace(self._namespace("any", "", 0, 0, "any"), groups=groups)
-        # Threads and connections for each kind of task: lookups never wait behind loads, nor loads behind stores.
-        self._judge = EngineJudge(settings.judge(), settings.chunk_size, is_on=settings.hold_out)
-        one_thread = msgspec.structs.replace(settings, threads=1)
-        self._lookups = one_thread.cache(own, self._judge.judge)
-        self._loads = settings.cache(own, self._judge.judge)
-        self._stores = one_thread.cache(own, self._judge.judge)
-        self._probe = Probe("LMCache")
-        self._probe.guard(self._stores, self._loads, self._lookups)
-        self._probe.check(_object_for_probe(settings.chunk_size))
+        self._connector = Connector("LMCache", settings, settings.chunk_size)
+        self._judge = self._connector.judge
+        # Each kind of task has its own threads and connections, so that lookups never wait for loads, nor loads for
+        # stores.
+        self._stores, self._loads, self._lookups = self._connector.open(own, 1, settings.threads, 1)
+        self._connector.probe.check(_object_for_probe(settings.chunk_size))
         self._tasks = count()
         self._found: _Results[Bitmap] = _Results()
         self._loaded: _Results[Bitmap] = _Results()
         self._stored: _Results[L2StoreResult] = _Results()
         self._lock = threading.Lock()
-        self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group, the latest last
+        self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group; the latest layout is last
         self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
-        self._places: OrderedDict[Hashable, int] = OrderedDict()  # of chunks, as they were looked up
-        self._locks = _Locks(settings.lock_ttl)  # of the only thread of `_lookups`
+        self._places: OrderedDict[Hashable, int] = OrderedDict()  # positions of chunks in the looked-up sequences
+        self._locks = _Locks(settings.lock_ttl)  # only the one thread of `_lookups` uses it
         self._has_warned = False
         self._closed = False
 
@@ -286,8 +287,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return self._found.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        # Nobody repeats it. A node that cannot be told lets go by itself when `lock_ttl` has passed.
-        with contextlib.suppress(StoreClosedError):  # with its connections all locks have gone
+        # LMCache does not repeat an unlock. If it does not reach a node, the lock ends after `lock_ttl`.
+        with contextlib.suppress(StoreClosedError):  # all locks have ended with the connections
             self._lookups.submit(self._unlock, keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
@@ -311,38 +312,35 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return self._loaded.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects from the nodes, as LMCache's quotas and eviction ask for."""
+        """Delete objects from the nodes, for LMCache's quotas and eviction."""
         self._stores.drop([data for key in keys for data in self._known_keys(key)])
         self._forget(keys)
 
     def report_status(self) -> dict[str, Any]:
         """Return the state of this adapter: counters by step and outcome, and the bytes moved.
 
-        Nodes that are away do not make it unhealthy, because LMCache goes on without them; a failed probe does.
+        Unreachable nodes do not make it unhealthy, because LMCache continues without them; a failed probe does.
         ``probe`` is the reason why the adapter moves no object; empty if it moves objects.
         """
-        counters: Counter[str] = Counter(self._judge.stats())
-        for cache in (self._lookups, self._loads, self._stores):
-            counters.update(cache.stats())
+        probe = self._connector.probe
         return {
-            "is_healthy": not self._closed and self._probe.error is None,
-            "probe": str(self._probe.reason or ""),
+            "is_healthy": not self._closed and probe.error is None,
+            "probe": str(probe.reason or ""),
             "type": type(self).__name__,
             "nodes": list(self._settings.nodes),
             "weights_id": self._settings.weights_id,
-            **counters,
+            **self._connector.stats(),
         }
 
     def close(self) -> None:
-        """End all tasks; when it returns, nothing reads or writes LMCache's memory any more. Idempotent.
+        """End all tasks; when it returns, no thread reads or writes LMCache's memory. Idempotent.
 
-        Tasks that have not begun are dropped, others end by their deadline.
+        Tasks that have not begun are dropped, and tasks that have begun end by their deadline.
         """
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
-            for cache in (self._loads, self._lookups, self._stores):
-                cache.close()
+            self._connector.close()
             for results in (self._found, self._loaded, self._stored):
                 results.close()
 
@@ -356,45 +354,41 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         argument: Any,
         ended: Callable[[], None] = lambda: None,
     ) -> int:
-        """Begin a task; its result comes for certain, and is `nothing` if it fails or begins too late."""
+        """Begin a task, and return its number. Its result is `nothing` if it fails or begins too late."""
         task = next(self._tasks)
-        # Nobody waits for a store; those that have not begun hold memory of LMCache, which bounds their number.
+        # LMCache does not wait for stores; those that have not begun hold memory of LMCache, which bounds their number.
         until = math.inf if cache is self._stores else time.monotonic() + self._settings.timeout
 
-        def run() -> None:
-            result = nothing
-            try:
-                if time.monotonic() < until:
-                    result = work(keys, argument)
-                else:
-                    _LOG.warning("%d keys: earlier tasks took all of the time of this one", len(keys))
-            except Exception:
-                _LOG.exception("a task of %d keys failed", len(keys))
-            finally:
-                results.put(task, result)
-                ended()
+        def run() -> T:
+            if time.monotonic() < until:
+                return work(keys, argument)
+            _LOG.warning("%d keys: earlier tasks took all of the time of this task", len(keys))
+            return nothing
 
-        try:
-            cache.submit(run)
-        except StoreClosedError:
-            results.put(task, nothing)
+        def done(result: T) -> None:
+            results.put(task, result)
             ended()
+
+        self._connector.submit(cache, run, done, failed=nothing, closed=nothing)
         return task
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        """Store what is not there; the task has failed if any of it could not be stored."""
+        """Store the objects that the nodes lack; the task has failed if an object could not be stored."""
         layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
-        told = self._of_known_type("save", self._stores, layouts)
+        known = self._of_known_type("save", self._stores, layouts)
         spaces = [self._space(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         own = [_key(space, key) for space, key in zip(spaces, keys, strict=True)]
-        there = self._stores.lookup([own[number] for number in told]).found
+        there = self._stores.lookup([own[number] for number in known]).found
         by_space: dict[bytes, list[int]] = {}
-        for number, is_there in zip(told, there, strict=True):
+        for number, is_there in zip(known, there, strict=True):
             if not is_there:
                 by_space.setdefault(spaces[number].digest, []).append(number)
-        cost = self._seconds_of(_chunks(keys)) / len(keys)
+        chunks = _chunks(keys)
+        with self._lock:
+            before = min(self._places.pop(chunk, 0) for chunk in chunks)
+        cost = self._judge.cost(len(chunks), before, len(keys))
         stored: list[int] = []
-        failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(told)))
+        failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(known)))
         for numbers in by_space.values():
             outcomes = self._stores.save(
                 [own[number] for number in numbers],
@@ -410,18 +404,11 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             _LOG.warning("%d of %d objects were not stored: %s", failed.total(), len(keys), _listed(failed))
         return L2StoreResult(not failed, sum(sizes))
 
-    def _seconds_of(self, chunks: Sequence[Hashable]) -> float:
-        """Return the time that computing these chunks again takes, behind those before them; 0 if it is not known."""
-        with self._lock:
-            before = min(self._places.pop(chunk, 0) for chunk in chunks)
-        tokens = self._settings.chunk_size
-        return self._judge.judge.prefill_seconds(len(chunks) * tokens, before * tokens)
-
     def _look_up(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
         bitmap = Bitmap(len(keys))
         with self._lock:
             self._places.update((chunk, place) for place, chunk in enumerate(_chunks(keys)))
-            while len(self._places) > _PLACED:
+            while len(self._places) > _PLACED_CHUNKS_MAX:
                 self._places.popitem(last=False)
         by_number: dict[int, str] = {}
         for number, key in enumerate(keys):
@@ -429,7 +416,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             if described is not None and described.shapes:
                 by_number[number] = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
             elif known := self._known_layouts(key):
-                # LMCache's tools describe nothing: they look for what they have just stored.
+                # LMCache's tools give no description, because they look for objects that they have just stored.
                 by_number[number] = known[-1]
         numbers = list(by_number)
         asked = [numbers[place] for place in self._of_known_type("lookup", self._lookups, list(by_number.values()))]
@@ -456,13 +443,19 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lookups.unpin([data for data in own if data is not None and self._locks.remove(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
-        """Decide about objects that are there, by their places among the keys; True if they are better computed."""
+        """Decide whether computing is faster than loading the objects that were found.
+
+        Parameters
+        ----------
+        nbytes : mapping of int to int
+            Bytes of each object that was found, by its index among the keys.
+        """
         if len({key.object_group_id for key in keys}) != 1:
-            return False  # of several groups of layers, nobody can tell from here which objects a request needs
+            return False  # with several groups of layers, this adapter cannot see which objects a request needs
         chunks = _chunks(keys)
         missing = {_chunk(key) for number, key in enumerate(keys) if number not in nbytes}
         there = next((number for number, chunk in enumerate(chunks) if chunk in missing), len(chunks))
-        # What is there behind a gap comes to use if another level, or another request, has what is missing.
+        # Objects after a gap are useful if another level, or another request, has the missing ones.
         if any(chunk not in missing for chunk in chunks[there:]):
             there = 0
         request = keys[0].chunk_hash.hex()
@@ -471,10 +464,10 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[Reason | None]:
         layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
-        told = self._of_known_type("load", self._loads, layouts)
-        own = [_key(self._space(keys[number], layouts[number]), keys[number]) for number in told]
+        known = self._of_known_type("load", self._loads, layouts)
+        own = [_key(self._space(keys[number], layouts[number]), keys[number]) for number in known]
         outcomes: list[Reason | None] = [Reason.FAILED] * len(keys)
-        for number, reason in zip(told, self._loads.load(own, [_bytes_of(objects[n]) for n in told]), strict=True):
+        for number, reason in zip(known, self._loads.load(own, [_bytes_of(objects[n]) for n in known]), strict=True):
             outcomes[number] = reason
         loaded = [key for key, reason in zip(keys, outcomes, strict=True) if reason is None]
         if loaded:
@@ -485,7 +478,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return outcomes
 
     def _layout_of(self, pairs: Iterable[tuple[Sequence[int], object]], key: ObjectKey) -> str:
-        """Name the layout of an object, and remember it for calls that do not say."""
+        """Name the layout of an object, and remember it for calls that do not give it."""
         layout = self._settings.layout or ", ".join(
             f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs
         )
@@ -496,25 +489,25 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return layout
 
     def _of_known_type(self, step: str, cache: BlockCache, layouts: Sequence[str]) -> list[int]:
-        """Return the numbers of the objects whose data type is known; tell of the others, which nobody is asked for.
+        """Return the indices of the objects whose data type is known; count the others as failed.
 
-        Plain bytes may be fp8_e4m3 as well as fp8_e5m2: an engine with one must not get KV of another one.
+        Plain bytes may be fp8_e4m3 or fp8_e5m2, and an engine with one type must not load KV of the other.
         """
         if self._settings.kv_dtype:
             return list(range(len(layouts)))
-        told = [number for number, layout in enumerate(layouts) if "uint8" not in _dtypes_of(layout)]
-        if len(told) < len(layouts):
+        known = [number for number, layout in enumerate(layouts) if "uint8" not in _dtypes_of(layout)]
+        if len(known) < len(layouts):
             if not self._has_warned:
                 self._has_warned = True
                 _LOG.error("%s", _UNKNOWN_TYPE)
-            cache.missed(step, "", len(layouts) - len(told), Reason.FAILED, _UNKNOWN_TYPE)
-        return told
+            cache.missed(step, "", len(layouts) - len(known), Reason.FAILED, _UNKNOWN_TYPE)
+        return known
 
     def _known_layouts(self, key: ObjectKey) -> tuple[str, ...]:
         return self._layouts.get((key.model_name, key.object_group_id), ())
 
     def _known_keys(self, key: ObjectKey) -> list[bytes]:
-        """Return the keys under which this adapter may have met an object, one for each layout that it knows."""
+        """Return the keys under which this adapter may have stored an object, one for each layout that it knows."""
         return [_key(self._space(key, layout), key) for layout in self._known_layouts(key)]
 
     def _space(self, key: ObjectKey, layout: str) -> Namespace:
@@ -529,29 +522,29 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             dtype=settings.kv_dtype or "+".join(sorted(_dtypes_of(layout))),
             layout=f"lmcache {layout}",
             tokens_per_block=settings.chunk_size,
-            # The number of bytes follows from the layout, and is compared when an object is loaded.
+            # The layout determines the number of bytes, which is compared when an object is loaded.
             groups=(Group((f"object group {group}",), 0),),
             hash=settings.hash_algorithm,
             parallel=(("world", world),),
             tenant=settings.tenant,
             codec=settings.codec,
-            # LMCache may order the bytes of an object of equal shape differently in another release.
+            # Another release of LMCache may order the bytes of an object of the same shape differently.
             extra=(("cache_salt", salt), ("release", _RELEASE)),
         )
 
     def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        """Tell LMCache what was stored: each object once, also if the nodes had evicted it in between."""
+        """Report stored objects to LMCache, each only once, even if the nodes evicted it and it was stored again."""
         with self._lock:
             new = [(key, size) for key, size in zip(keys, sizes, strict=True) if key not in self._accounted]
             self._accounted.update(new)
-            over = [self._accounted.popitem(last=False) for _ in range(len(self._accounted) - _ACCOUNTED)]
+            over = [self._accounted.popitem(last=False) for _ in range(len(self._accounted) - _ACCOUNTED_KEYS_MAX)]
         if new:
             self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
         if over:
             self._notify_keys_deleted([key for key, _ in over], [size for _, size in over])
 
     def _forget(self, keys: list[ObjectKey]) -> None:
-        """Tell LMCache that objects are no longer there, of those that it was told were stored."""
+        """Report to LMCache that objects are gone, if they were reported to it as stored."""
         with self._lock:
             gone = [(key, self._accounted.pop(key)) for key in keys if key in self._accounted]
         if gone:
@@ -570,7 +563,7 @@ def _dtypes_of(layout: str) -> set[str]:
 
 
 def _object_for_probe(tokens: int) -> EngineBlock:
-    """Make an object of LMCache's class, of keys and values of one layer; LMCache writes and reads it as a tensor."""
+    """Make an object of LMCache's class, with keys and values of one layer, which LMCache's tensor writes and reads."""
     shape, dtype = torch.Size([2, 1, tokens, 2]), torch.bfloat16
     memory = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
     meta = MemoryObjMetadata(shape, dtype, memory.data_ptr(), memory.numel(), 1, fmt=MemoryFormat.KV_2LTD)
@@ -590,7 +583,7 @@ def _bytes_of(one: MemoryObj) -> memoryview:
 
 
 def _chunk(key: ObjectKey) -> Hashable:
-    """Name a chunk of tokens, of which each rank has an object."""
+    """Name a chunk of tokens; each rank has one object of it."""
     return key.model_name, key.cache_salt, key.chunk_hash
 
 
@@ -599,7 +592,7 @@ def _chunks(keys: Iterable[ObjectKey]) -> list[Hashable]:
 
 
 def _outcomes_of_chunks(keys: Iterable[ObjectKey], outcomes: Iterable[Reason | None]) -> list[Reason | None]:
-    """Fold what became of objects into one outcome for each chunk."""
+    """Return one outcome for each chunk: the first failure among its objects, or None."""
     folded: dict[Hashable, Reason | None] = {}
     for key, reason in zip(keys, outcomes, strict=True):
         folded[_chunk(key)] = folded.get(_chunk(key)) or reason

@@ -1,0 +1,126 @@
+"""The caches of blocks of a serving engine, with the judge and the probe that guard them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from farpool.errors import StoreClosedError
+from farpool.kv.blocks import BlockCache
+from farpool.kv.engine_judge import EngineJudge
+from farpool.kv.namespace import Namespace
+from farpool.kv.probe import Probe
+from farpool.kv.settings import CacheSettings
+
+__all__ = ["Connector"]
+
+_LOG = logging.getLogger("farpool.kv")
+
+T = TypeVar("T")
+
+
+class Connector:
+    """Opens the caches of one engine, and runs work on their threads. Thread-safe once the caches are open.
+
+    Parameters
+    ----------
+    engine : str
+        Name of the engine, for messages.
+    settings : CacheSettings
+        Settings from the engine's configuration.
+    tokens_per_block : int
+        Tokens of a block.
+    decides : bool
+        False if this process loads everything that it finds, because another rank decides, or because the connector
+        cannot see which blocks a request needs.
+
+    Attributes
+    ----------
+    judge : EngineJudge
+        Decides between loading and computing, for all caches together.
+    probe : Probe
+        Keeps the caches from moving blocks until its `check` has passed.
+    """
+
+    def __init__(self, engine: str, settings: CacheSettings, tokens_per_block: int, *, decides: bool = True) -> None:
+        self._settings = settings
+        self.judge = EngineJudge(settings.judge(), tokens_per_block, is_on=settings.hold_out and decides)
+        self.probe = Probe(engine)
+        self._caches: list[BlockCache] = []
+
+    def open(self, namespace: Namespace, *threads: int) -> list[BlockCache]:
+        """Open caches, and close the caches that were open before.
+
+        The probe saves through the first cache and loads through the second one, if there is one.
+
+        Parameters
+        ----------
+        namespace : Namespace
+            Everything that readers and writers have to agree on.
+        *threads : int
+            Number of threads of each cache; left out for one cache with the number of threads in the settings.
+        """
+        self.close()
+        numbers = threads or (self._settings.threads,)
+        self._caches = [
+            msgspec.structs.replace(self._settings, threads=number).cache(namespace, self.judge.judge)
+            for number in numbers
+        ]
+        self.probe.guard(*self._caches)
+        return self._caches
+
+    def submit(
+        self, cache: BlockCache, work: Callable[[], T], done: Callable[[T], None], *, failed: T, closed: T
+    ) -> bool:
+        """Run work on a thread of a cache, and call `done` exactly once, because the engine waits for each result.
+
+        Parameters
+        ----------
+        cache : BlockCache
+            The cache whose thread does the work.
+        work : callable
+            Return the result.
+        done : callable
+            Receives the result, on that thread.
+        failed : object
+            Result if `work` raises an error, which is logged.
+        closed : object
+            Result if the cache is closed; `done` receives it at once, on the caller's thread.
+
+        Returns
+        -------
+        bool
+            False if the cache is closed.
+        """
+
+        def run() -> None:
+            result = failed
+            try:
+                result = work()
+            except Exception:
+                _LOG.exception("a task of the connector has failed; its blocks count as missing")
+            finally:
+                done(result)
+
+        try:
+            cache.submit(run)
+        except StoreClosedError:
+            done(closed)
+            return False
+        return True
+
+    def stats(self) -> Counter[str]:
+        """Return the counters of all caches together, and the blocks that were computed although they were found."""
+        counts = Counter(self.judge.stats())
+        for cache in self._caches:
+            counts.update(cache.stats())
+        return counts
+
+    def close(self) -> None:
+        """Close the caches; when it returns, none of their threads touches the engine's memory. Idempotent."""
+        for cache in self._caches:
+            cache.close()

@@ -1,0 +1,340 @@
+"""A cache for transformers whose keys and values are in a pool, and whose prefixes other processes can use.
+
+Use `FarpoolCache` in place of a ``DynamicCache``. The layers that a ``DynamicCache`` keeps as they grow (full
+attention) become `PagedLayer`; all others (sliding windows, recurrent states) are small and stay as they are.
+
+*Prefixes.* With a `BlockCache` (see `prefix_blocks`), `FarpoolCache.save` stores the keys and values of whole blocks of
+tokens under keys that name these tokens, and `FarpoolCache.load` loads as many leading blocks as the nodes have. A
+layer with a sliding window forgets the tokens before its window, so it can continue only from a place at which its
+state was stored: the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists.
+If anything goes wrong with nodes or bytes, the loaded prefix is shorter, and the model computes the rest.
+
+*How a prefix is found.* By its tokens from the first one on, at positions 0, 1, 2 and so on, of one sequence without
+padding. If keys and values depend on anything else, such as images, the caller gives it as a salt. Models for which
+that cannot be enough are refused (`farpool.kv.engines.transformers_config`). A cache never sees masks and positions. It
+detects wrong use if it can: padding at the beginning, several sequences, other tokens or another salt than the prefix
+was loaded with.
+
+*Load or compute.* The cache sees when a pass of the model reaches its first layer and its last layer, so it measures
+the compute time, and it measures its own loads. With both, the `Judge` of the blocks decides, as it does for
+`PrefixCache`. A device runs behind the program, so on a device nothing is timed and everything is loaded.
+
+*Probe.* Before the first save or load through a `BlockCache`, a known block goes through layers like the layers of the
+model, in the same pool: `FarpoolCache.update` fills them as the model does, and they are saved, loaded, and read as
+attention reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from farpool.errors import ConfigError, UnsupportedError
+from farpool.kv.engines.transformers_blocks import prefix_blocks
+from farpool.kv.engines.transformers_config import config_of
+from farpool.kv.engines.transformers_layer import OperandMemory, PagedLayer
+from farpool.kv.engines.transformers_payloads import Payloads
+from farpool.kv.engines.transformers_prefix import HeldPrefix
+from farpool.kv.engines.transformers_probe import probe_block
+from farpool.memory.pool.pool import blocks_of
+from farpool.tensors.arena import device_of
+
+if TYPE_CHECKING:
+    from farpool.kv.blocks import BlockCache
+    from farpool.kv.probe import EngineBlock
+    from farpool.memory.pool import Pool
+
+__all__ = ["FarpoolCache", "prefix_blocks"]
+
+
+class _Pass(NamedTuple):
+    """A pass of the model that has reached its first layer: when, and how many tokens there were before."""
+
+    began: float
+    context: int
+
+
+class _PassTimer:
+    """Measures how long the passes of a model take, from its first layer to its last one.
+
+    Parameters
+    ----------
+    first, last : int
+        Numbers of the first and the last layer that a pass reaches.
+    layers : int
+        Number of layers.
+
+    Attributes
+    ----------
+    first : int
+        The argument.
+    """
+
+    def __init__(self, first: int, last: int, layers: int) -> None:
+        self.first = first
+        self._last = last
+        self._share = layers / (last - first)  # the time between the two layers stands for the time of all layers
+        self._pass: _Pass | None = None
+
+    def begin(self, context: int) -> None:
+        """Record that a pass has reached the first layer, which holds `context` tokens."""
+        self._pass = _Pass(time.monotonic(), context)
+
+    def left(self, number: int) -> tuple[int, float] | None:
+        """Record that a pass leaves a layer; after the last one, return the tokens before the pass and its seconds."""
+        if number != self._last or self._pass is None:
+            return None
+        found, self._pass = self._pass, None
+        return found.context, (time.monotonic() - found.began) * self._share
+
+
+class FarpoolCache(Cache):
+    """A cache for transformers with the keys and values of full attention in a pool.
+
+    Tokens, scores and logits equal the results with a ``DynamicCache`` to the last bit, unless the loaded prefixes have
+    a lossy codec.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig or PreTrainedModel
+        Configuration of the model, as for ``DynamicCache(config=...)``, or the model itself. Give the whole
+        configuration: the text part of a model for images does not show that the model sees images.
+    pool : Pool
+        Pool for the bytes, on the device that the model computes on.
+    tokens_per_block : int, optional
+        Tokens of a layer that are moved together. Chosen by the budget of the pool if left out.
+    prefixes : BlockCache, optional
+        Blocks from `prefix_blocks`, in which `save` and `load` store and find prefixes.
+
+    Raises
+    ------
+    ConfigError
+        `tokens_per_block` is not positive, or `prefixes` are of something else than transformers.
+
+    Examples
+    --------
+    >>> with farpool.Pool(fast="1GiB", dram="16GiB") as pool:
+    ...     cache = FarpoolCache(model.config, pool=pool)
+    ...     outputs = model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        pool: Pool,
+        tokens_per_block: int | None = None,
+        prefixes: BlockCache | None = None,
+    ) -> None:
+        if tokens_per_block is not None and (type(tokens_per_block) is not int or tokens_per_block < 1):
+            raise ConfigError(
+                f"tokens_per_block is {tokens_per_block!r}, expected a positive number of tokens, for example 64",
+                setting="tokens_per_block",
+            )
+        self._pool = blocks_of(pool)
+        self._tokens_per_block = tokens_per_block
+        layers: list[Any] = list(DynamicCache(config=config_of(config)).layers)
+        memory = self._operand_memory()
+        for number, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[number] = PagedLayer(self._pool, f"layer {number}", memory, tokens_per_block)
+        super().__init__(layers=layers)
+        self._prefix: HeldPrefix | None = None
+        self._timer: _PassTimer | None = None
+        if prefixes is not None:
+            device = device_of(self._pool)
+            payloads = Payloads(prefixes.namespace, self.layers, device)
+            self._prefix = HeldPrefix(prefixes, payloads, config, kind=(str(device), tokens_per_block))
+            kept = [number for number, layer in enumerate(layers) if type(layer) is not DummyLayer]
+            if kept[1:] and device.type == "cpu":
+                self._timer = _PassTimer(kept[0], kept[-1], len(layers))
+
+    def _operand_memory(self) -> tuple[OperandMemory, OperandMemory]:
+        return OperandMemory(self._pool.ledger), OperandMemory(self._pool.ledger)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FarpoolCache:
+        """Return a copy that continues by itself; blocks that both have are stored once."""
+        memory = self._operand_memory()
+        return self._with_layers(
+            [layer.twin(memory) if type(layer) is PagedLayer else copy.deepcopy(layer, memo) for layer in self.layers]
+        )
+
+    def _with_layers(self, layers: list[Any]) -> FarpoolCache:
+        """Return a copy of this cache with other layers of the same kinds."""
+        other = copy.copy(self)
+        other.layers = layers
+        other._timer = copy.copy(self._timer)
+        if self._prefix is not None:
+            other._prefix = self._prefix.twin(self._prefix.payloads.twin(layers))
+        return other
+
+    def __copy__(self) -> FarpoolCache:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a FarpoolCache cannot be pickled, because its bytes are in a pool of this process: store them for other "
+            "processes with save(tokens)"
+        )
+
+    # ---- what transformers calls ---------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values to a layer, and return all that attention needs; see `PagedLayer.update`."""
+        prefix, timer = self._prefix, self._timer
+        if timer is not None and layer_idx == timer.first:
+            layer: Any = self.layers[layer_idx]
+            timer.begin(layer.get_seq_length())
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if prefix is not None:
+            sequences, _, tokens = key_states.shape[:3]
+            measured = None if timer is None else timer.left(layer_idx)
+            # A pass of single tokens says nothing about prompts.
+            if measured is not None and sequences == 1 and tokens >= prefix.step:
+                prefix.computed(tokens, *measured)
+            prefix.updated(layer_idx, sequences, tokens, keys, values)
+        return keys, values
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        if self._prefix is not None:
+            self._prefix.forget()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; give their number with a minus sign."""
+        super().crop(tokens_to_remove)
+        if self._prefix is not None:
+            self._prefix.cropped(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let each sequence of the batch continue with the tokens of another one, as beam search does."""
+        self._forget_states()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        self._forget_states()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        self._forget_states()
+        super().batch_select_indices(indices)
+
+    def _forget_states(self) -> None:
+        """Forget the states of sliding windows, because other sequences take the place of the present ones."""
+        if self._prefix is not None:
+            self._prefix.payloads.forget_states()
+
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    def save(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "", salt: bytes | str = "") -> int:
+        """Store the prefix that the cache holds, in whole blocks, for this and other processes.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or torch.Tensor
+            The tokens from the first one on, of one sequence.
+        request : str
+            Name of the request, for ``farpool why``.
+        salt : bytes or str
+            Names everything that the keys and values depend on in addition to these tokens, for example a digest of all
+            images. A prefix is found only with the salt that it was saved with. Models that see more than tokens need a
+            salt, even for prompts of text alone.
+
+        Returns
+        -------
+        int
+            Number of leading tokens that `load` can find now. Blocks that the nodes have are not sent again.
+
+        Raises
+        ------
+        ConfigError
+            The cache has no `prefixes`, or keys and values of another dtype or shape than `prefix_blocks` received; it
+            has had more than one sequence; the tokens begin with padding; the salt is missing; tokens or salt differ
+            from those of the loaded prefix.
+        """
+        return self._required().save(tokens, self.get_seq_length(), salt, request, self._probe_block)
+
+    def load(
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        *,
+        request: str = "",
+        salt: bytes | str = "",
+        judged: bool = True,
+    ) -> int:
+        """Load the longest stored prefix into an empty cache, if that is faster than computing it.
+
+        At least one token is left to compute, because the model needs its logits. Once computing and loading have been
+        measured, a prefix is loaded only if that is expected to take less time than computing it, and a few requests
+        compute to check that.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or torch.Tensor
+            The prompt, of one sequence.
+        request : str
+            Name of the request, for ``farpool why``.
+        salt : bytes or str
+            See `save`.
+        judged : bool
+            False to load everything that is found, however long it takes.
+
+        Returns
+        -------
+        int
+            Number of leading tokens that the cache holds now; 0 if nothing was found in time, or computing takes less
+            time, or the model has another dtype than the prefixes.
+
+        Raises
+        ------
+        ConfigError
+            The cache has no `prefixes`, or holds tokens already; the tokens are of several sequences, or begin with
+            padding; the salt is missing.
+        BudgetError, PoolFullError, TierError
+            The pool has no room for them; the cache is empty then.
+        """
+        prefix = self._required()
+        if self.get_seq_length():
+            raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
+        return prefix.load(tokens, salt, request, self._probe_block, judged=judged)
+
+    def _required(self) -> HeldPrefix:
+        if self._prefix is None:
+            raise ConfigError(
+                "this FarpoolCache has no prefixes: make it with FarpoolCache(..., prefixes=prefix_blocks(...))"
+            )
+        return self._prefix
+
+    def _probe_block(self) -> EngineBlock:
+        """Make the block of the probe, in layers like the layers of this cache."""
+
+        def empty() -> tuple[FarpoolCache, Payloads]:
+            memory = self._operand_memory()
+            other = self._with_layers(
+                [
+                    PagedLayer(self._pool, f"probe of layer {number}", memory, self._tokens_per_block)
+                    if type(layer) is PagedLayer
+                    else DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+                    if type(layer) is DynamicSlidingWindowLayer
+                    else layer
+                    for number, layer in enumerate(self.layers)
+                ]
+            )
+            other._timer = None
+            prefix = other._required()
+            prefix.forget()
+            return other, prefix.payloads
+
+        return probe_block(empty, device_of(self._pool))
