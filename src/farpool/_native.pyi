@@ -23,10 +23,10 @@ class Memory:
         """Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards."""
 
     def release(self) -> None:
-        """Unmap the memory. The caller makes sure that nobody uses it any more. Idempotent."""
+        """Unmap the memory. The caller makes sure that it is not in use any more. Idempotent."""
 
 def crc32c(data: object, value: int = 0) -> int:
-    """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
+    """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions if there are some; without the interpreter
     lock.
     """
 
@@ -363,8 +363,8 @@ class NodeServer:
 class Stream:
     """A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
 
-    Raises OSError: PermissionError where one side does not accept the other's certificate, EPROTO where what came is not TLS as
-    it should be. What takes a stream over leaves an object without a descriptor.
+    Raises OSError: PermissionError if one side does not accept the other's certificate, EPROTO if the received bytes are not valid
+    TLS. After another object has taken the stream over, this one has no descriptor.
     """
 
     def __init__(self, fd: int) -> None: ...
@@ -375,10 +375,10 @@ class Stream:
         """Continue the TLS handshake; returns 0 once it is complete, else the event to wait for, POLLIN or POLLOUT."""
 
     def receive(self, nbytes: int) -> bytes | None:
-        """Receive at most `nbytes` bytes: empty at the end of the stream, None where nothing is there now."""
+        """Receive at most `nbytes` bytes: empty at the end of the stream, None if no bytes are available now."""
 
     def send(self, data: bytes, begin: int = 0) -> int:
-        """Send bytes from `begin` on; returns how many were sent, 0 where none can be now: then the same has to be tried
+        """Send bytes from `begin` on; returns how many were sent. 0 if none can be sent now: then send the same bytes
         again.
         """
 
@@ -392,17 +392,17 @@ class Stream:
 
     @property
     def in_kernel(self) -> tuple[bool, bool]:
-        """Two flags: True if the kernel encrypts what is sent, and True if it decrypts what is received."""
+        """Two flags: True if the kernel encrypts sent bytes, and True if it decrypts received bytes."""
 
     def shut_down(self, *, writing: bool = False) -> None:
-        """Shut down both directions, or only this side's sending, for whoever waits at either end."""
+        """Shut down both directions, or only this side's sending; threads that wait at either end wake up."""
 
     def close(self) -> None: ...
 
 class TlsContext:
-    """A certificate with its private key, and the authorities whose certificates are believed; all in PEM.
+    """A certificate with its private key, and the trusted authorities; all in PEM.
 
-    ValueError says what is wrong with them.
+    Raises ValueError with the reason if they cannot be used.
     """
 
     def __init__(self, certificate: bytes, key: bytes, authority: bytes) -> None: ...
@@ -425,7 +425,7 @@ class Rows:
     def __len__(self) -> int: ...
     def blocks(self, start: int, count: int, size: int) -> list[Slices | None]:
         """Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
-        those of which not all rows exist.
+        a slice of which a row does not exist.
         """
 
 class Slices:
@@ -450,7 +450,7 @@ def token_keys(
 
     `prior` is hashed before the first block's tokens.
 
-    None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
+    None if Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
     """
 
 class Reply:
@@ -762,7 +762,7 @@ class PagerCounters:
     def moved_bytes(self) -> int: ...
 
 class Block:
-    """One row of a pager's table of blocks, as it was when it was asked for."""
+    """A copy of one row of a pager's table of blocks."""
 
     @property
     def size(self) -> int: ...
@@ -776,7 +776,7 @@ class Block:
 
     @property
     def next_use(self) -> int:
-        """Key for eviction: the farther, the sooner it goes."""
+        """Key for eviction: the block with the highest key is evicted first."""
 
     @property
     def last_use(self) -> int:
@@ -868,7 +868,7 @@ class Pager:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
 
     def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
-        """Note that part of this absent block's clean copy lies in a source; `place` is relative to the block."""
+        """Note that a source has a part of this absent block's clean copy; `place` is relative to the block."""
 
     def can_adopt(self, block: int) -> bool:
         """Return True if the block is absent and its content, if any, is a source's."""
@@ -880,13 +880,13 @@ class Pager:
         """Free retired blocks; False (and nothing done) while they are moved, pinned or waited for."""
 
     def request(self, runs: Iterable[Run], now: float = 0.0) -> PagerAccess:
-        """Ask for runs, which must not overlap. They are granted at once or later.
+        """Request runs, which must not overlap. They are granted at once or later.
 
         Parameters
         ----------
         now : float
-            Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
-            program's own computing, unless times come late; without it nothing is fetched ahead, since that would gain
+            Seconds on a clock that does not go back. Unless times are reported late, the time between a grant and the next
+            request counts as the program's computing; without computing nothing is prefetched, because that would gain
             nothing.
 
         Raises
@@ -911,38 +911,38 @@ class Pager:
         Raises
         ------
         ValueError
-            There was no such access, it ends before it begins, or times do not come late.
+            There was no such access, it ends before it begins, or times are not reported late.
         """
 
     def abandon(self, access: PagerAccess) -> None:
-        """Give up waiting, or what was granted meanwhile. What is under way goes on."""
+        """Withdraw a waiting access, or release it if it has been granted. Transfers under way continue."""
 
     def take_commands(self) -> list[Any]:
-        """Return the commands to start now, in this order; a move is to be made before what follows it is started."""
+        """Return the commands to start now, in this order; a move must be made before the next command is started."""
 
     def take_raised(self) -> list[int]:
-        """Return the ids of transfers, started before, for which an access waits by now."""
+        """Return the ids of transfers started as prefetches for which an access waits now."""
 
     def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
         """Report that a transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
 
     def failed(self, transfer: int, error: BaseException) -> None:
-        """Report that a transfer has failed. What was ordered after it is undone, and must not be reported."""
+        """Report that a transfer has failed. Transfers ordered after it are undone; do not report their ends."""
 
     def proceed(self, now: float = 0.0) -> None:
-        """Grant what can be granted now, after completions were reported."""
+        """Grant the accesses that can be granted now, after completions were reported."""
 
     def resize(self, capacity: int) -> bool:
-        """Change the arena's bytes. False while something still lies beyond; then call again after completions.
+        """Change the arena's bytes. False while blocks still occupy bytes beyond; then call again after completions.
 
         Raises
         ------
         NoRoomError
-            No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
+            No lower tier takes a block that has to be evicted; the capacity is as it was. Or the error of the tier that refused it.
         """
 
     def demote(self, first: int, count: int) -> bool:
-        """Take consecutive blocks out of the arena ahead of their turn; False if some stay: in use, or no tier has room."""
+        """Evict consecutive blocks before their turn; False if some stay, because they are in use or no tier has room."""
 
     def block(self, block: int) -> Block:
         """Return the present state of one block."""
@@ -967,7 +967,7 @@ class Pager:
         """The transfers under way, in the order in which they were started."""
 
     def evict_for_test(self, block: int) -> bool:
-        """Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it."""
+        """Evict a resident block although its room is not needed, even a pinned one; False if no tier takes it."""
 
     @property
     def under_way(self) -> int:
@@ -998,11 +998,11 @@ class Pager:
 
     @property
     def divergences(self) -> int:
-        """Number of times that the program did something else than the tape foretold."""
+        """Number of times that the program did something else than the tape predicted."""
 
     @property
     def rows_by_frequency(self) -> bool:
-        """True where rows of tables are kept by how often they are used, False where by how recently."""
+        """True if rows of tables are kept by how often they are used, False if by how recently."""
 
     @property
     def row_counts(self) -> dict[int, tuple[int, int]]:
@@ -1028,10 +1028,10 @@ class SimulatedProgram:
         """Write each block."""
 
     def loop(self, accesses: int) -> None:
-        """Read so many blocks one after the other, from where it stopped the last time, and over and over."""
+        """Read this many blocks one after the other in a loop, from the place where the last call stopped."""
 
     def shuffled(self, accesses: int) -> None:
-        """Read so many blocks picked at random."""
+        """Read this many blocks picked at random."""
 
 class Layout:
     """Position of a storage in its blocks."""
@@ -1070,7 +1070,7 @@ class Use:
     def mode(self) -> Mode: ...
 
 def runs_of(uses: Iterable[Use], *, rows: bool = False) -> tuple[list[Run], list[tuple[int, int]]]:
-    """Runs of blocks that cover the uses, and for each use its run and where it begins in that run, in bytes.
+    """Runs of blocks that cover the uses, and for each use its run and its offset in that run, in bytes.
 
     Uses that share blocks share a run, so that aliases stay aliases. An empty use has run -1.
 
@@ -1096,11 +1096,11 @@ class Grant:
 
     @property
     def waited(self) -> float:
-        """Seconds that the call waited for the operands; 0 where they were there."""
+        """Seconds that the call waited for the operands; 0 if they were resident."""
 
     @property
     def access(self) -> PagerAccess | None:
-        """The pager's access behind the grant; None where all uses are empty."""
+        """The pager's access behind the grant; None if all uses are empty."""
 
 class Driver:
     """A pager, the queue that runs its transfers, and one lock around them; see `farpool.memory.pager.driver`.
@@ -1192,7 +1192,7 @@ class Footprint:
         """Return the use that writes its bytes."""
 
     def kept_real(self, place: int, requires_grad: bool) -> torch.Tensor | None:
-        """Return the real tensor that was kept, if it lies at `place` in the arena."""
+        """Return the real tensor that was kept, if it is at `place` in the arena."""
 
     def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None:
         """Keep a real tensor, to be used again."""
@@ -1216,7 +1216,7 @@ class Calls:
 
         VIEW = 1
         """
-        Views a part of its first argument, which the other arguments say; none of these is a tensor.
+        Views a part of its first argument, which the other arguments give; none of these is a tensor.
         """
 
         ALIAS = 2
@@ -1227,11 +1227,11 @@ class Calls:
 
         COMPOSED_OF_VIEWS = 4
         """
-        Composed of other operators, and torch itself marks what it returns as a view.
+        Composed of other operators, and torch itself marks the result as a view.
         """
 
     def bind(self, torch: object, paged: type, footprint: type, hooks: object) -> None:
-        """Make known the types of tensors and footprints, and the functions that do the rest."""
+        """Set the types of tensors and footprints, and the Python functions for all other cases."""
 
     def learn(
         self,
@@ -1254,39 +1254,39 @@ class Calls:
         writes : int
             Bits of the positions of arguments that it changes.
         retried : bool
-            Leave it to Python where its operands do not fit into the fast tier together.
+            Leave it to Python if its operands do not fit into the fast tier together.
         ruled : bool
             Leave it to Python, which may ask for it by `compute`.
         strided : bool
-            Leave it to Python where an argument is a tensor of another layout.
+            Leave it to Python if an argument is a tensor of another layout.
         """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation of which at least one argument is paged."""
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on real tensors; NotImplemented where that takes Python."""
+        """Run an operation on real tensors; NotImplemented if Python has to do it."""
 
     def copy_rows(
         self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, write: bool
     ) -> bool:
-        """Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
+        """Copy rows of a table, whose elements are contiguous, to or from plain memory, block by block.
 
         Parameters
         ----------
         indices : int
-            Address of `count` row numbers of 64 bits; distinct where rows are written.
+            Address of `count` row numbers of 64 bits; distinct if rows are written.
         memory : int
-            Address of as many rows.
+            Address of the same number of rows.
         groups : int
-            Blocks of at most one of so many parts of the budget are acquired together.
+            Acquire blocks of at most one part in this many of the budget together.
         write : bool
             Copy into the table.
 
         Returns
         -------
         bool
-            False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.
+            False, with nothing done, if Python has to do it: a number out of range, rows with gaps, debug mode, a device.
         """
 
     def page_gradient(self, leaf: torch.Tensor, op: str, copy: Callable[[Any, torch.Tensor, str], object]) -> bool:
@@ -1300,7 +1300,7 @@ class Calls:
         Returns
         -------
         bool
-            False where it takes Python; then nothing was done.
+            False if Python has to do it; then nothing was done.
         """
 
     def stretches(self, lists: list[Sequence[Any]], count: int, share: int, pinned: int) -> list[slice]:
@@ -1327,7 +1327,7 @@ class Policy:
     """
 
     def __init__(self, name: str, capacity: int) -> None:
-        """Make the policy with this name, one of `policy_names` or ``node``, that of nodes, for a cache of that capacity."""
+        """Make the policy with this name, one of `policy_names` or ``node``, for a cache of this capacity."""
 
     def touch(self, slot: int, next_use: int = 9223372036854775807) -> None:
         """Note that the object is used again; `next_use` is the time of its next use, for ``belady``."""
@@ -1335,7 +1335,7 @@ class Policy:
     def insert(
         self, slot: int, key: int, size: int = 1, next_use: int = 9223372036854775807, cost: float = 1.0
     ) -> None:
-        """Note that the object has come in; `cost` is that of fetching it, for ``gdsf`` and ``node``."""
+        """Note that the object was inserted; `cost` of fetching it, for ``gdsf`` and ``node``."""
 
     def victim(self, key: int, size: int = 1, held: set[int] = set()) -> int:
         """Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
@@ -1374,11 +1374,11 @@ class RequestTrace:
         """Bytes of all different objects."""
 
 class CacheSimulation:
-    """A cache under a policy, given the requests of a trace. Its counts are those of all runs so far."""
+    """A cache under a policy that serves the requests of a trace. It counts all runs so far."""
 
     def __init__(self, policy: str, capacity: int) -> None: ...
     def run(self, trace: RequestTrace, first: int, last: int) -> None:
-        """Give it the requests from `first` to before `last`, without the interpreter lock."""
+        """Serve the requests from `first` to before `last`, without the interpreter lock."""
 
     @property
     def requests(self) -> int: ...
@@ -1390,10 +1390,10 @@ class CacheSimulation:
     def bytes_missed(self) -> int: ...
 
 def online_policy_names() -> tuple[str, ...]:
-    """Return the names of the policies among which `PrefixEviction` chooses, the first one first in use."""
+    """Return the names of the policies among which `PrefixEviction` chooses; it begins with the first."""
 
 class TenantCounts:
-    """Use of a cache by one tenant: blocks that are in, hits with the costs that they saved, and what came and left."""
+    """Use of a cache by one tenant: its blocks, hits with the costs that they saved, insertions and evictions."""
 
     @property
     def blocks(self) -> int: ...
