@@ -93,7 +93,7 @@ def test_futures_can_be_awaited(make: Make) -> None:
 
 
 def test_a_call_is_made_once_and_nothing_is_kept_of_those_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_FEWEST_WATCHED", 8)
+    monkeypatch.setattr(background, "_WATCHED_CALLS_MIN", 8)
     with ThreadPoolExecutor(2) as threads:
         calls = Background(threads.submit)
         made: list[int] = []
