@@ -22,6 +22,7 @@ __all__ = ["RENAMED", "install"]
 RENAMED = {
     "farpool.debug": "farpool.memory.debug",
     "farpool.kv.objects": "farpool.abc.objects",
+    "farpool.kv.prefix": "farpool.kv.cache",
     "farpool.net": "farpool.cluster.wire",
     "farpool.net.fabric": "farpool.abc.fabric",
     "farpool.node": "farpool.cluster.node",

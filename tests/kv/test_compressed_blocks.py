@@ -13,9 +13,9 @@ from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import BlockCache, Group, Namespace, Reason, token_chain
+from farpool.kv.cache import PrefixCache
 from farpool.kv.header import HEADER_BYTES, pack_header
 from farpool.kv.memory import Layer, TensorMemory
-from farpool.kv.prefix import PrefixCache
 from farpool.kv.quantization import Axes
 from tests.kv.test_compression import FLOATS, bounds, bytes_of, like_kv
 from tests.nodes import PATIENCE

@@ -135,8 +135,8 @@ class Background:
     def begin(self, function: Callable[[], T], until: float) -> Call[T]:
         """Begin a call that takes no longer than until a time of `time.monotonic`.
 
-        If the threads have ended, the call is made at once in this thread; calls that wait for a thread when the threads
-        end are made then. No call is cancelled.
+        If the threads have ended, this thread makes the call at once. A call that still waits for a thread when the
+        threads end is made then. No call is cancelled.
         """
         call = Call(function)
         try:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["BlockFormat"]
 
 _USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
-"""Reasons that make a block unusable for every reader. A block of another version is usable by programs of that version,
-which may run at the same time during an upgrade."""
+"""Reasons that make a block unusable for every reader. A block of another version is not among them: programs of that
+version may run at the same time during an upgrade."""
 
 
 class BlockFormat:

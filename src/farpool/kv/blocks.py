@@ -49,7 +49,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PIECE_BYTES = 64 << 20
-"""Bytes that one request asks for. Each such piece may take `timeout`, so large loads have more time than small ones."""
+"""Bytes of one request. Each such piece may take `timeout`, so large loads have more time than small ones."""
 _COST_MAX_S = 1e6
 
 
@@ -360,7 +360,7 @@ class BlockCache:
         began: float,
         timeout: float | None,
     ) -> tuple[list[Reason | None], int]:
-        """Store the blocks that are not there yet; return for each why it is not there, and the bytes that were sent."""
+        """Store the blocks that are not there yet; return for each why it is not there, and the bytes sent."""
         sizes = [nbytes_of(payload) for _, payload in pairs]
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved, seconds = 0, self._timeout if timeout is None else timeout
@@ -376,9 +376,8 @@ class BlockCache:
                 self._descriptions.store(self._link.calls(), namespace, about.ttl_ms, left, keep=encode)
             for piece, left in self._pieces([sizes[number] for number in missing], began, timeout):
                 until, own = time.monotonic() + left, missing[piece]
-                items = [
-                    (pairs[number][0], self._format.stored(*pairs[number], until, encode=encode)) for number in own
-                ]
+                unsaved = [pairs[number] for number in own]
+                items = [(key, self._format.stored(key, payload, until, encode=encode)) for key, payload in unsaved]
                 start = time.monotonic()
                 answers = self._link.calls().put_many(items, max(0.0, until - start), about)
                 seconds, sent = time.monotonic() - start, 0
