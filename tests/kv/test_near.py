@@ -142,5 +142,5 @@ def test_blocks_that_were_used_longest_ago_leave_and_those_wanted_again_stay() -
     near.clear()
     places = near.reserve([(b"g", 10), (b"g", 10), (b"h", 30)])
     assert list(places) == [b"g"]
-    near.give_back(places[b"g"])
+    near.release(places[b"g"])
     assert bring(b"h", b"i", b"j") == [b"h", b"i", b"j"]

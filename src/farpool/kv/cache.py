@@ -142,7 +142,7 @@ class PrefixCache(OldCalls):
         ranks: Ranks | None = None,
         **fields: Unpack[PrefixFields],
     ) -> None:
-        given = PrefixSettings(**fields) if settings is None else msgspec.structs.replace(settings, **fields)  # type: ignore[typeddict-item]
+        given = PrefixSettings(**fields) if settings is None else msgspec.structs.replace(settings, **fields)
         is_alone = count_of_ranks(given.parallel or {}, given.rank, ranks) == 1
         # Decisions depend on measured times, which differ from rank to rank, so one rank decides for all, or none does.
         decides = is_alone or (ranks is not None and given.rank == 0)

@@ -239,14 +239,17 @@ class Transfers:
                 blocks = range(prompt.start // shape.block, wanted.blocks)
                 fresh = [block for block in blocks if wanted.key(number, block) not in values]
                 span = range(fresh[0], fresh[-1] + 1) if fresh else range(0)
+                last = -1
                 for block, payload in zip(span, self.memory.payloads(number, memory, span), strict=True):
                     key = wanted.key(number, block)
                     if payload is not None and key not in values:
                         values[key] = payload
                         names.append(prompt.request)
-                        uses.saves(memory, number, block)
+                        last = block
                         if (parent := shape.parent(wanted, number, block)) is not None:
                             parents[key] = parent
+                if last >= 0:
+                    uses.saves(memory, number, last)
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
         if (withheld := self.memory.unproved(uses, until)) is not None:
@@ -294,7 +297,7 @@ class Transfers:
             if outcome is None:
                 self._near.keep(key, place)
             else:
-                self._near.give_back(place)
+                self._near.release(place)
         return len(self._near.held(keys))
 
 
