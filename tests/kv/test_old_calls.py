@@ -64,11 +64,11 @@ def test_each_old_name_warns_and_makes_the_new_call(cache: PrefixCache) -> None:
         cache, "lookup_many", r"lookup\(\[Prompt", [TOKENS, OTHER], salts=[b"", b"s"], requests=["a", "b"], leave=0
     )
     assert [(first.tokens, first.request), (second.tokens, second.salt)] == [(28, "a"), (12, b"s")]
-    assert called(cache, "lookup_async", r"lookup\(", TOKENS).result(PATIENCE).tokens == 28
+    assert called(cache, "lookup_async", r"lookup\(", tokens=TOKENS).result(PATIENCE).tokens == 28
     into = target(LAYERS, TOKENS)
     assert called(cache, "load_many", r"load\(\[", [first, second], [into, target(LAYERS, OTHER)]) == [28, 12]
     check(LAYERS, TOKENS, into, 28)
-    assert called(cache, "load_async", r"load\(", first, target(LAYERS, TOKENS)).result(PATIENCE) == 28
+    assert called(cache, "load_async", r"load\(", match=first, memory=into).result(PATIENCE) == 28
     parts = called(cache, "load_layers", r"load_parts\(", first, target(LAYERS, TOKENS), timeout=PATIENCE)
     assert [(part.layers, part.tokens.result(PATIENCE)) for part in parts] == [((0,), 28), ((1,), 28)]
     assert called(cache, "lookup_many", "lookup", []) == called(cache, "save_many", "save", [], []) == []

@@ -198,7 +198,7 @@ def test_the_second_adapter_is_not_given_the_first_ones_kv(make: Make) -> None:
 
 
 def test_every_call_that_takes_tokens_takes_a_salt() -> None:
-    names = {"tokens", "prompt", "prompts", "old"}
+    names = {"tokens", "old"}
     checked = 0
     for name, method in inspect.getmembers(PrefixCache, inspect.isfunction):
         parameters = inspect.signature(method).parameters

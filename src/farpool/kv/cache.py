@@ -1,4 +1,4 @@
-"""Prefix reuse for engines of one's own: look up what is there, load it or compute it, save what is new.
+"""Prefix reuse for an engine of your own: look up blocks, load or compute them, and save new ones.
 
 The key of a block covers all tokens up to its end, so sequences that begin alike share blocks, also between processes,
 hosts and engines. A prefix can be used up to a block after which every layer has what it needs to continue: layers with
@@ -182,16 +182,16 @@ class PrefixCache(OldCalls):
         return [self._shape.groups[number].layers for number in self._shape.order]
 
     @overload
-    def lookup(self, prompts: One, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> Match: ...
+    def lookup(self, tokens: One, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> Match: ...
     @overload
-    def lookup(self, prompts: Many, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> list[Match]: ...
+    def lookup(self, tokens: Many, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> list[Match]: ...
     @overload
-    def lookup(self, prompts: One, *, wait: No, **options: Unpack[LookupOptions]) -> Call[Match]: ...
+    def lookup(self, tokens: One, *, wait: No, **options: Unpack[LookupOptions]) -> Call[Match]: ...
     @overload
-    def lookup(self, prompts: Many, *, wait: No, **options: Unpack[LookupOptions]) -> Call[list[Match]]: ...
+    def lookup(self, tokens: Many, *, wait: No, **options: Unpack[LookupOptions]) -> Call[list[Match]]: ...
     def lookup(
         self,
-        prompts: One | Many,
+        tokens: One | Many,
         *,
         salt: bytes | str = b"",
         request: str = "",
@@ -204,7 +204,7 @@ class PrefixCache(OldCalls):
 
         Parameters
         ----------
-        prompts : sequence of int, Prompt or sequence of Prompt
+        tokens : sequence of int, Prompt or sequence of Prompt
             Tokens of a prompt; or several prompts, for which the nodes get one request.
         salt, request
             As in `Prompt`, if only tokens are given.
@@ -224,7 +224,7 @@ class PrefixCache(OldCalls):
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
         try:
-            is_one, asked = as_prompts(prompts, salt, request, copied=not wait)
+            is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
             until = 0.0 if wait else self._until(timeout, 0)
         except BaseException:
             self._peers.abandon(exchange)
@@ -238,28 +238,28 @@ class PrefixCache(OldCalls):
         return look_up(timeout) if wait else self._background.begin(lambda: look_up(seconds_to(until)), until)
 
     @overload
-    def load(self, matches: Match, memories: KVMemory, *, timeout: Time = None, wait: Yes = True) -> int: ...
+    def load(self, match: Match, memory: KVMemory, *, timeout: Time = None, wait: Yes = True) -> int: ...
     @overload
-    def load(self, matches: Matches, memories: Memories, *, timeout: Time = None, wait: Yes = True) -> list[int]: ...
+    def load(self, match: Matches, memory: Memories, *, timeout: Time = None, wait: Yes = True) -> list[int]: ...
     @overload
-    def load(self, matches: Match, memories: KVMemory, *, timeout: Time = None, wait: No) -> Call[int]: ...
+    def load(self, match: Match, memory: KVMemory, *, timeout: Time = None, wait: No) -> Call[int]: ...
     @overload
-    def load(self, matches: Matches, memories: Memories, *, timeout: Time = None, wait: No) -> Call[list[int]]: ...
+    def load(self, match: Matches, memory: Memories, *, timeout: Time = None, wait: No) -> Call[list[int]]: ...
     def load(
         self,
-        matches: Match | Matches,
-        memories: KVMemory | Memories,
+        match: Match | Matches,
+        memory: KVMemory | Memories,
         *,
         timeout: Time = None,
         wait: bool = True,
     ) -> int | list[int] | Call[Any]:
-        """Load what a lookup has found into the engine's memory.
+        """Load the blocks that a lookup has found into the engine's memory.
 
         Parameters
         ----------
-        matches : Match or sequence of Match
+        match : Match or sequence of Match
             Result of the lookup.
-        memories : KVMemory or sequence of KVMemory
+        memory : KVMemory or sequence of KVMemory
             Place of the tokens `match.compute` to `match.tokens`, for each match. Do not use it for anything else until
             the load has ended.
         timeout : float or None
@@ -279,17 +279,17 @@ class PrefixCache(OldCalls):
         ConfigError
             The memory lacks a place for a layer.
         """
-        is_one = isinstance(matches, Match)
-        asked = [matches] if isinstance(matches, Match) else matches
-        places = cast("Memories", [memories] if is_one else memories)
+        is_one = isinstance(match, Match)
+        asked = [match] if isinstance(match, Match) else match
+        places = cast("Memories", [memory] if is_one else memory)
         began, until = time.monotonic(), self._load_until(asked, timeout)
         exchange = self._peers.begin_load(asked)
 
         def load() -> int | list[int]:
             usable = self._transfers.load(asked, places, range(len(self._shape.groups)), until, exchange)
-            seconds, total = time.monotonic() - began, sum(match.tokens for match in asked)
-            for match, tokens in zip(asked, usable, strict=True):
-                self._judged(match, tokens, seconds * match.tokens / max(1, total))
+            seconds, total = time.monotonic() - began, sum(one.tokens for one in asked)
+            for one, tokens in zip(asked, usable, strict=True):
+                self._judged(one, tokens, seconds * one.tokens / max(1, total))
             return usable[0] if is_one else usable
 
         return load() if wait else self._background.begin(load, until)
@@ -350,7 +350,7 @@ class PrefixCache(OldCalls):
 
     def fetch(
         self,
-        prompt: One,
+        tokens: One,
         memory: KVMemory,
         *,
         salt: bytes | str = b"",
@@ -358,13 +358,13 @@ class PrefixCache(OldCalls):
         leave: int = 1,
         timeout: float | None = None,
     ) -> Match:
-        """Look up a prompt and load what is there, if that is faster than computing: `lookup` and `load` in one step.
+        """Look up a prompt and load its blocks, if that is faster than computing: `lookup` and `load` in one step.
 
         A prompt of few blocks is loaded without a lookup, with one request instead of two.
 
         Parameters
         ----------
-        prompt, salt, request, leave
+        tokens, salt, request, leave
             As in `lookup`.
         memory, timeout
             As in `load`.
@@ -381,7 +381,7 @@ class PrefixCache(OldCalls):
         """
         exchange = self._peers.begin()
         try:
-            _, (asked,) = as_prompts(prompt, salt, request)
+            _, (asked,) = as_prompts(tokens, salt, request)
             wanted = self._shape.wanted(self._current.namespace, asked, leave)
         except BaseException:
             self._peers.abandon(exchange)
@@ -411,7 +411,7 @@ class PrefixCache(OldCalls):
         return match
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
-        """Report how long computing took. From these times the cache judges what is worth loading.
+        """Report how long computing took. From these times the cache judges when loading is faster.
 
         Parameters
         ----------
@@ -427,21 +427,19 @@ class PrefixCache(OldCalls):
         self.judge.computed(tokens, context, seconds, held_out=match is not None and match.arm == "hold-out")
 
     @overload
-    def save(self, prompts: One, memories: KVMemory, *, wait: Yes = True, **options: Unpack[SaveOptions]) -> int: ...
+    def save(self, tokens: One, memory: KVMemory, *, wait: Yes = True, **options: Unpack[SaveOptions]) -> int: ...
     @overload
     def save(
-        self, prompts: Many, memories: Memories, *, wait: Yes = True, **options: Unpack[SaveOptions]
+        self, tokens: Many, memory: Memories, *, wait: Yes = True, **options: Unpack[SaveOptions]
     ) -> list[int]: ...
     @overload
-    def save(self, prompts: One, memories: KVMemory, *, wait: No, **options: Unpack[SaveOptions]) -> Call[int]: ...
+    def save(self, tokens: One, memory: KVMemory, *, wait: No, **options: Unpack[SaveOptions]) -> Call[int]: ...
     @overload
-    def save(
-        self, prompts: Many, memories: Memories, *, wait: No, **options: Unpack[SaveOptions]
-    ) -> Call[list[int]]: ...
+    def save(self, tokens: Many, memory: Memories, *, wait: No, **options: Unpack[SaveOptions]) -> Call[list[int]]: ...
     def save(
         self,
-        prompts: One | Many,
-        memories: KVMemory | Memories,
+        tokens: One | Many,
+        memory: KVMemory | Memories,
         *,
         layers: Collection[int] | None = None,
         start: int = 0,
@@ -455,10 +453,10 @@ class PrefixCache(OldCalls):
 
         Parameters
         ----------
-        prompts : sequence of int, Prompt or sequence of Prompt
+        tokens : sequence of int, Prompt or sequence of Prompt
             All tokens of the sequence, from the first on; tokens of a last block that is not full are left out. Or
             several sequences: blocks that they share are sent once.
-        memories : KVMemory or sequence of KVMemory
+        memory : KVMemory or sequence of KVMemory
             Place of their KV, which must not change until the save has ended. What it does not have is not saved, such
             as tokens that have left a sliding window, or states that the engine did not keep.
         layers : collection of int, optional
@@ -484,8 +482,8 @@ class PrefixCache(OldCalls):
             The layers are not whole parts.
         """
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
-        is_one, asked = as_prompts(prompts, salt, request, start, copied=not wait)
-        places = cast("Memories", [memories] if is_one else memories)
+        is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
+        places = cast("Memories", [memory] if is_one else memory)
         groups, namespace = self._shape.groups_of(layers), self._of(weights_id)
         blocks = sum(len(one.tokens) // self._shape.block for one in asked)
         until = self._until(timeout, blocks * self._shape.block_bytes)
@@ -599,8 +597,8 @@ class PrefixCache(OldCalls):
         Returns
         -------
         Match
-            Nothing is found if the other process has other weights, layers or settings. What is found is kept for as
-            long as the handoff says, or until `unpin`.
+            Nothing is found if the other process has other weights, layers or settings. The blocks that are found are
+            kept for as long as the handoff says, or until `unpin`.
 
         Raises
         ------

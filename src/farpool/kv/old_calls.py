@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from farpool.kv.plan import Prompt
@@ -18,12 +19,14 @@ class _Old:
     ----------
     new : str
         The new call, for the warning.
-    call : callable
-        Takes the cache and the old arguments, and makes the new call.
+    call : str or callable
+        Name of the new method; or a function that takes the cache and the old arguments, and makes the new call.
+    **fixed
+        Keyword arguments of the new call that the old name implies.
     """
 
-    def __init__(self, new: str, call: Callable[..., Any]) -> None:
-        self._new, self._call = new, call
+    def __init__(self, new: str, call: str | Callable[..., Any], **fixed: Any) -> None:
+        self._new, self._call, self._fixed = new, call, fixed
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -35,7 +38,8 @@ class _Old:
                 DeprecationWarning,
                 stacklevel=2,
             )
-            return self._call(cache, *given, **named)
+            call = getattr(cache, self._call) if isinstance(self._call, str) else partial(self._call, cache)
+            return call(*given, **self._fixed, **named)
 
         return old_call
 
@@ -62,32 +66,22 @@ def _save_many(
     return cache.save(_prompts(sequences, salts, requests, starts), memories, **options) if len(sequences) else []
 
 
+def _load_many(cache: Any, matches: Any, memories: Any, **options: Any) -> Any:
+    return cache.load(matches, memories, **options)
+
+
+def _save_layers(cache: Any, tokens: Any, memory: Any, layers: Any, **options: Any) -> Any:
+    return cache.save(tokens, memory, layers=layers, wait=False, **options)
+
+
 class OldCalls:
     """Old names of a `PrefixCache`."""
 
     lookup_many = _Old("lookup([Prompt(tokens, salt, request), ...])", _lookup_many)
-    lookup_async = _Old(
-        "lookup(tokens, wait=False)", lambda cache, tokens, **options: cache.lookup(tokens, wait=False, **options)
-    )
-    load_many = _Old(
-        "load([match, ...], [memory, ...])",
-        lambda cache, matches, memories, **options: cache.load(matches, memories, **options),
-    )
-    load_async = _Old(
-        "load(match, memory, wait=False)",
-        lambda cache, match, memory, **options: cache.load(match, memory, wait=False, **options),
-    )
-    load_layers = _Old(
-        "load_parts(match, memory)", lambda cache, match, memory, **options: cache.load_parts(match, memory, **options)
-    )
+    lookup_async = _Old("lookup(tokens, wait=False)", "lookup", wait=False)
+    load_many = _Old("load([match, ...], [memory, ...])", _load_many)
+    load_async = _Old("load(match, memory, wait=False)", "load", wait=False)
+    load_layers = _Old("load_parts(match, memory)", "load_parts")
     save_many = _Old("save([Prompt(tokens, salt, request, start), ...], [memory, ...])", _save_many)
-    save_async = _Old(
-        "save(tokens, memory, wait=False)",
-        lambda cache, tokens, memory, **options: cache.save(tokens, memory, wait=False, **options),
-    )
-    save_layers = _Old(
-        "save(tokens, memory, layers=layers, wait=False)",
-        lambda cache, tokens, memory, layers, **options: cache.save(
-            tokens, memory, layers=layers, wait=False, **options
-        ),
-    )
+    save_async = _Old("save(tokens, memory, wait=False)", "save", wait=False)
+    save_layers = _Old("save(tokens, memory, layers=layers, wait=False)", _save_layers)

@@ -1,4 +1,4 @@
-"""Settings of caches: those of an engine's connector, and those of `farpool.kv.PrefixCache`."""
+"""Settings of caches, for engines' connectors and for `farpool.kv.PrefixCache`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `farpool.kv.PrefixCache`: `StoreSettings`, and what else makes the bytes of a block differ.
+    """Settings of `farpool.kv.PrefixCache`: `StoreSettings`, and everything else that makes bytes of a block differ.
 
     Attributes
     ----------
