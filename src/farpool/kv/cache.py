@@ -168,7 +168,7 @@ class PrefixCache(OldCalls):
 
     @weights_id.setter
     def weights_id(self, weights_id: str) -> None:
-        self._current.namespace = self._of(weights_id)
+        self._current.namespace = replace(self._current.namespace, weights=weights_id)
         self._near.clear()
 
     def _of(self, weights_id: str | None) -> Namespace:
