@@ -25,6 +25,7 @@ RENAMED = {
     "farpool.kv.accelerate": "farpool.kv.engines.accelerate",
     "farpool.kv.lmcache": "farpool.kv.engines.lmcache",
     "farpool.kv.objects": "farpool.abc.objects",
+    "farpool.kv.prefix": "farpool.kv.cache",
     "farpool.kv.sglang": "farpool.kv.engines.sglang",
     "farpool.kv.transformers": "farpool.kv.engines.transformers",
     "farpool.kv.transformers_config": "farpool.kv.engines.transformers_config",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farpool.kv import Layer, Match, PrefixCache, StoreRanks, TensorMemory
+from farpool.kv import Layer, Match, PrefixCache, Prompt, StoreRanks, TensorMemory
 
 if TYPE_CHECKING:
     from farpool.kv import Ranks
@@ -71,7 +71,7 @@ class Engine:
         return happens
 
     def drop_some(self, tokens: Sequence[int]) -> None:
-        keys, _ = self.cache._sequence(tokens, "")
+        keys, *_ = self.cache._sequence(tokens, "")
         self.cache._blocks.drop(self.luck.sample(keys, 1))
 
     def request(self, number: int) -> Answer:
@@ -100,19 +100,19 @@ class Engine:
             return match, match.tokens
         if way == "many":
             other = prompt(self.calls.randrange(PROMPTS))
-            match, _ = self.cache.lookup_many([tokens, other], split=split)
+            match, _ = self.cache.lookup([Prompt(tokens), Prompt(other)], split=split)
         elif way == "async":
-            match = self.cache.lookup_async(tokens, request=request, split=split).result()
+            match = self.cache.lookup(tokens, request=request, split=split, wait=False).result()
         else:
             match = self.cache.lookup(tokens, request=request, split=split)
         if self.happens("evicted", 0.05):
             self.drop_some(tokens)
         timeout = 1e-6 if self.happens("late blocks", 0.05) else 10.0
         if way == "layers":
-            loads = self.cache.load_layers(match, place, timeout=timeout)
+            loads = self.cache.load_parts(match, place, timeout=timeout)
             return match, min(load.tokens.result() for load in loads)
         if way == "async":
-            return match, self.cache.load_async(match, place, timeout=timeout).result()
+            return match, self.cache.load(match, place, timeout=timeout, wait=False).result()
         return match, self.cache.load(match, place, timeout=timeout)
 
     def check(self, into: Sequence[torch.Tensor], tokens: Sequence[int], match: Match, loaded: int) -> None:

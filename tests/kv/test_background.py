@@ -14,8 +14,8 @@ import pytest
 from farpool.errors import StoreClosedError
 from farpool.kv import Reason, background
 from farpool.kv.background import Background
+from farpool.kv.cache import PrefixCache
 from farpool.kv.journal import recorded
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_prefix import FULL, TOKENS, Made, check, make, node, save_steps, target
 from tests.nodes import PATIENCE, eventually
 
@@ -31,7 +31,7 @@ def busy(cache: PrefixCache) -> threading.Event:
     return over
 
 
-@pytest.mark.parametrize("call", ["load_async", "load_layers", "save_async", "lookup_async", "prefetch_by"])
+@pytest.mark.parametrize("call", ["load", "load_parts", "save", "lookup", "prefetch_by"])
 def test_time_runs_from_the_call_on_also_while_no_thread_is_free(make: Make, call: str) -> None:
     cache = make([FULL], threads=1, near_bytes=1 << 20)
     save_steps(cache, [FULL], TOKENS[:16])
@@ -40,17 +40,17 @@ def test_time_runs_from_the_call_on_also_while_no_thread_is_free(make: Make, cal
     into = target([FULL], TOKENS)
     made = Made([FULL], [9, *TOKENS], 16).computed()
     result: Future[Any] = {
-        "load_async": lambda: cache.load_async(match, into, timeout=0.05),
-        "load_layers": lambda: cache.load_layers(match, into, timeout=0.05)[0].tokens,
-        "save_async": lambda: cache.save_async([9, *TOKENS[:15]], made, timeout=0.05),
-        "lookup_async": lambda: cache.lookup_async(TOKENS, request="late", timeout=0.05),
+        "load": lambda: cache.load(match, into, timeout=0.05, wait=False),
+        "load_parts": lambda: cache.load_parts(match, into, timeout=0.05)[0].tokens,
+        "save": lambda: cache.save([9, *TOKENS[:15]], made, timeout=0.05, wait=False),
+        "lookup": lambda: cache.lookup(TOKENS, request="late", timeout=0.05, wait=False),
         "prefetch_by": lambda: cache.prefetch_by(TOKENS, 0.05),
     }[call]()
     try:
         found = result.result(PATIENCE)  # the thread is busy for longer
     finally:
         over.set()
-    if call == "lookup_async":
+    if call == "lookup":
         assert (found.tokens, found.reason) == (0, Reason.LATE)
         assert recorded("late")[0].reasons == {Reason.LATE: 7}
     else:
@@ -64,28 +64,28 @@ def test_what_waits_when_the_cache_is_closed_and_what_comes_later_are_misses(mak
     save_steps(cache, [FULL], TOKENS[:16])
     match = cache.lookup(TOKENS)
     over = busy(cache)
-    waiting = cache.load_async(match, target([FULL], TOKENS))
+    waiting = cache.load(match, target([FULL], TOKENS), wait=False)
     closing = threading.Thread(target=cache.close)
     closing.start()
     assert waiting.result(PATIENCE) == 0
     over.set()
     closing.join(PATIENCE)
-    assert cache.load_async(match, target([FULL], TOKENS)).result(PATIENCE) == 0
-    assert cache.lookup_async(TOKENS).result(PATIENCE).reason is Reason.CLOSED
-    assert cache.save_async(TOKENS, Made([FULL], TOKENS).computed()).result(PATIENCE) == 0
-    assert [one.tokens.result(PATIENCE) for one in cache.load_layers(match, target([FULL], TOKENS))] == [0]
+    assert cache.load(match, target([FULL], TOKENS), wait=False).result(PATIENCE) == 0
+    assert cache.lookup(TOKENS, wait=False).result(PATIENCE).reason is Reason.CLOSED
+    assert cache.save(TOKENS, Made([FULL], TOKENS).computed(), wait=False).result(PATIENCE) == 0
+    assert [one.tokens.result(PATIENCE) for one in cache.load_parts(match, target([FULL], TOKENS))] == [0]
 
 
-def test_futures_can_be_awaited(make: Make) -> None:
+def test_calls_can_be_awaited(make: Make) -> None:
     cache = make([FULL])
     made = Made([FULL], TOKENS, 16).computed()
 
     async def work() -> int:
-        assert await asyncio.wrap_future(cache.save_async(TOKENS[:16], made)) == 4
-        matches = await asyncio.gather(*(asyncio.wrap_future(cache.lookup_async(TOKENS)) for _ in range(3)))
+        assert await cache.save(TOKENS[:16], made, wait=False) == 4
+        matches = await asyncio.gather(*(cache.lookup(TOKENS, wait=False) for _ in range(3)))
         assert [match.tokens for match in matches] == [16] * 3
         into = target([FULL], TOKENS)
-        loaded = await asyncio.wrap_future(cache.load_async(matches[0], into))
+        loaded = await cache.load(matches[0], into, wait=False)
         check([FULL], TOKENS, into, 16)
         return loaded
 
@@ -93,7 +93,7 @@ def test_futures_can_be_awaited(make: Make) -> None:
 
 
 def test_a_call_is_made_once_and_nothing_is_kept_of_those_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_FEWEST_WATCHED", 8)
+    monkeypatch.setattr(background, "_WATCHED_CALLS_MIN", 8)
     with ThreadPoolExecutor(2) as threads:
         calls = Background(threads.submit)
         made: list[int] = []

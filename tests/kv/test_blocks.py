@@ -289,7 +289,7 @@ def test_a_batch_of_many_pieces_ends_with_the_first_that_is_late(
     if slow == "get_into_many":
         cache.save(keys, values)
     monkeypatch.setattr("farpool.kv.blocks._PIECE_BYTES", 2 * (BLOCK + HEADER_BYTES))
-    calls = cache._calls()
+    calls = cache._link.calls()
     moved = getattr(calls, slow)
     asked: list[int] = []
 

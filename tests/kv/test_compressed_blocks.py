@@ -13,9 +13,9 @@ from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import BlockCache, Group, Namespace, Reason, token_chain
+from farpool.kv.cache import PrefixCache
 from farpool.kv.header import HEADER_BYTES, pack_header
 from farpool.kv.memory import Layer, TensorMemory
-from farpool.kv.prefix import PrefixCache
 from farpool.kv.quantization import Axes
 from tests.kv.test_compression import FLOATS, bounds, bytes_of, like_kv
 from tests.nodes import PATIENCE
@@ -159,8 +159,8 @@ def test_a_time_that_is_over_is_no_time_to_encode_in(node: RunningNode) -> None:
 def test_the_automatic_choice_encodes_nothing_on_a_fast_link(node: RunningNode) -> None:
     with opened(node, namespace("auto", "fast"), "mapped") as cache:
         keys, values = keys_of(cache, 8), payloads(8)
-        assert cache._compression is not None
-        choice = cache._compression.choice
+        assert cache._format.compression is not None
+        choice = cache._format.compression.choice
         assert choice is not None
         for number in range(32):
             choice.sent(1 << 20, 1e-5, 1 << 20)  # a hundred GB/s, whatever this machine does
@@ -175,8 +175,8 @@ def test_the_automatic_choice_encodes_nothing_on_a_fast_link(node: RunningNode) 
 def test_the_automatic_choice_encodes_on_a_slow_link(node: RunningNode) -> None:
     with opened(node, namespace("auto", "slow")) as cache:
         keys, values = keys_of(cache, 9), payloads(9)
-        assert cache._compression is not None
-        choice = cache._compression.choice
+        assert cache._format.compression is not None
+        choice = cache._format.compression.choice
         assert choice is not None
         assert cache.save(keys[:1], values[:1]) == [None]
         assert cache.stats()["save.bytes"] == BLOCK + HEADER_BYTES  # raw, but the codec has been measured

@@ -54,8 +54,8 @@ def test_on_a_slow_link_one_group_of_layers_is_encoded_and_another_is_not() -> N
     smooth, random = bytes(BLOCK), os.urandom(BLOCK)
     with running_node() as node, BlockCache([node.address], namespace, timeout=PATIENCE) as cache:
         keys = [[cache.key(chain, group) for chain in token_chain(range(16 * 9), 16)] for group in range(2)]
-        assert cache._compression is not None
-        choice = cache._compression.choice
+        assert cache._format.compression is not None
+        choice = cache._format.compression.choice
         assert choice is not None
         sent = []
         for group, payload in enumerate((smooth, random)):

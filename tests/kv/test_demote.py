@@ -12,9 +12,9 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.store import Demotion, Store
 from farpool.errors import ConfigError
 from farpool.kv import BlockCache, PoolObjects, Reason
+from farpool.kv.cache import PrefixCache
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_blocks import blocks, targets
 from tests.kv.test_keys import NAMESPACE
 from tests.kv.test_prefix import BLOCK, TOKENS, Made, check, save_steps, target

@@ -12,9 +12,9 @@ import pytest
 
 from farpool.errors import NodeError
 from farpool.kv import Namespace, Reason, disagreement
+from farpool.kv.cache import PrefixCache
 from farpool.kv.disagreement import Disagreements
 from farpool.kv.journal import record, recorded
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_keys import NAMESPACE
 from tests.kv.test_prefix import FULL, TOKENS, make, node, save_steps
 from tests.nodes import PATIENCE, eventually
@@ -45,7 +45,7 @@ def test_who_disagrees_with_a_writer_is_told_in_what(
     reader = make([FULL], **changes)
     first = f"first {changes}"
     assert reader.lookup([99] * 20, request=first).reason is Reason.ABSENT  # nobody waits for the answer
-    reader._disagreements.join(PATIENCE)
+    reader._lookups._disagreements.join(PATIENCE)
     assert reader.lookup([98] * 20, request=f"then {changes}").reason is reason
     for name in (first, f"then {changes}"):
         entries = [one for one in recorded(name) if one.step == "compare"]
@@ -58,7 +58,7 @@ def test_weights_that_changed_are_named_until_there_is_kv_of_the_new_ones(make: 
     save_steps(cache, [FULL], TOKENS[:16])
     cache.weights_id = "2"
     cache.lookup(TOKENS)
-    cache._disagreements.join(PATIENCE)
+    cache._lookups._disagreements.join(PATIENCE)
     assert cache.lookup(TOKENS).reason is Reason.OTHER_WEIGHTS
     save_steps(cache, [FULL], TOKENS[:16])
     assert cache.lookup(TOKENS).tokens == 16
@@ -86,8 +86,8 @@ def test_nodes_are_asked_at_most_once_a_minute_and_nobody_waits(monkeypatch: pyt
     eventually(lambda: found.reason(ours, "", 3) is Reason.OTHER_DTYPE)
     assert len(asked) == 1
     told = [one for one in recorded("waits ") if one.step == "compare"]
-    assert 0 < len(told) <= disagreement._MOST_WAITING
-    monkeypatch.setattr(disagreement, "_EVERY_SECONDS", 0.0)
+    assert 0 < len(told) <= disagreement._WAITING_MAX
+    monkeypatch.setattr(disagreement, "_ASK_INTERVAL_S", 0.0)
     found.reason(ours, "", 3)
     found.join(PATIENCE)
     eventually(lambda: found.reason(ours, "", 3) is None)  # what cannot be asked is not known

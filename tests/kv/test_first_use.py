@@ -101,7 +101,7 @@ def test_no_block_is_saved_after_a_fault_at_the_first_save(
         memory, own = wrong(fault, monkeypatch)
         before = [one.clone() for layer in own for one in layer]
         assert cache.save(PROMPT, memory, request=f"save {fault}") == 0
-        assert isinstance(cache._probe.error, ProbeError)
+        assert isinstance(cache._transfers.memory.probe.error, ProbeError)
         assert "ProbeError: PrefixCache: a known block of" in caplog.text
         assert "This cache loads and saves no blocks" in caplog.text
         assert recorded(f"save {fault}")[-1].reasons == {Reason.UNPROVED: 6}
@@ -113,7 +113,7 @@ def test_no_block_is_saved_after_a_fault_at_the_first_save(
         assert other.lookup([*PROMPT, 1]).found == 0
 
 
-@pytest.mark.parametrize("way", ["load", "fetch", "load_layers"])
+@pytest.mark.parametrize("way", ["load", "fetch", "load_parts"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_token_is_loaded_after_a_fault_at_the_first_load(
     node: RunningNode, fault: str, way: str, monkeypatch: pytest.MonkeyPatch
@@ -130,8 +130,8 @@ def test_no_token_is_loaded_after_a_fault_at_the_first_load(
         elif way == "load":
             assert cache.load(match, memory) == 0
         else:
-            assert min(one.tokens.result(PATIENCE) for one in cache.load_layers(match, memory)) == 0
-        assert isinstance(cache._probe.error, ProbeError)
+            assert min(one.tokens.result(PATIENCE) for one in cache.load_parts(match, memory)) == 0
+        assert isinstance(cache._transfers.memory.probe.error, ProbeError)
         if fault != "order":  # so no code could put bytes back
             assert all(torch.equal(a, b) for a, b in zip(before, [one for layer in own for one in layer], strict=True))
         monkeypatch.undo()
@@ -182,7 +182,7 @@ def test_an_unreachable_node_is_a_miss_in_time_and_is_asked_again_later() -> Non
         began = time.monotonic()
         assert cache.save(PROMPT, TensorMemory(tensors())) == 0
         assert time.monotonic() - began < PATIENCE / 2
-        assert cache._probe.error is None
+        assert cache._transfers.memory.probe.error is None
         with running_node(listen=f"127.0.0.1:{port}"):
             eventually(lambda: cache.save(PROMPT, TensorMemory(tensors()), timeout=PATIENCE) == 6)
 
@@ -190,8 +190,8 @@ def test_an_unreachable_node_is_a_miss_in_time_and_is_asked_again_later() -> Non
 def test_the_nodes_are_asked_after_a_call_that_has_no_time(node: RunningNode) -> None:
     with cache_of(node.address, "no time") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors()), timeout=0.0) == 0
-        assert cache._probe.error is None
-        eventually(lambda: len(cache._probe._passed) == 2)  # no other call has been made
+        assert cache._transfers.memory.probe.error is None
+        eventually(lambda: len(cache._transfers.memory.probe._passed) == 2)  # no other call has been made
 
 
 def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
@@ -205,7 +205,7 @@ def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
         with cache_of(node.address, "only reads") as cache:
             into = tensors(1)
             assert cache.load(cache.lookup([*PROMPT, 1]), kind(into)) == tokens
-            assert isinstance(cache._probe.error, ProbeError) is (not tokens)
+            assert isinstance(cache._transfers.memory.probe.error, ProbeError) is (not tokens)
             assert torch.equal(into[0][0], tensors(0 if tokens else 1)[0][0])
 
 
@@ -223,7 +223,7 @@ def test_blocks_of_this_process_also_need_memory_that_passes_the_probe(
         whole = kind is TensorMemory
         assert cache.load(match, kind(into)) == (12 if whole else 0)
         assert torch.equal(into[0][0], tensors(0 if whole else 1)[0][0])
-        assert isinstance(cache._probe.error, ProbeError) is not whole
+        assert isinstance(cache._transfers.memory.probe.error, ProbeError) is not whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
@@ -238,7 +238,7 @@ def test_memory_made_under_inference_mode_is_probed_outside_it(node: RunningNode
             source, into = cast(tensors()), cast(tensors(1))
         assert cache.save(PROMPT, TensorMemory(source)) == 6
         assert cache.load(cache.lookup([*PROMPT, 1]), TensorMemory(into)) == 12
-        assert cache._probe.error is None
+        assert cache._transfers.memory.probe.error is None
         assert all(torch.equal(a, b) for a, b in zip(source[0], into[0], strict=True))
 
 

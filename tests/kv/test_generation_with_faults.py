@@ -104,7 +104,7 @@ class Own:
         if self.pieces == 1:
             loaded = self.cache.load(match, TensorMemory(pairs))
         else:
-            parts = self.cache.load_layers(match, TensorMemory(pairs))
+            parts = self.cache.load_parts(match, TensorMemory(pairs))
             loaded = min(part.tokens.result(PATIENCE) for part in parts)
         cache = DynamicCache(config=model.config)
         for number, (keys, values) in enumerate(pairs):

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import farpool
 from farpool.kv import BlockCache, KVCollector, PoolObjects, Reason
+from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_blocks import blocks, targets
 from tests.kv.test_keys import NAMESPACE
 from tests.kv.test_prefix import TOKENS, Made, save_steps, target, teach

@@ -10,9 +10,9 @@ import pytest
 
 from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.kv.cache import PrefixCache
 from farpool.kv.journal import recorded
 from farpool.kv.near import NearMemory
-from farpool.kv.prefix import PrefixCache
 from tests.forking import in_forked_child
 from tests.kv.test_demote import GIVEN, LAYERS
 from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, check, keys_of, make, node, save_steps, target, teach
@@ -56,7 +56,7 @@ def test_of_a_prefix_that_is_partly_near_only_the_rest_is_charged_and_loaded(mak
     before = cache.stats()
     match = cache.lookup(TOKENS)
     assert match.tokens == 24
-    assert match._far_bytes == 4 * BLOCK * sum(layer.nbytes for layer in layers)
+    assert match.far_bytes == 4 * BLOCK * sum(layer.nbytes for layer in layers)
     into = target(layers, TOKENS)
     assert cache.load(match, into) == 24
     check(layers, TOKENS, into, 24)
@@ -97,7 +97,7 @@ def test_a_child_of_a_fork_needs_no_lock_that_a_thread_of_its_parent_held(make: 
     cache = make([FULL], near_bytes=1 << 20)
     save_steps(cache, [FULL], TOKENS[:16])
     assert cache.prefetch_by(TOKENS, PATIENCE).result(PATIENCE) == 4
-    locks = [cache._near._lock, cache._disagreements._lock, cache._background._changed]
+    locks = [cache._near._lock, cache._lookups._disagreements._lock, cache._background._changed]
     holding, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -107,7 +107,7 @@ def test_a_child_of_a_fork_needs_no_lock_that_a_thread_of_its_parent_held(make: 
 
     def child() -> None:
         into = target([FULL], TOKENS)
-        assert cache.load_async(cache.lookup(TOKENS), into).result(PATIENCE) == 16
+        assert cache.load(cache.lookup(TOKENS), into, wait=False).result(PATIENCE) == 16
         check([FULL], TOKENS, into, 16)
         assert cache.lookup([3] * 16).found == 0
         assert cache.prefetch_by(TOKENS, PATIENCE).result(PATIENCE) == 4
@@ -142,5 +142,5 @@ def test_blocks_that_were_used_longest_ago_leave_and_those_wanted_again_stay() -
     near.clear()
     places = near.reserve([(b"g", 10), (b"g", 10), (b"h", 30)])
     assert list(places) == [b"g"]
-    near.give_back(places[b"g"])
+    near.release(places[b"g"])
     assert bring(b"h", b"i", b"j") == [b"h", b"i", b"j"]

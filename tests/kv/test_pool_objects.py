@@ -167,7 +167,7 @@ def test_prefixes_leave_from_their_ends() -> None:
         for newest in prompts:
             cache.save(newest, memory)
             for prompt in prompts:
-                keys, _ = cache._sequence(prompt, "")
+                keys, *_ = cache._sequence(prompt, "")
                 blocks = len(keys) // 3
                 full, *others = (
                     cache._blocks.lookup(keys[group * blocks : (group + 1) * blocks]).found for group in (1, 0, 2)

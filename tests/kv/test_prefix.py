@@ -16,10 +16,11 @@ from farpool._native import Slices
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import Reason
+from farpool.kv.cache import PrefixCache
+from farpool.kv.engine_memory import Uses
 from farpool.kv.first_use import loading_block, saving_block
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer, TensorMemory, layer_groups
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_cost import prefill
 from tests.nodes import PATIENCE, eventually
 
@@ -130,8 +131,8 @@ def check(layers: Sequence[Layer], tokens: Sequence[int], into: Made, usable: in
 def use_first(cache: PrefixCache, layers: Sequence[Layer]) -> None:
     """Let a cache make its probes of memory, so that a test counts only what comes after them."""
     for block, memory in ((saving_block, Made(layers, TOKENS).computed()), (loading_block, target(layers, TOKENS))):
-        uses: Any = {(block, type(memory), number): (memory, 0) for number in range(len(cache.parts))}
-        assert cache._unproved(uses, time.monotonic() + PATIENCE) is None
+        uses = Uses({(block, type(memory), number): (memory, 0) for number in range(len(cache.parts))})
+        assert cache._transfers.memory.unproved(uses, time.monotonic() + PATIENCE) is None
 
 
 def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:
@@ -199,7 +200,7 @@ def test_layers_come_one_after_the_other(make: Callable[..., PrefixCache]) -> No
     cache = make(layers, pieces=3)
     match = cache.lookup(TOKENS)
     into = target(layers, TOKENS)
-    loads = cache.load_layers(match, into)
+    loads = cache.load_parts(match, into)
     assert [one.layers for one in loads] == [(0, 1), (2, 3), (4, 5)]
     assert [one.tokens.result(PATIENCE) for one in loads] == [16] * 3
     check(layers, TOKENS, into, 16)
@@ -209,10 +210,10 @@ def test_layers_come_one_after_the_other(make: Callable[..., PrefixCache]) -> No
 def test_loads_and_saves_go_on_in_the_background(make: Callable[..., PrefixCache]) -> None:
     layers = KINDS["full"]
     cache = make(layers)
-    saved = cache.save_async(TOKENS[:16], Made(layers, TOKENS, 16).computed())
+    saved = cache.save(TOKENS[:16], Made(layers, TOKENS, 16).computed(), wait=False)
     assert saved.result(PATIENCE) == 4
     into = target(layers, TOKENS)
-    assert cache.load_async(cache.lookup(TOKENS), into).result(PATIENCE) == 16
+    assert cache.load(cache.lookup(TOKENS), into, wait=False).result(PATIENCE) == 16
     check(layers, TOKENS, into, 16)
     assert cache.drain(PATIENCE)
 
@@ -439,15 +440,15 @@ def test_loads_of_layers_one_after_the_other_are_judged_once_by_their_shortest_p
     for tokens in (8, 16, 64, 256) * 3:
         cache.computed(tokens, float(tokens))
     match = cache.lookup(TOKENS)
-    cache.load_layers(match, target(layers, TOKENS))
+    cache.load_parts(match, target(layers, TOKENS))
     eventually(lambda: cache.stats()["gain"]["load_requests"] == 1)
     assert cache.stats()["gain"]["load_share"] < 0.5
     assert cache.stats()["saved_seconds"] == pytest.approx(16, rel=0.5)
     cache._blocks.drop([keys_of(cache, TOKENS[:16])[4]])  # of the second part its first block
-    cache.load_layers(match, target(layers, TOKENS))
+    cache.load_parts(match, target(layers, TOKENS))
     eventually(lambda: cache.stats()["gain"]["load_requests"] > 1)
     assert cache.stats()["gain"]["load_share"] > 0.45  # nothing could be used
-    loads = cache.load_layers(match, Short(layers, TOKENS))
+    loads = cache.load_parts(match, Short(layers, TOKENS))
     for one in loads:
         with pytest.raises(ConfigError, match="no place"):
             one.tokens.result(PATIENCE)

@@ -10,8 +10,8 @@ import pytest
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.errors import ConfigError
 from farpool.kv import Reason
+from farpool.kv.cache import PrefixCache, Prompt
 from farpool.kv.journal import recorded
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_prefix import FULL, KINDS, TOKENS, Made, check, make, node, save_steps, target, teach, use_first
 from tests.nodes import PATIENCE
 
@@ -54,7 +54,7 @@ def test_an_engine_is_asked_once_for_blocks_that_prompts_share(make: Make) -> No
     cache = make(layers)
     cache.save([1] * 4, Asked(layers, [1] * 4).computed())  # with the probe
     asked.clear()
-    assert cache.save_many([prompt] * 3, memories, starts=[16, 0, 8]) == [3, 7, 5]
+    assert cache.save([Prompt(prompt, start=start) for start in (16, 0, 8)], memories) == [3, 7, 5]
     assert sorted(asked) == sorted(set(asked))
 
 
@@ -66,18 +66,21 @@ def test_prompts_are_saved_looked_up_and_loaded_together(make: Make, counted: di
     counted.clear()
     memories = [Made(layers, prompt).computed() for prompt in PROMPTS]
     names = [f"together {near_bytes} {number}" for number in range(4)]
-    assert cache.save_many(PROMPTS, memories, requests=names) == [7, 5, 2, 0]
+    assert cache.save(
+        [Prompt(prompt, request=name) for prompt, name in zip(PROMPTS, names, strict=True)], memories
+    ) == [7, 5, 2, 0]
     assert counted == {"lookup": 1, "put_many": 2}  # the second is of the namespace's description
     assert cache.stats()["save.done"] == 12  # two blocks are those of two prompts
     if near_bytes:
         assert cache.prefetch_by(PROMPTS[2], PATIENCE).result(PATIENCE) == 2
     counted.clear()
-    matches = cache.lookup_many([*PROMPTS, [6] * 9], requests=[*names, "absent"])
+    asked = zip([*PROMPTS, [6] * 9], [*names, "absent"], strict=True)
+    matches = cache.lookup([Prompt(prompt, request=name) for prompt, name in asked])
     assert [match.tokens for match in matches] == [28, 16, 8, 0, 0]
     assert [match.reason for match in matches[3:]] == [None, Reason.ABSENT]
     assert [match.request for match in matches] == [*names, "absent"]
     into = [target(layers, prompt) for prompt in [*PROMPTS, [6] * 9]]
-    assert cache.load_many(matches, into) == [28, 16, 8, 0, 0]
+    assert cache.load(matches, into) == [28, 16, 8, 0, 0]
     assert counted == {"lookup": 1, "get_into_many": 1}
     for prompt, memory, match in zip(PROMPTS, into, matches, strict=False):
         check(layers, prompt, memory, match.tokens)
@@ -95,10 +98,10 @@ def test_of_prompts_that_are_loaded_together_each_is_as_long_as_its_own_blocks(m
     cache = make(layers)
     for prompt in (TOKENS[:24], [3] * 16):
         save_steps(cache, layers, prompt)
-    matches = cache.lookup_many([TOKENS[:25], [3] * 17])
-    cache._blocks.drop([matches[1]._wanted.key(0, 2)])
+    matches = cache.lookup([Prompt(TOKENS[:25]), Prompt([3] * 17)])
+    cache._blocks.drop([matches[1].wanted.key(0, 2)])
     into = [target(layers, TOKENS), target(layers, [3] * 17)]
-    assert cache.load_many(matches, into) == [24, 0]
+    assert cache.load(matches, into) == [24, 0]
     check(layers, TOKENS, into[0], 24)
 
 
@@ -106,11 +109,11 @@ def test_together_they_may_take_what_computing_all_of_them_takes(make: Make) -> 
     cache = make([FULL])
     save_steps(cache, [FULL], TOKENS[:24])
     teach(cache, linear=1.0, seconds_a_byte=1e-9)
-    matches = cache.lookup_many([TOKENS] * 3)
-    assert cache.load_many(matches, [target([FULL], TOKENS) for _ in matches]) == [24] * 3
+    matches = cache.lookup([Prompt(TOKENS)] * 3)
+    assert cache.load(matches, [target([FULL], TOKENS) for _ in matches]) == [24] * 3
     assert cache.stats()["gain"]["load_requests"] == pytest.approx(3, rel=0.1)
     assert cache.stats()["saved_seconds"] == pytest.approx(3 * 24, rel=0.1)
-    assert cache.load_many(matches, [target([FULL], TOKENS) for _ in matches], timeout=0.0) == [0] * 3
+    assert cache.load(matches, [target([FULL], TOKENS) for _ in matches], timeout=0.0) == [0] * 3
 
 
 def test_layers_are_saved_as_they_are_computed(make: Make) -> None:
@@ -119,14 +122,14 @@ def test_layers_are_saved_as_they_are_computed(make: Make) -> None:
     assert cache.parts == [(0, 1), (2, 3), (4, 5)]
     made = Made(layers, TOKENS, 16).computed()
     later = {place: made.memory.pop(place) for place in list(made.memory) if place[0] > 1}
-    assert cache.save_layers(TOKENS[:16], made, (0, 1)).result(PATIENCE) == 4
+    assert cache.save(TOKENS[:16], made, layers=(0, 1), wait=False).result(PATIENCE) == 4
     assert cache.lookup(TOKENS).found == 0
     made.memory.update(later)
-    assert cache.save_layers(TOKENS[:16], made, [5, 4, 3, 2], start=8).result(PATIENCE) == 4
-    assert cache.save_layers(TOKENS[:8], made, [2, 3, 4, 5]).result(PATIENCE) == 4
+    assert cache.save(TOKENS[:16], made, layers=[5, 4, 3, 2], start=8) == 4
+    assert cache.save(TOKENS[:8], made, layers=[2, 3, 4, 5], wait=False).result(PATIENCE) == 4
     into = target(layers, TOKENS)
     assert cache.load(cache.lookup(TOKENS), into) == 16
     check(layers, TOKENS, into, 16)
     for wrong in ([0], [0, 1, 2], [9]):
         with pytest.raises(ConfigError, match="are not stored by themselves"):
-            cache.save_layers(TOKENS[:16], made, wrong)
+            cache.save(TOKENS[:16], made, layers=wrong)

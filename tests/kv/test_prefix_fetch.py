@@ -11,10 +11,9 @@ import torch
 
 from farpool.errors import ConfigError
 from farpool.kv import Reason
-from farpool.kv.cost import Arm, Plan
-from farpool.kv.judge import Judge
+from farpool.kv.cache import PrefixCache
+from farpool.kv.cost import Arm, CostModel, Plan
 from farpool.kv.memory import Layer, TensorMemory
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_prefix import (
     BLOCK,
     FULL,
@@ -122,7 +121,7 @@ def test_what_lies_near_is_no_part_of_the_decision_and_computing_ends_a_load(
     use_first(cache, [FULL])
     save_steps(cache, [FULL], TOKENS)
     assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
-    cache.judge = Judge(hold_out=False)  # which has not measured what that took
+    cache.judge._cost = CostModel()  # which has not measured how long that took
     teach(cache, linear=2.0, seconds_a_byte=1e-3)
     load, timeouts = cache._blocks.load, []
     decide, decided = cache.judge.decide, []

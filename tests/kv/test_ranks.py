@@ -19,7 +19,7 @@ from torch.distributed import HashStore, TCPStore
 
 from farpool.cluster.node.process import RunningNode
 from farpool.errors import ConfigError, NodeError
-from farpool.kv import PrefixCache, Reason, StoreRanks, TensorMemory
+from farpool.kv import PrefixCache, Prompt, Reason, StoreRanks, TensorMemory
 from farpool.kv import ranks as ranks_module
 from farpool.kv.journal import recorded
 from tests.forking import in_forked_child
@@ -129,7 +129,7 @@ def loaded_by(cache: PrefixCache, match: Any) -> int:
 
 
 def drop(cache: PrefixCache, block: int) -> None:
-    keys, _ = cache._sequence(prompt(1), "")
+    keys, *_ = cache._sequence(prompt(1), "")
     assert cache._blocks.drop(keys[block : block + 1]) == 1
 
 
@@ -224,7 +224,7 @@ def test_a_rank_whose_note_is_damaged_takes_part_with_nothing(node: RunningNode,
 
 
 @pytest.mark.parametrize("wrong", [[-1] * 5, None])
-@pytest.mark.parametrize("way", ["lookup", "lookup_many", "lookup_async", "fetch"])
+@pytest.mark.parametrize("way", ["alone", "together", "in the background", "fetch"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lookup_that_raises_on_one_rank_delays_no_other(
     pair: list[PrefixCache], rank: int, way: str, wrong: Any
@@ -232,9 +232,9 @@ def test_a_lookup_that_raises_on_one_rank_delays_no_other(
     def asked(number: int) -> int:
         cache, tokens = pair[number], wrong if number == rank else prompt(1)
         calls: dict[str, Callable[[], Any]] = {
-            "lookup": lambda: cache.lookup(tokens),
-            "lookup_many": lambda: cache.lookup_many([tokens])[0],
-            "lookup_async": lambda: cache.lookup_async(tokens).result(PATIENCE),
+            "alone": lambda: cache.lookup(tokens),
+            "together": lambda: cache.lookup([Prompt(tokens)])[0],
+            "in the background": lambda: cache.lookup(tokens, wait=False).result(PATIENCE),
             "fetch": lambda: cache.fetch(tokens, room()),
         }
         if number != rank:
@@ -276,7 +276,7 @@ def test_ranks_that_ask_about_different_tokens_load_nothing(
     asked = [*zip(pair, [prompt(1), prompt(2)], strict=True)]
     assert [match.tokens for match in on_all(asked, lambda one: one[0].lookup(one[1]))] == [0, 0]
     assert "different tokens" in caplog.text
-    matches = on_all(pair, lambda cache: cache.lookup_many([prompt(1), prompt(2)]))
+    matches = on_all(pair, lambda cache: cache.lookup([Prompt(prompt(1)), Prompt(prompt(2))]))
     assert [[match.tokens for match in own] for own in matches] == [[WHOLE, WHOLE]] * 2
 
 

@@ -22,7 +22,7 @@ from farpool.abc.objects import About
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.errors import ConfigError
-from farpool.kv import BlockCache, Reason, blocks
+from farpool.kv import BlockCache, Reason, descriptions, holds
 from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder, record, recorded, runs
 from tests.kv.test_blocks import blocks as some_blocks
@@ -77,7 +77,7 @@ def test_a_block_that_is_pinned_again_after_a_restart_of_the_node_stays_pinned(l
 
 def test_pins_whose_time_is_over_are_forgotten(local: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with store_over([local]) as store:
-        monkeypatch.setattr(blocks, "_FEWEST_HOLDS", 4)
+        monkeypatch.setattr(holds, "_HELD_BLOCKS_MIN", 4)
         cache = BlockCache(store, NAMESPACE)
         keys, values = some_blocks(cache, 40)
         assert cache.save(keys, values) == [None] * 40
@@ -111,7 +111,7 @@ def test_a_namespace_that_was_purged_is_described_again(node: RunningNode) -> No
 def test_a_description_that_went_is_stored_again_after_a_while(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_DESCRIBED_SECONDS", 0.0)
+    monkeypatch.setattr(descriptions, "_DESCRIBE_INTERVAL_S", 0.0)
     ours = replace(NAMESPACE, extra=(("test", "evicted"),))
     with BlockCache([node.address], ours, timeout=PATIENCE) as cache, Store(node.address, timeout=PATIENCE) as store:
         keys, values = some_blocks(cache, 2)

@@ -11,8 +11,8 @@ from farpool import Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import PoolObjects, Reason
+from farpool.kv.cache import PrefixCache
 from farpool.kv.journal import recorded
-from farpool.kv.prefix import PrefixCache
 from farpool.memory.pool import Pool
 from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, Made, keys_of, make, node, save_steps, target
 from tests.nodes import PATIENCE, eventually

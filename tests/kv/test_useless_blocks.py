@@ -9,9 +9,9 @@ import pytest
 from farpool import Store
 from farpool.cluster.node.process import RunningNode
 from farpool.kv import BlockCache, Reason
+from farpool.kv.cache import PrefixCache
 from farpool.kv.header import HEADER_BYTES, pack_header
 from farpool.kv.journal import recorded
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_blocks import BLOCK as BLOCK_BYTES
 from tests.kv.test_blocks import blocks, cache, targets
 from tests.kv.test_prefix import BLOCK, FULL, TOKENS, Made, check, keys_of, make, node, target

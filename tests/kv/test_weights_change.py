@@ -11,8 +11,8 @@ import pytest
 from farpool import Store
 from farpool.cluster.node.process import RunningNode
 from farpool.kv import Reason
+from farpool.kv.cache import Match, PrefixCache
 from farpool.kv.journal import recorded
-from farpool.kv.prefix import Match, PrefixCache
 from tests.kv.test_prefix import FULL, KINDS, TOKENS, Made, check, keys_of, make, node, save_steps, target
 from tests.nodes import PATIENCE
 
@@ -31,20 +31,17 @@ def outdated(make: Make, **changes: Any) -> tuple[PrefixCache, Match]:
     return cache, match
 
 
-@pytest.mark.parametrize("call", ["load", "load_many", "load_async", "load_layers"])
-def test_a_match_of_old_weights_loads_nothing_and_the_journal_says_why(make: Make, call: str) -> None:
+@pytest.mark.parametrize("way", ["alone", "together", "in the background", "part by part"])
+def test_a_match_of_old_weights_loads_nothing_and_the_journal_says_why(make: Make, way: str) -> None:
     cache, match = outdated(make, pieces=2)
     into = target([FULL] * 2, TOKENS)
-    if call == "load_many":
-        assert cache.load_many([match, match], [into, into]) == [0, 0]
-    else:
-        result = getattr(cache, call)(match, into)
-        loaded = {
-            "load": lambda: [result],
-            "load_async": lambda: [result.result(PATIENCE)],
-            "load_layers": lambda: [one.tokens.result(PATIENCE) for one in result],
-        }[call]()
-        assert set(loaded) == {0}
+    loaded = {
+        "alone": lambda: [cache.load(match, into)],
+        "together": lambda: cache.load([match, match], [into, into]),
+        "in the background": lambda: [cache.load(match, into, wait=False).result(PATIENCE)],
+        "part by part": lambda: [one.tokens.result(PATIENCE) for one in cache.load_parts(match, into)],
+    }[way]()
+    assert set(loaded) == {0}
     assert not any(any(one) for one in into.memory.values())
     assert recorded("outdated")[-1].reasons == {Reason.OTHER_WEIGHTS: 4}
     assert cache.stats()["load.other_weights"] >= 4
@@ -68,7 +65,7 @@ def test_a_save_that_waits_for_a_thread_keeps_the_weights_of_its_beginning(make:
     gate = threading.Event()
     cache._blocks.submit(gate.wait, PATIENCE)
     tokens = TOKENS[:16]
-    saved = cache.save_async(tokens, Made([FULL], TOKENS, 16).computed())
+    saved = cache.save(tokens, Made([FULL], TOKENS, 16).computed(), wait=False)
     cache.weights_id = "2"
     tokens.clear()  # the list is the engine's
     gate.set()
@@ -85,7 +82,7 @@ def test_an_engine_says_which_weights_have_computed_what_it_saves(make: Make) ->
     made = Made([FULL], TOKENS, 16).computed()
     assert cache.save(TOKENS[:16], made, weights_id=match.weights_id) == 4
     assert cache.lookup(TOKENS).found == 0
-    assert cache.save_async(TOKENS[:8], made, weights_id="3").result(PATIENCE) == 2
+    assert cache.save(TOKENS[:8], made, weights_id="3", wait=False).result(PATIENCE) == 2
     for weights, found in (("1", 16), ("2", 0), ("3", 8)):
         cache.weights_id = weights
         assert cache.lookup(TOKENS).found == found

@@ -22,8 +22,8 @@ from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets, read
 from farpool.cluster.node.process import running_node
 from farpool.errors import FarpoolError
+from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer, TensorMemory
-from farpool.kv.prefix import PrefixCache
 from farpool.kv.engines.transformers_config import cache_argument
 
 if TYPE_CHECKING:

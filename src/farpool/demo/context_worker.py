@@ -14,8 +14,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from farpool.demo.shared_context import BLOCK_TOKENS, Answer, ContextReply, ContextRequest
+from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer, TensorMemory
-from farpool.kv.prefix import PrefixCache
 from farpool.kv.engines.transformers_config import cache_argument
 
 _CONFIG: dict[str, Any] = {

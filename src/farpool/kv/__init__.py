@@ -2,21 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from farpool.kv.blocks import BlockCache, Found
+from farpool.kv.blocks import BlockCache
+from farpool.kv.found import Found
 from farpool.kv.judge import Judge
 from farpool.kv.keys import block_key, token_chain
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.ranks import Ranks, StoreRanks
 from farpool.kv.reasons import Reason
-from farpool.kv.settings import CacheSettings
+from farpool.kv.settings import CacheSettings, PrefixSettings
 
 if TYPE_CHECKING:
+    from farpool.kv.cache import PrefixCache
     from farpool.kv.engines.accelerate import PooledWeights
     from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
     from farpool.kv.memory import KVMemory, Layer, TensorMemory
     from farpool.kv.metrics import KVCollector
+    from farpool.kv.plan import Match, Prompt
     from farpool.kv.pool_objects import PoolObjects
-    from farpool.kv.prefix import Match, PrefixCache
 
 __all__ = [
     "BlockCache",
@@ -33,6 +35,8 @@ __all__ = [
     "PoolObjects",
     "PooledWeights",
     "PrefixCache",
+    "PrefixSettings",
+    "Prompt",
     "Ranks",
     "Reason",
     "StoreRanks",
@@ -47,9 +51,10 @@ _LATER = {
     "Layer": "memory",
     "TensorMemory": "memory",
     "KVCollector": "metrics",
-    "Match": "prefix",
+    "Match": "plan",
     "PoolObjects": "pool_objects",
-    "PrefixCache": "prefix",
+    "PrefixCache": "cache",
+    "Prompt": "plan",
     "PooledWeights": "engines.accelerate",
     "FarpoolCache": "engines.transformers",
     "prefix_blocks": "engines.transformers",

@@ -1,62 +1,123 @@
-"""Calls that go on in the background, and end by their deadlines also where no thread is free before.
+"""Calls that run in the background and end by their deadlines, even if no thread is free before.
 
-A call whose time is over before a thread has come to it is made by a thread that does nothing but watch the time. It
-knows its deadline itself, and ends at once, as a miss. So nobody waits longer than was agreed, and whoever has its
-result knows that nothing is written into its memory any more.
+If no thread has begun a call by its deadline, the thread that watches the deadlines makes it. The call knows its
+deadline itself and ends at once, as a miss. So no caller waits longer than agreed. When a caller has the result, no
+thread writes into its memory any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, ParamSpec, TypeVar
 
 from farpool.errors import StoreClosedError
+from farpool.kv.link import closed_error
 
-__all__ = ["Background"]
+__all__ = ["Background", "Call", "Threads"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-_FEWEST_WATCHED = 1024
-"""Number of calls below which those that have begun are not looked for."""
+_WATCHED_CALLS_MIN = 1024
+"""Up to this many watched calls, we do not look for calls that have begun."""
 
 
-class _Call(Generic[T]):
-    """A call, and its future; whoever comes first makes it."""
+class Call(Future[T]):
+    """A call in the background: wait for it with `result()`, or with ``await`` in a coroutine.
+
+    It is a future of `concurrent.futures`. Several threads may try to make it; the first one does.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self.future: Future[T] = Future()
+        super().__init__()
         self._function: Callable[[], T] | None = function
         self._first = iter([True])  # taking the next one is atomic
 
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
     @property
     def has_begun(self) -> bool:
+        """True if a thread has begun the call."""
         return self._function is None
 
     def make(self) -> None:
-        """Make the call, unless somebody has."""
+        """Make the call, unless another thread has begun it."""
         if not next(self._first, False):
             return
-        function, self._function = self._function, None  # what it refers to is let go with its end
+        function, self._function = self._function, None  # so that the call's arguments are freed when it ends
         assert function is not None
-        if self.future.set_running_or_notify_cancel():
+        if self.set_running_or_notify_cancel():
             try:
-                self.future.set_result(function())
+                self.set_result(function())
             except BaseException as error:
-                self.future.set_exception(error)
+                self.set_exception(error)
+
+
+class Threads:
+    """Threads that run functions; they start when they are needed. Thread-safe.
+
+    Parameters
+    ----------
+    count : int
+        Number of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._closed = False
+        self.begin_in_child()
+
+    def begin_in_child(self) -> None:
+        """Start without threads in the child of a fork."""
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: set[Future[Any]] = set()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function on a thread, and return its future.
+
+        Raises
+        ------
+        StoreClosedError
+            The threads have ended.
+        """
+        with self._lock:
+            if self._closed:
+                raise closed_error()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self._count, thread_name_prefix="farpool-kv")
+            job = self._executor.submit(function, *args, **kwargs)
+            self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all functions have ended; return False if they have not within `timeout` seconds."""
+        return not wait(list(self._jobs), timeout).not_done
+
+    def close(self) -> None:
+        """Cancel the functions that have not begun, and wait for those that have. Idempotent."""
+        with self._lock:
+            self._closed = True
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
 
 
 class Background:
-    """Threads for calls with deadlines. Thread-safe.
+    """Makes calls on threads, each by its deadline. Thread-safe.
 
     Parameters
     ----------
     submit : callable
-        Runs a function on a thread, later; raises `StoreClosedError` where there are none any more.
+        Runs a function on a thread, later; raises `StoreClosedError` if the threads have ended.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
@@ -64,35 +125,36 @@ class Background:
         self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
-        """Begin anew in the child of a fork, which has none of the threads."""
+        """Start without calls in the child of a fork, which has none of the threads."""
         self._changed = threading.Condition()
-        self._watched: list[tuple[float, int, _Call[Any]]] = []
-        self._many = _FEWEST_WATCHED
+        self._watched: list[tuple[float, int, Call[Any]]] = []
+        self._watched_max = _WATCHED_CALLS_MIN
         self._numbers = itertools.count()
         self._watching = False
 
-    def begin(self, function: Callable[[], T], until: float) -> Future[T]:
-        """Begin a call that takes no longer than until a time of `time.monotonic`, and return its future.
+    def begin(self, function: Callable[[], T], until: float) -> Call[T]:
+        """Begin a call that takes no longer than until a time of `time.monotonic`.
 
-        Once there are no threads it is made at once, as are those that were waiting for one: nothing is cancelled.
+        If the threads have ended, this thread makes the call at once. A call that still waits for a thread when the
+        threads end is made then. No call is cancelled.
         """
-        call = _Call(function)
+        call = Call(function)
         try:
             job = self._submit(call.make)
         except StoreClosedError:
             call.make()
-            return call.future
+            return call
         job.add_done_callback(lambda done: call.make() if done.cancelled() else None)
         if not call.has_begun:
             self._watch(call, until)
-        return call.future
+        return call
 
-    def _watch(self, call: _Call[T], until: float) -> None:
+    def _watch(self, call: Call[T], until: float) -> None:
         with self._changed:
-            if len(self._watched) > self._many:
+            if len(self._watched) > self._watched_max:
                 self._watched = [one for one in self._watched if not one[2].has_begun]
                 heapq.heapify(self._watched)
-                self._many = max(_FEWEST_WATCHED, 2 * len(self._watched))
+                self._watched_max = max(_WATCHED_CALLS_MIN, 2 * len(self._watched))
             heapq.heappush(self._watched, (until, next(self._numbers), call))
             if not self._watching:
                 self._watching = True

@@ -1,7 +1,7 @@
-"""Reasons for which a reader finds nothing although there is KV of its model: other weights, types or layouts.
+"""Reasons why a reader finds nothing although there is KV of its model: other weights, data types or layouts.
 
-Keys of other namespaces cannot be compared with one's own, but each namespace is described where its blocks lie. So it
-is known that there is KV of the model under other settings, and not that it is of the same tokens.
+A reader cannot compare keys of other namespaces with its own, but a description of each namespace is stored next to its
+blocks. So a reader learns that there is KV of the model under other settings, but not whether it is of the same tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from farpool.kv.reasons import Reason
 
 __all__ = ["Disagreements", "differing_fields"]
 
-_EVERY_SECONDS = 60.0
-"""Seconds after which the nodes are asked for their namespaces again."""
-_MOST_WAITING = 64
+_ASK_INTERVAL_S = 60.0
+"""Minimum seconds between two questions to the nodes about their namespaces."""
+_WAITING_MAX = 64
+"""Maximum number of lookups that wait for an answer. Of more, only the latest get an entry in the journal."""
 _COMMON = ("engine", "model", "tenant")
-"""Fields in which namespaces of one model agree; tenants share nothing, and are told nothing of each other."""
+"""Fields that namespaces of one model share. Tenants share nothing, and learn nothing about each other."""
 
 
 class Disagreements:
     """Namespaces that nodes have, compared with a reader's own. Thread-safe.
 
-    The nodes are asked by a thread, at most once a minute, so nobody waits: lookups are told what is known, and the
-    journal says it later of those that came before the answer.
+    A thread asks the nodes, at most once a minute, so that no lookup waits. A lookup uses the latest answer; lookups
+    that came before the answer get their journal entries later.
 
     Parameters
     ----------
@@ -48,14 +49,14 @@ class Disagreements:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
-        self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_MAX)
 
     def leave_to_parent(self) -> None:
-        """Begin anew in the child of a fork, which has no thread that asks."""
+        """Start again in the child of a fork, which has no thread that asks."""
         self._begin()
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
-        """Return why nothing was found, as far as that is known, and write it into the journal.
+        """Return why nothing was found, if it is known, and write it into the journal.
 
         Parameters
         ----------
@@ -64,15 +65,15 @@ class Disagreements:
         request : str
             Name of the request.
         blocks : int
-            Number of blocks that were looked for.
+            Number of blocks that were looked up.
         """
         reason = _told(self._known.values(), ours, request, blocks)
         with self._lock:
             now = time.monotonic()
-            if self._asking is None and now >= self._asked_at + _EVERY_SECONDS:
+            if self._asking is None and now >= self._asked_at + _ASK_INTERVAL_S:
                 self._asked_at = now
                 asking = threading.Thread(target=self._ask, name="farpool-kv-namespaces", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads: another time
+                with contextlib.suppress(RuntimeError):  # no thread can start now; a later lookup tries again
                     asking.start()
                     self._asking = asking
             if self._asking is not None and reason is None:
@@ -80,7 +81,7 @@ class Disagreements:
         return reason
 
     def _ask(self) -> None:
-        """Ask the nodes, and tell the journal about those that have waited for the answer."""
+        """Ask the nodes, and write journal entries of lookups that have waited for the answer."""
         known: Mapping[bytes, Namespace] = {}
         with contextlib.suppress(FarpoolError, OSError):
             known = self._namespaces()
@@ -92,16 +93,16 @@ class Disagreements:
             _told(known.values(), ours, request, blocks)
 
     def join(self, timeout: float) -> None:
-        """Wait until nobody is being asked, but not for longer than `timeout` seconds."""
+        """Wait until no thread asks the nodes, at most `timeout` seconds."""
         asking = self._asking
         if asking is not None:
             asking.join(timeout)
 
 
 def _told(known: Iterable[Namespace], ours: Namespace, request: str, blocks: int) -> Reason | None:
-    """Write into the journal how the most similar namespace differs, and return the reason that stands for it."""
+    """Write into the journal how the most similar namespace differs, and return the reason for that difference."""
     others = [one for one in known if all(getattr(one, name) == getattr(ours, name) for name in _COMMON)]
-    if not others or ours in others:  # in its own namespace a block is just absent
+    if not others or ours in others:  # the reader's own namespace has blocks, so this block is just absent
         return None
     nearest = min(others, key=lambda other: len(differing_fields(ours, other)))
     names = differing_fields(ours, nearest)
@@ -117,4 +118,4 @@ def differing_fields(one: Namespace, other: Namespace) -> list[str]:
 
 
 _REASONS = {"weights": Reason.OTHER_WEIGHTS, "dtype": Reason.OTHER_DTYPE}
-"""Reasons by the field that differs, the first of which counts; all other fields are a matter of layout."""
+"""Reasons by the field that differs; the first one counts. A difference in any other field is one of layout."""

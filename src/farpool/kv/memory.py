@@ -1,4 +1,4 @@
-"""Where an engine's KV lies: which layers it has, how they are stored together, and memory of tensors by tokens."""
+"""An engine's memory of KV: its layers, how they are stored together, and tensors by tokens."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["KVMemory", "Layer", "LayerGroup", "TensorMemory", "layer_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """KV of one layer, as far as it matters to a cache.
+    """Properties of one layer's KV that a cache has to know.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that one token adds, keys and values together (of latent attention: its latents); of a recurrent layer the
-        bytes of its state, which stands for all tokens before.
+        Bytes that one token adds, keys and values together (for latent attention: its latents). For a recurrent layer
+        the bytes of its state, which represents all tokens before.
     kind : {"full", "sliding", "mla", "recurrent"}
         Kind of attention; grouped-query attention is ``full`` with fewer bytes.
     window : int
-        Tokens that a sliding layer attends to, its own included; 0 for other kinds.
+        Tokens that a sliding layer attends to, including the token itself; 0 for other kinds.
     """
 
     nbytes: int
@@ -52,8 +52,8 @@ class KVMemory(Protocol):
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's KV of tokens `start` to `stop`, or None if the engine does not have it.
 
-        Buffers are contiguous and follow each other in the order in which they are stored, always the same for a
-        namespace. Of a recurrent layer it is the state behind token `stop`.
+        Buffers are contiguous. Their order is the order in which they are stored, and it is the same for all blocks of
+        a namespace. For a recurrent layer this returns the state after token `stop`.
         """
 
 
@@ -64,8 +64,13 @@ class LayerGroup:
     layers: tuple[int, ...]
     group: Group
 
+    @property
+    def needs_all(self) -> bool:
+        """True if these layers need all blocks of a prefix, from the first on."""
+        return self.group.kind in ("full", "mla")
+
     def first_block(self, blocks: int, block: int) -> int:
-        """Return the first of the blocks that these layers need in order to go on behind `blocks` blocks."""
+        """Return the first block that these layers need to continue after `blocks` blocks."""
         if self.group.kind == "sliding":
             # The next token attends to the `window - 1` tokens before it.
             return max(0, blocks * block - (self.group.window - 1)) // block
@@ -106,17 +111,17 @@ def layer_groups(layers: Sequence[Layer], block: int, pieces: int = 1) -> list[L
 
 
 class TensorMemory:
-    """KV in tensors of the host, each with a dimension of tokens.
+    """KV in tensors in host memory, each with a dimension of tokens.
 
     Parameters
     ----------
     layers : sequence of tuple of Tensor
-        Tensors of each layer, such as its keys and values. Each is contiguous behind its dimension of tokens.
+        Tensors of each layer, such as its keys and values. Each is contiguous from its dimension of tokens on.
     token_dim : int
-        That dimension; -2 for ``[batch, heads, tokens, head size]``.
+        The dimension of tokens; -2 for ``[batch, heads, tokens, head size]``.
     first : sequence of int, optional
-        Number of the token that lies first in each layer's tensors; zeros by default. Layers with a sliding window hold
-        only the last tokens.
+        Number of the first token in each layer's tensors; zeros by default. Layers with a sliding window hold only the
+        last tokens.
 
     Raises
     ------
@@ -138,7 +143,7 @@ class TensorMemory:
                 if tensor.device.type != "cpu":
                     raise ConfigError(f"a tensor is on {tensor.device}, expected host memory; copy it there first")
                 leading = tensor.shape[: token_dim % tensor.dim()]
-                # One chunk for each head and batch, as the tokens of one head lie together.
+                # One chunk for each head and batch, because only the tokens of one head are contiguous.
                 for place in itertools.product(*map(range, leading)):
                     chunk = tensor[place].detach()
                     if not chunk.is_contiguous():
@@ -151,7 +156,7 @@ class TensorMemory:
             self._layers.append((chunks, token_bytes))
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
-        """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
+        """Return the memory of one layer's tokens, head by head; None if the tensors do not have all of them."""
         (found,) = self.blocks((layer,), start, 1, stop - start)
         return found
 
@@ -160,20 +165,23 @@ class TensorMemory:
         return b"".join(own.tobytes() for own in self._narrowed(layer, start, stop))
 
     def write(self, layer: int, start: int, stop: int, data: bytes) -> None:
-        """Replace one layer's tokens by what `read` has returned."""
+        """Replace one layer's tokens by bytes that `read` has returned."""
         at = 0
         for own in self._narrowed(layer, start, stop):
             own[...] = np.frombuffer(data, np.uint8, own.size, at).reshape(own.shape)
             at += own.size
 
     def _narrowed(self, layer: int, start: int, stop: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-        """Return the bytes of one layer's tokens: torch writes into no tensor of inference mode outside that mode."""
+        """Return the bytes of one layer's tokens.
+
+        They are numpy arrays, because torch does not write into a tensor of inference mode outside that mode.
+        """
         first = self._first[layer]
         narrowed = [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
         return [one.unsqueeze(-1).view(torch.uint8).numpy() for one in narrowed]
 
     def blocks(self, layers: tuple[int, ...], start: int, count: int, size: int) -> list[tuple[Slices, ...] | None]:
-        """Return the memory of several layers' tokens, by blocks that follow each other, one layer after the other.
+        """Return the memory of several layers' tokens, block by block, and within a block layer by layer.
 
         Parameters
         ----------
@@ -195,7 +203,7 @@ class TensorMemory:
             if any(self._first[layer] != first for layer in layers):
                 each = zip(*(self.blocks((layer,), start, count, size) for layer in layers), strict=True)
                 return [None if None in own else sum(filter(None, own), ()) for own in each]
-            # One object for all of them, as a call for each layer takes longer than the copy of a block.
+            # One object for all of them, because a call for each layer takes longer than the copy of a block.
             chunks = [chunk for layer in layers for chunk in self._layers[layer][0]]
             token_bytes = [nbytes for layer in layers for nbytes in self._layers[layer][1]]
             rows = self._together[layers] = Rows(chunks, token_bytes)

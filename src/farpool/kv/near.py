@@ -1,4 +1,4 @@
-"""Blocks in the memory of this process, brought ahead of the requests that need them."""
+"""Blocks in the memory of this process, brought before the requests that need them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["NearMemory"]
 
 
 class NearMemory:
-    """Blocks by their keys, up to a number of bytes; those that were used longest ago leave first. Thread-safe.
+    """Blocks by their keys, up to a number of bytes; it evicts the least recently used ones first. Thread-safe.
 
     Parameters
     ----------
     nbytes : int
-        Bytes that all blocks may have together; 0 for no such memory.
+        Maximum bytes of all blocks together; 0 for no such memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -29,13 +29,13 @@ class NearMemory:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with no blocks, as in the child of a fork: a thread of the parent may have been changing them."""
+        """Start without blocks, also in the child of a fork: a thread of the parent may have been changing them."""
         self._left = self.nbytes
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()
 
     def held(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return those of the keys whose blocks are here."""
+        """Return the keys whose blocks are here."""
         if not self._blocks:
             return set()
         with self._lock:
@@ -50,7 +50,7 @@ class NearMemory:
             return list(range(len(keys)))
         far: list[int] = []
         for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
-            block = self._blocks.get(key)  # nobody writes into it any more
+            block = self._blocks.get(key)  # no thread writes into it any more
             if block is None:
                 far.append(number)
                 continue
@@ -62,7 +62,7 @@ class NearMemory:
         return far
 
     def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytearray]:
-        """Make room for the first of some blocks, and return memory for those of them that are not here yet.
+        """Make room for the first of some blocks, and return memory for blocks that are not here yet.
 
         Parameters
         ----------
@@ -72,7 +72,7 @@ class NearMemory:
         Returns
         -------
         dict
-            Memory by key, each of which has to be given to `keep` or `give_back`.
+            Memory by key. The caller has to pass each to `keep` or `release`.
         """
         here = self.held(key for key, _ in wanted)
         places: dict[bytes, bytearray] = {}
@@ -89,20 +89,20 @@ class NearMemory:
         return places
 
     def keep(self, key: bytes, place: bytearray) -> None:
-        """Keep a block that has come into memory from `reserve`."""
+        """Keep a block that was loaded into memory from `reserve`."""
         with self._lock:
             if key not in self._blocks:
                 self._blocks[key] = place
                 return
-        self.give_back(place)
+        self.release(place)
 
-    def give_back(self, place: bytearray) -> None:
-        """Free memory from `reserve` into which nothing has come."""
+    def release(self, place: bytearray) -> None:
+        """Release memory from `reserve` that no block was loaded into."""
         with self._lock:
             self._left += len(place)
 
     def clear(self) -> None:
-        """Let all blocks go."""
+        """Evict all blocks."""
         with self._lock:
             self._left += sum(map(len, self._blocks.values()))
             self._blocks.clear()

@@ -1,7 +1,7 @@
 """Values under write-once keys in a pool of this process, for a cache of KV that needs no nodes.
 
-The pool decides which bytes are in fast memory, in DRAM or in a file. This decides which values are there at all: when
-they come to more than the capacity, `farpool.kv.eviction` says which of them leave, and which do not come in.
+The pool decides which bytes are in fast memory, in DRAM or in a file. This module decides which values are kept: if all
+values need more than the capacity, `farpool.kv.eviction` chooses which are evicted, and which are not taken.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolObjects"]
 
-_CHUNK = 1 << 20
-"""Bytes that are pinned at a time; a sixteenth of the fast tier, if that is less."""
+_CHUNK_BYTES = 1 << 20
+"""Bytes that are pinned at a time, or a sixteenth of the fast tier if that is less."""
 
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """A value. It has no storage before it is whole."""
+    """A value. It has a storage once all of its bytes are there."""
 
     key: bytes
     number: int
@@ -64,33 +64,33 @@ class _Value:
 class PoolObjects:
     """Immutable values under keys in a pool, up to a number of bytes. Thread-safe.
 
-    It has the calls of the store's `BestEffort`, so that a `BlockCache` works over it as over nodes.
+    It has the calls of the store's `BestEffort`, so that a `BlockCache` uses it like nodes.
 
     Parameters
     ----------
     pool : Pool
-        Holds the bytes. Its tiers have to have room for `capacity` beside what else is in it.
+        Holds the bytes. Its tiers need room for `capacity` in addition to everything else in the pool.
     capacity : int or str
         Bytes of all values together, such as ``"8GiB"``.
 
     Raises
     ------
     ConfigError
-        The capacity is no size above 0, or the pool computes on another device than the host's processor.
+        The capacity is not a size above 0, or the pool computes on another device than the host's processor.
     """
 
     def __init__(self, pool: Pool, capacity: int | str) -> None:
         self._capacity = parse_size(capacity, "capacity")
         if self._capacity < 1:
             raise ConfigError(f"capacity is {capacity!r}, expected bytes above 0", setting="capacity")
-        self._pool = pool  # which ends with its last reference
+        self._pool = pool  # the reference keeps the pool open
         self._blocks = blocks_of(pool)
         if self._blocks.device != "cpu":
             raise ConfigError(
                 f"the pool computes on {self._blocks.device}, expected the host's processor", setting="pool"
             )
         self._views = arena_views(self._blocks)
-        self._chunk = max(1, min(_CHUNK, self._blocks.fast // 16))
+        self._chunk = max(1, min(_CHUNK_BYTES, self._blocks.fast // 16))
         self._eviction: Eviction[bytes] = Eviction(self._capacity)
         self._values: dict[bytes, _Value] = {}
         self._held: dict[int, _Value] = {}
@@ -100,7 +100,7 @@ class PoolObjects:
         _OBJECTS.add(self)
 
     def best_effort(self) -> PoolObjects:
-        """Return itself, as a store returns its calls for caches."""
+        """Return these objects themselves: they have the calls that a store returns for caches."""
         return self
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class PoolObjects:
             raise StoreClosedError("these objects in a pool were closed, or left in a child by a fork; make new ones")
 
     def is_mapped(self) -> bool:
-        """Return True: a lookup asks nobody."""
+        """Return True, because a lookup needs no message."""
         return True
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
@@ -126,7 +126,7 @@ class PoolObjects:
         return iter(found)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values; None where there is none."""
+        """Read values; None for a key that has none."""
         with self._lock:
             sizes = [None if (value := self._values.get(key)) is None else value.nbytes for key in keys]
         places = [bytearray(size or 0) for size in sizes]
@@ -141,7 +141,7 @@ class PoolObjects:
             return [None if (found := self._find(key, now)) is None else found[0].nbytes for key in keys]
 
     def _find(self, key: bytes, now: float) -> tuple[_Value, Storage] | None:
-        """Return a value that is whole and has not expired; called with the lock."""
+        """Return a value that is complete and has not expired; called with the lock."""
         value = self._values.get(key)
         if value is None or value.storage is None or value.expires <= now:
             return None
@@ -162,7 +162,7 @@ class PoolObjects:
                     continue
                 value, storage = found
                 self._eviction.touch(key)
-                self._eviction.pin(key)  # it stays until it is read
+                self._eviction.pin(key)  # so that it is not evicted before it is read
             try:
                 if value.nbytes > nbytes_of(into):
                     raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
@@ -201,7 +201,7 @@ class PoolObjects:
                 for one in [one for one in self._held.values() if one.held_until <= now]:
                     self._release(one)
             there = self._values.get(key)
-            # Where no cost is known all are alike. A value that is there may get its parent again.
+            # If no cost is known, all values cost the same. A value that is there may get its parent again.
             seconds = max(1, about.cost_us) / 1e6
             for other in self._eviction.insert(key, max(1, nbytes), seconds, about.parents.get(key), about.tenant):
                 self._forget(other)
@@ -210,11 +210,11 @@ class PoolObjects:
                 return PutOutcome.PRESENT
             if key not in self._eviction:
                 raise ObjectTooLargeError(
-                    f"{nbytes} bytes stay outside: they do not fit beside what is held, the block before them is gone, "
-                    "or what would have to leave is worth more"
+                    f"a value of {nbytes} bytes was not taken: held values leave no room for it, the block before it "
+                    "is missing, or the values that would have to be evicted are worth more"
                 )
             value = self._values[key] = _Value(key, next(self._numbers), nbytes, expires)
-            self._eviction.pin(key)  # it stays until it is whole
+            self._eviction.pin(key)  # so that it is not evicted before it is complete
         try:
             storage = self._blocks.allocate(max(1, nbytes), cls="kv", name="KV block")
             self._copy(storage, nbytes, payload, deadline, write=True)
@@ -230,7 +230,7 @@ class PoolObjects:
         return PutOutcome.STORED
 
     def _unpin(self, value: _Value) -> None:
-        """Take away one pin of a value, if it is there still; called with the lock."""
+        """Remove one pin of a value, if the value is still there; called with the lock."""
         if self._values.get(value.key) is value:
             self._eviction.unpin(value.key)
 
@@ -240,13 +240,13 @@ class PoolObjects:
         self._unpin(value)
 
     def _forget(self, key: bytes) -> None:
-        """Drop a value that has left, if it was in; called with the lock."""
+        """Forget a value that was evicted, if it was there; called with the lock."""
         value = self._values.pop(key, None)
         if value is not None:
             self._held.pop(value.number, None)
 
     def _remove(self, value: _Value) -> None:
-        """Take a value out; called with the lock."""
+        """Remove a value; called with the lock."""
         self._eviction.remove(value.key)
         self._forget(value.key)
 
@@ -264,7 +264,7 @@ class PoolObjects:
                         self._held[value.number] = value
                         self._eviction.pin(key)
                         value.held_until = now
-                    value.held_until = max(value.held_until, now + ttl_ms / 1000)  # others may hold it for longer
+                    value.held_until = max(value.held_until, now + ttl_ms / 1000)  # another hold may be longer
                 held.append(None if found is None else (0, found[0].number, 0, 0))
         return held
 
@@ -287,7 +287,7 @@ class PoolObjects:
         return dropped
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the pool's fast tier into those below; see `BestEffort.demote_many`."""
+        """Move values out of the pool's fast tier into the tiers below; see `BestEffort.demote_many`."""
         self._check_open()
         deadline = time.monotonic() + timeout
         outcomes: list[Demotion | Exception | None] = []
@@ -321,12 +321,12 @@ class PoolObjects:
             return self._eviction.stats()
 
     def _copy(self, storage: Storage, nbytes: int, parts: Payload, deadline: float, *, write: bool) -> None:
-        """Copy between a storage and buffers that follow each other, a piece at a time.
+        """Copy between a storage and consecutive buffers, a piece at a time.
 
         Raises
         ------
         NodeTimeoutError
-            It was not done by the deadline.
+            The copy did not end by the deadline.
         """
         views = [np.frombuffer(part, dtype=np.uint8) for part in parts_of(parts)]
         part, at, start = 0, 0, 0
@@ -363,7 +363,7 @@ _OBJECTS: weakref.WeakSet[PoolObjects] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Close what a fork left in the child, as its pool is closed there; a thread of the parent may hold its lock."""
+    """Close the objects in the child of a fork, because their pool is closed there. The parent may hold their locks."""
     for objects in _OBJECTS:
         objects._lock = threading.Lock()
         objects._closed = True

@@ -1,4 +1,4 @@
-"""Reasons for which KV was not loaded, saved or moved."""
+"""Reasons why KV was not loaded, saved or moved."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["Reason", "reason_of"]
 
 
 class Reason(StrEnum):
-    """Reason for which a block was not loaded, saved or moved.
+    """Reason why a block was not loaded, saved or moved.
 
     Attributes
     ----------
     ABSENT
         No node has it: it was never saved, has expired, or was evicted.
     LATE
-        It did not come within the deadline.
+        It did not arrive by the deadline.
     NODE_AWAY
         The nodes that may have it cannot be reached.
     CORRUPT
-        The bytes are not those that were saved.
+        Other bytes arrived than were saved.
     FOREIGN
         The bytes are whole, but belong to another key or namespace.
     WRONG_SIZE
@@ -45,15 +45,15 @@ class Reason(StrEnum):
     REFUSED
         The access key may not do this.
     PINNED
-        It stays in memory, as somebody holds or reads it.
+        It stays in memory, because a program holds or reads it.
     NO_LOWER_TIER
-        It stays in memory, as nothing lies below.
+        It stays in memory, because there is no lower tier.
     OTHER_WEIGHTS
-        It is of other weights than those in use.
+        Other weights than the ones in use have computed it.
     OTHER_DTYPE
-        There is KV of this model, of another data type.
+        There is KV of this model, in another data type.
     OTHER_LAYOUT
-        There is KV of this model and data type, of another layout, block size, or set of layers or ranks.
+        There is KV of this model and data type, in another layout, block size, or set of layers or ranks.
     BYPASSED
         Computing it was expected to take less time.
     OTHER_RANK
@@ -88,7 +88,7 @@ class Reason(StrEnum):
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return the reason that stands for an error of the store."""
+    """Return the reason for an error of the store."""
     reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAILED)
     if reason is Reason.FAILED:
         _log_once(f"{type(error).__name__}: {error}")
@@ -111,8 +111,8 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
     (PoolClosedError, Reason.CLOSED),
     (ChecksumError, Reason.CORRUPT),
     (StoreClosedError, Reason.CLOSED),
-    (ConfigError, Reason.FAILED),  # also a ValueError: an address twice, for example
-    (ValueError, Reason.WRONG_SIZE),  # a target that is smaller than the value
-    (OSError, Reason.NODE_AWAY),  # NodeError, ReplicationError, and whatever a socket says
+    (ConfigError, Reason.FAILED),  # before ValueError, which it also is; for example, an address was given twice
+    (ValueError, Reason.WRONG_SIZE),  # the target is smaller than the value
+    (OSError, Reason.NODE_AWAY),  # NodeError, ReplicationError, and errors of sockets
 )
-"""The first that fits counts."""
+"""The first class that fits counts."""

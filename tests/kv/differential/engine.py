@@ -11,8 +11,8 @@ from typing import Any
 
 from farpool.errors import NodeError
 from farpool.kv import PoolObjects, Reason
+from farpool.kv.cache import Match, PrefixCache, Prompt
 from farpool.kv.memory import Layer
-from farpool.kv.prefix import Match, PrefixCache
 from tests.kv.differential.client import TIMEOUT, Caller
 from tests.kv.differential.truth import PAGE, VARIANTS, prompt
 
@@ -113,8 +113,10 @@ class Engine(Caller):
         lookup = rng.choice(
             [
                 lambda: cache.lookup(tokens, request=request, timeout=timeout),
-                lambda: cache.lookup_async(tokens, request=request, timeout=timeout).result(),
-                lambda: cache.lookup_many([tokens, tokens[:PAGE]], requests=[request, request], timeout=timeout)[0],
+                lambda: cache.lookup(tokens, request=request, timeout=timeout, wait=False).result(),
+                lambda: cache.lookup(
+                    [Prompt(tokens, request=request), Prompt(tokens[:PAGE], request=request)], timeout=timeout
+                )[0],
             ]
         )
         match = self._timed(lookup, timeout)
@@ -138,9 +140,9 @@ class Engine(Caller):
         load = rng.choice(
             [
                 lambda: cache.load(match, into, timeout=timeout),
-                lambda: cache.load_async(match, into, timeout=timeout).result(),
-                lambda: cache.load_many([match], [into], timeout=timeout)[0],
-                lambda: min(one.tokens.result() for one in cache.load_layers(match, into, timeout=timeout)),
+                lambda: cache.load(match, into, timeout=timeout, wait=False).result(),
+                lambda: cache.load([match], [into], timeout=timeout)[0],
+                lambda: min(one.tokens.result() for one in cache.load_parts(match, into, timeout=timeout)),
             ]
         )
         in_use = cache.weights_id
@@ -175,8 +177,10 @@ class Engine(Caller):
         save = rng.choice(
             [
                 lambda: cache.save(tokens, made, **given),
-                lambda: cache.save_async(tokens, made, **given).result(),
-                lambda: sum([cache.save_layers(tokens, made, part, **given).result() for part in cache.parts]),
+                lambda: cache.save(tokens, made, wait=False, **given).result(),
+                lambda: sum(
+                    [cache.save(tokens, made, layers=part, wait=False, **given).result() for part in cache.parts]
+                ),
             ]
         )
         saved = self._timed(save, timeout, 3 * len(cache.parts))

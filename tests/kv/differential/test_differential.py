@@ -22,8 +22,8 @@ import pytest
 
 import farpool
 from farpool.kv import BlockCache, PoolObjects, Reason, token_chain
+from farpool.kv.cache import PrefixCache
 from farpool.kv.keys import block_key
-from farpool.kv.prefix import PrefixCache
 from tests.faults.forge import PATIENCE, Forge, ForgedNode
 from tests.faults.proxy import FlippingProxy
 from tests.kv.differential.client import Caches, Client, Seen, run_clients

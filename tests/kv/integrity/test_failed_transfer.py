@@ -12,6 +12,7 @@ import pytest
 
 from farpool.cluster.node.process import running_node
 from farpool.kv import BlockCache, Reason
+from farpool.kv.block_format import BlockFormat
 from farpool.kv.header import HEADER_BYTES
 from tests.kv.test_blocks import BLOCK, blocks, targets
 from tests.kv.test_keys import NAMESPACE
@@ -34,7 +35,7 @@ def nothing_moves(saved: tuple[BlockCache, list[bytes]], monkeypatch: pytest.Mon
     def reported(keys: Sequence[bytes], targets: Sequence[Any], timeout: float) -> list[int]:
         return [HEADER_BYTES + BLOCK] * len(keys)
 
-    monkeypatch.setattr(cache._calls(), "get_into_many", reported)
+    monkeypatch.setattr(cache._link.calls(), "get_into_many", reported)
 
 
 @pytest.mark.usefixtures("nothing_moves")
@@ -48,7 +49,7 @@ def test_without_the_check_of_the_header_it_would_be(
     saved: tuple[BlockCache, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, keys = saved
-    monkeypatch.setattr(BlockCache, "_checked_blocks", lambda self, keys, *given: [None] * len(keys))
+    monkeypatch.setattr(BlockFormat, "checked", lambda self, keys, *given: [None] * len(keys))
     into = targets(4)
     assert cache.load(keys, into) == [None] * 4
     assert not any(any(part) for one in into for part in one)  # and the model would go on with zeros

@@ -52,7 +52,7 @@ def test_a_read_that_goes_on_would_be_seen(node: RunningNode, monkeypatch: pytes
     with BlockCache([node.address], NAMESPACE, transport="tcp", timeout=PATIENCE) as cache:
         keys, values = blocks(cache, COUNT)
         assert cache.save(keys, values) == [None] * COUNT
-        calls = cache._calls()
+        calls = cache._link.calls()
         read = calls.get_into_many
 
         def goes_on(keys: Sequence[bytes], places: Sequence[Any], timeout: float) -> list[Exception]:

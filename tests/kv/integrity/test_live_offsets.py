@@ -12,6 +12,7 @@ import pytest
 
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import BlockCache, Reason
+from farpool.kv.block_format import BlockFormat
 from tests.kv.test_blocks import blocks, targets
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE, eventually
@@ -51,7 +52,7 @@ def exchanged(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     with BlockCache([node.address], NAMESPACE, timeout=PATIENCE) as cache:
         keys, values = blocks(cache, 2, first=200_000)
         eventually(lambda: cache.save(keys, values) == [None] * 2)
-        calls = cache._calls()
+        calls = cache._link.calls()
         read = calls.get_into_many
 
         def other_place(keys: Sequence[bytes], places: Sequence[Any], timeout: float) -> Any:
@@ -75,5 +76,5 @@ def test_a_whole_block_of_another_request_is_refused(exchanged: Callable[[], Any
 def test_without_the_check_of_the_header_it_would_be_loaded(
     exchanged: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockCache, "_checked_blocks", lambda self, keys, *given: [None] * len(keys))
+    monkeypatch.setattr(BlockFormat, "checked", lambda self, keys, *given: [None] * len(keys))
     assert exchanged() == ([None] * 2, True)

@@ -1,0 +1,152 @@
+"""Blocks as they are stored: a header of 64 bytes, and the payload as its codec encodes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from farpool.cluster.store.arguments import nbytes_of
+from farpool.kv.compressed import Compression
+from farpool.kv.header import HEADER_BYTES, check_header, pack_header
+from farpool.kv.keys import KEY_BYTES, group_of
+from farpool.kv.namespace import Namespace
+from farpool.kv.reasons import Reason, reason_of
+
+if TYPE_CHECKING:
+    from farpool.abc.objects import Payload
+
+__all__ = ["BlockFormat"]
+
+_USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
+"""Reasons that make a block unusable for every reader. A block of another version is not among them: programs of that
+version may run at the same time during an upgrade."""
+
+
+class BlockFormat:
+    """Encodes the blocks of a namespace, and checks blocks that were read.
+
+    Parameters
+    ----------
+    namespace : Namespace
+        The namespace.
+
+    Attributes
+    ----------
+    compression : Compression or None
+        Codecs of the payloads.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._groups = namespace.groups
+        self.compression = Compression(namespace) if namespace.codec else None
+
+    def block_bytes(self, key: bytes) -> int | None:
+        """Return the bytes that the payload of a key has in this namespace; None for keys of another form."""
+        group = group_of(key) if len(key) == KEY_BYTES else len(self._groups)
+        return self._groups[group].block_bytes if group < len(self._groups) else None
+
+    def stored(self, key: bytes, payload: Payload, until: float, *, encode: bool) -> Payload:
+        """Return a payload as it is stored: its header, and its encoded bytes if there is time to encode them."""
+        stored = payload
+        if encode and self.compression is not None and time.monotonic() < until:
+            stored = self.compression.encode(key, payload)
+        header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
+        return header, *(stored if isinstance(stored, tuple) else (stored,))
+
+    def misfits(
+        self, keys: Sequence[bytes], there: Sequence[int | Exception | Reason | None], stored: Sequence[int]
+    ) -> list[int]:
+        """Return the numbers of objects that cannot be the blocks of their keys, because their size is wrong.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        there : sequence
+            For each key the bytes of its object, if there is one.
+        stored : sequence of int
+            For each key the bytes that its object must have, or must not exceed if the cache compresses.
+        """
+        least = HEADER_BYTES if self.compression is not None else None
+        return [
+            number
+            for number, (size, most) in enumerate(zip(there, stored, strict=True))
+            if isinstance(size, int)
+            and size != most
+            and not (least is not None and least <= size < most)
+            # A caller that expects another size than its namespace says is wrong itself.
+            and most - HEADER_BYTES == self.block_bytes(keys[number])
+        ]
+
+    def useless(self, keys: Sequence[bytes], sizes: Sequence[int], outcomes: Sequence[Reason | None]) -> list[bytes]:
+        """Return the keys of blocks that no reader can use, by the sizes of their targets and the reasons."""
+        return [
+            key
+            for key, nbytes, reason in zip(keys, sizes, outcomes, strict=True)
+            # A reader that asks for another size than its namespace says is wrong itself.
+            if reason in _USELESS or (reason is Reason.WRONG_SIZE and nbytes == self.block_bytes(key))
+        ]
+
+    def checked(
+        self,
+        keys: Sequence[bytes],
+        headers: bytearray,
+        answers: Sequence[int | Exception | None],
+        targets: Sequence[Payload],
+        sizes: Sequence[int],
+        until: float,
+    ) -> list[Reason | None]:
+        """Check the headers and payloads that were received, and decode encoded payloads in place.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        headers : bytearray
+            All headers, one after the other.
+        answers : sequence of int, None or Exception
+            For each key the bytes that were received, header included.
+        targets : sequence of payloads
+            Memory that has received the payloads.
+        sizes : sequence of int
+            Bytes of each target.
+        until : float
+            Time after which nothing is decoded.
+
+        Returns
+        -------
+        list of Reason or None
+            For each block None if its target has the payload, or else why not.
+        """
+        # Almost always every block arrives as it was saved, and one comparison of all headers shows this.
+        if answers == [HEADER_BYTES + nbytes for nbytes in sizes] and headers == b"".join(
+            [pack_header(key, nbytes, nbytes) for key, nbytes in zip(keys, sizes, strict=True)]
+        ):
+            return [None] * len(keys)
+        outcomes: list[Reason | None] = []
+        for number, answer in enumerate(answers):
+            if isinstance(answer, int):
+                header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+                outcomes.append(
+                    self._checked_block(keys[number], header, answer, targets[number], sizes[number], until)
+                )
+            else:
+                outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+        return outcomes
+
+    def _checked_block(
+        self, key: bytes, header: bytearray, received: int, target: Payload, nbytes: int, until: float
+    ) -> Reason | None:
+        """Check one block, of which `received` bytes have arrived, header included."""
+        if received < HEADER_BYTES:
+            return Reason.FOREIGN
+        stored = received - HEADER_BYTES
+        reason = check_header(header, key, nbytes, stored)
+        if reason is not None or stored == nbytes:
+            return reason
+        if self.compression is None:
+            return Reason.WRONG_SIZE
+        if time.monotonic() > until:
+            return Reason.LATE
+        return None if self.compression.decode_within(key, stored, target) else Reason.CORRUPT

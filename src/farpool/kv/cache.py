@@ -1,0 +1,718 @@
+"""Prefix reuse for an engine of your own: look up blocks, load or compute them, and save new ones.
+
+The key of a block covers all tokens up to its end, so sequences that begin alike share blocks, also between processes,
+hosts and engines. A prefix can be used up to a block after which every layer has what it needs to continue: layers with
+full attention need all blocks, layers with a sliding window the last ones, and recurrent layers the state there.
+
+Weights may change at any time. Each call uses the weights that are in use when it begins. A save that began before a
+change saves KV of the old weights, and KV of the old weights is never loaded for the new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, cast, overload
+
+import msgspec
+
+from farpool.kv.background import Background, Call
+from farpool.kv.found import Found
+from farpool.kv.handoff import Demoted, Handoff, Note, counted
+from farpool.kv.header import HEADER_BYTES
+from farpool.kv.judge import Judge
+from farpool.kv.keys import salt_bytes
+from farpool.kv.lookups import Lookups
+from farpool.kv.memory import KVMemory, Layer
+from farpool.kv.namespace import Namespace
+from farpool.kv.near import NearMemory
+from farpool.kv.old_calls import OldCalls
+from farpool.kv.peers import Peers, count_of_ranks
+from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted, as_prompts
+from farpool.kv.reasons import Reason
+from farpool.kv.settings import PrefixFields, PrefixSettings
+from farpool.kv.transfers import Transfers, seconds_to
+
+if TYPE_CHECKING:
+    from farpool.abc.objects import Objects
+    from farpool.kv.ranks import Ranks
+
+    Yes = Literal[True]
+    No = Literal[False]
+    Time = float | None
+    One = Sequence[int] | Prompt
+    Many = Sequence[Prompt]
+    Matches = Sequence[Match]
+    Memories = Sequence[KVMemory]
+
+__all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache", "Prompt"]
+
+_UNASKED_BLOCKS_MAX = 32
+"""Up to this many blocks, `fetch` skips the lookup: requesting that many missing blocks costs about one extra round
+trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """One part of a load that runs part by part.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Numbers of the layers.
+    tokens : Call of int
+        Number of tokens, from the first on, whose KV these layers have when it has ended.
+    """
+
+    layers: tuple[int, ...]
+    tokens: Call[int]
+
+
+class LookupOptions(TypedDict, total=False):
+    """Keyword arguments of `PrefixCache.lookup`."""
+
+    salt: bytes | str
+    request: str
+    split: bool
+    leave: int
+    timeout: float | None
+
+
+class SaveOptions(TypedDict, total=False):
+    """Keyword arguments of `PrefixCache.save`."""
+
+    layers: Collection[int] | None
+    start: int
+    salt: bytes | str
+    request: str
+    weights_id: str | None
+    timeout: float | None
+
+
+class PrefixCache(OldCalls):
+    """KV of token sequences, shared through nodes and never slower than computing it. Thread-safe.
+
+    Every failure is a miss: the engine computes. The cache measures all the time whether loading or computing is
+    faster. Report how long computing takes (`computed`), and it loads only what it can load sooner.
+
+    `lookup`, `load` and `save` take one request or several, and return when they have ended. With ``wait=False`` they
+    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The time of a
+    call runs from its start, also while it waits for a thread. `close` turns calls that have not begun into misses.
+
+    Parameters
+    ----------
+    nodes : sequence of str, Store or PoolObjects
+        Addresses of the nodes, or a store or objects in a pool. The cache does not close a store or objects that it was
+        given.
+    layers : sequence of Layer
+        Layers whose KV is kept: all layers of the model, or the layers of this rank.
+    settings : PrefixSettings, optional
+        All other settings. Short form: leave it out and give its fields as keyword arguments.
+    ranks : Ranks, optional
+        Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all,
+        and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same calls
+        in the same order. Without it, each rank loads everything that it finds, and the engine has to take the least
+        `Match.tokens` over its ranks, and then the least result of the loads (docs/kv.md).
+    **fields
+        Fields of `PrefixSettings`; with `settings`, they replace its fields.
+
+    Attributes
+    ----------
+    judge : Judge
+        Measured times, and what loading has gained.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str] | Objects,
+        layers: Sequence[Layer],
+        settings: PrefixSettings | None = None,
+        *,
+        ranks: Ranks | None = None,
+        **fields: Unpack[PrefixFields],
+    ) -> None:
+        given = PrefixSettings(**fields) if settings is None else msgspec.structs.replace(settings, **fields)
+        is_alone = count_of_ranks(given.parallel or {}, given.rank, ranks) == 1
+        # Decisions depend on measured times, which differ from rank to rank, so one rank decides for all, or none does.
+        decides = is_alone or (ranks is not None and given.rank == 0)
+        self._shape = shape = Shape(layers, given.block, given.pieces, given.rank)
+        self._current = Current(given.namespace([one.group for one in shape.groups]))
+        self.judge = judge = Judge(hold_out=given.hold_out and decides)
+        self._blocks = blocks = given.blocks(nodes, self._current.namespace, judge)
+        self._background = Background(blocks.submit)
+        self._near = NearMemory(given.near_bytes)
+        self._peers = Peers(None if is_alone else ranks, shape, judge, blocks.missed, decides=decides)
+        self._lookups = Lookups(shape, blocks, self._near, judge, self._peers, decides=decides)
+        self._transfers = Transfers(shape, blocks, self._near, judge, self._peers, self._current)
+        _CACHES.add(self)
+
+    @property
+    def weights_id(self) -> str:
+        """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights.
+
+        Calls that have begun keep the old name. If the engine may have changed its weights after it computed some KV,
+        tell `save` which weights have computed it.
+        """
+        return self._current.namespace.weights
+
+    @weights_id.setter
+    def weights_id(self, weights_id: str) -> None:
+        self._current.namespace = replace(self._current.namespace, weights=weights_id)
+        self._near.clear()
+
+    def _of(self, weights_id: str | None) -> Namespace:
+        """Return the namespace of some weights; None for those in use."""
+        namespace = self._current.namespace
+        return namespace if weights_id is None else replace(namespace, weights=weights_id)
+
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """Layers that are stored together, in the order in which a load in parts brings them."""
+        return [self._shape.groups[number].layers for number in self._shape.order]
+
+    @overload
+    def lookup(self, tokens: One, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> Match: ...
+    @overload
+    def lookup(self, tokens: Many, *, wait: Yes = True, **options: Unpack[LookupOptions]) -> list[Match]: ...
+    @overload
+    def lookup(self, tokens: One, *, wait: No, **options: Unpack[LookupOptions]) -> Call[Match]: ...
+    @overload
+    def lookup(self, tokens: Many, *, wait: No, **options: Unpack[LookupOptions]) -> Call[list[Match]]: ...
+    def lookup(
+        self,
+        tokens: One | Many,
+        *,
+        salt: bytes | str = b"",
+        request: str = "",
+        split: bool = False,
+        leave: int = 1,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> Match | list[Match] | Call[Any]:
+        """Look up how much of a prompt can be loaded, and decide whether it should be.
+
+        Parameters
+        ----------
+        tokens : sequence of int, Prompt or sequence of Prompt
+            Tokens of a prompt; or several prompts, for which the nodes get one request.
+        salt, request
+            As in `Prompt`, if only tokens are given.
+        split : bool
+            The engine can compute the first tokens while the others are loaded.
+        leave : int
+            Number of tokens at the end that are never loaded. An engine has to compute at least one to continue.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own time.
+        wait : bool
+            If False, run in the background and return a `Call`.
+
+        Returns
+        -------
+        Match, list of Match or Call
+            One match for each prompt; a list if several were given.
+        """
+        namespace, exchange = self._current.namespace, self._peers.begin()
+        try:
+            is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
+            until = 0.0 if wait else self._until(timeout, 0)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
+
+        def look_up(timeout: float | None) -> Match | list[Match]:
+            wanted = (self._shape.wanted(namespace, one, leave) for one in asked)
+            matches = self._lookups.match(wanted, split, timeout, exchange)
+            return matches[0] if is_one else matches
+
+        return look_up(timeout) if wait else self._background.begin(lambda: look_up(seconds_to(until)), until)
+
+    @overload
+    def load(self, match: Match, memory: KVMemory, *, timeout: Time = None, wait: Yes = True) -> int: ...
+    @overload
+    def load(self, match: Matches, memory: Memories, *, timeout: Time = None, wait: Yes = True) -> list[int]: ...
+    @overload
+    def load(self, match: Match, memory: KVMemory, *, timeout: Time = None, wait: No) -> Call[int]: ...
+    @overload
+    def load(self, match: Matches, memory: Memories, *, timeout: Time = None, wait: No) -> Call[list[int]]: ...
+    def load(
+        self,
+        match: Match | Matches,
+        memory: KVMemory | Memories,
+        *,
+        timeout: Time = None,
+        wait: bool = True,
+    ) -> int | list[int] | Call[Any]:
+        """Load the blocks that a lookup has found into the engine's memory.
+
+        Parameters
+        ----------
+        match : Match or sequence of Match
+            Result of the lookup.
+        memory : KVMemory or sequence of KVMemory
+            Place of the tokens `match.compute` to `match.tokens`, for each match. Do not use it for anything else until
+            the load has ended.
+        timeout : float or None
+            Seconds that all of it may take; None for as long as computing the same is expected to take, or the cache's
+            own time for each 64 MiB.
+        wait : bool
+            If False, run in the background and return a `Call`.
+
+        Returns
+        -------
+        int, list of int or Call
+            For each match the number of tokens, from the first on, whose KV is in place when the engine has computed
+            the first `match.compute` ones; 0 if the engine uses other weights by now.
+
+        Raises
+        ------
+        ConfigError
+            The memory lacks a place for a layer.
+        """
+        is_one = isinstance(match, Match)
+        asked = [match] if isinstance(match, Match) else match
+        places = cast("Memories", [memory] if is_one else memory)
+        began, until = time.monotonic(), self._load_until(asked, timeout)
+        exchange = self._peers.begin_load(asked)
+
+        def load() -> int | list[int]:
+            usable = self._transfers.load(asked, places, range(len(self._shape.groups)), until, exchange)
+            seconds, total = time.monotonic() - began, sum(one.tokens for one in asked)
+            for one, tokens in zip(asked, usable, strict=True):
+                self._judged(one, tokens, seconds * one.tokens / max(1, total))
+            return usable[0] if is_one else usable
+
+        return load() if wait else self._background.begin(load, until)
+
+    def load_parts(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
+        """Begin to load in the background, part by part, so that the first layers compute while others are loaded.
+
+        Parameters
+        ----------
+        match, memory, timeout
+            As in `load`.
+
+        Returns
+        -------
+        list of LayerLoad
+            One for each of `parts`, in their order. The prefix that can be used is the shortest of all parts: if a part
+            comes short, earlier layers have to compute again. What the load gains is judged by the time until the last
+            part has ended, as if the engine had computed nothing during that time.
+        """
+        began, until = time.monotonic(), self._load_until([match], timeout)
+
+        def begin(number: int) -> Call[int]:
+            exchange = self._peers.begin_load([match])
+            return self._background.begin(
+                lambda: self._transfers.load([match], [memory], [number], until, exchange)[0], until
+            )
+
+        loads = [LayerLoad(self._shape.groups[number].layers, begin(number)) for number in self._shape.order]
+        lock, waiting = threading.Lock(), len(loads)
+
+        def ended(_: Future[int]) -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                left = waiting
+            parts = [load.tokens for load in loads]
+            if not left and not any(part.cancelled() or part.exception() is not None for part in parts):
+                self._judged(match, min(part.result() for part in parts), time.monotonic() - began)
+
+        for load in loads:
+            load.tokens.add_done_callback(ended)
+        return loads
+
+    def _load_until(self, matches: Sequence[Match], timeout: float | None) -> float:
+        """Return the end of the time of a load that begins now."""
+        if timeout is None:
+            # Loading is useless if it takes longer than computing.
+            computing = [match.plan.recompute_seconds for match in matches if match.tokens]
+            known = [seconds for seconds in computing if seconds is not None]
+            timeout = sum(known) if known and len(known) == len(computing) else None
+        shape = self._shape
+        return self._until(timeout, sum(shape.nbytes(match.tokens // shape.block) for match in matches))
+
+    def _judged(self, match: Match, usable: int, seconds: float) -> None:
+        # Blocks that are near take no time on the link, and so say nothing about loading.
+        if match.tokens and match.far_bytes:
+            self.judge.gained(match.tokens, usable, match.seconds + seconds, compute=match.compute)
+
+    def fetch(
+        self,
+        tokens: One,
+        memory: KVMemory,
+        *,
+        salt: bytes | str = b"",
+        request: str = "",
+        leave: int = 1,
+        timeout: float | None = None,
+    ) -> Match:
+        """Look up a prompt and load its blocks, if that is faster than computing: `lookup` and `load` in one step.
+
+        A prompt of few blocks is loaded without a lookup, with one request instead of two.
+
+        Parameters
+        ----------
+        tokens, salt, request, leave
+            As in `lookup`.
+        memory, timeout
+            As in `load`.
+
+        Returns
+        -------
+        Match
+            The first `Match.tokens` tokens are in place.
+
+        Raises
+        ------
+        ConfigError
+            The memory lacks a place for a layer.
+        """
+        exchange = self._peers.begin()
+        try:
+            _, (asked,) = as_prompts(tokens, salt, request)
+            wanted = self._shape.wanted(self._current.namespace, asked, leave)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
+        there, nbytes = wanted.blocks * self._shape.block, self._shape.nbytes(wanted.blocks)
+        plan = None
+        if exchange is None and self._shape.is_uniform and 0 < len(wanted.keys) <= _UNASKED_BLOCKS_MAX:
+            plan = self.judge.planned(there, nbytes, step=self._shape.block)
+        if plan is None:
+            (match,) = self._lookups.match([wanted], False, timeout, exchange)
+            return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
+        began = time.monotonic()
+        until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
+        near = self._near.held(wanted.keys)
+        outcomes, sizes, under_way, moving = self._transfers.fetch(wanted, memory, until)
+        if moving:
+            self.judge.loaded(under_way, moving)
+        seconds = time.monotonic() - began
+        if any(outcomes):
+            answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
+            match = self._lookups.decided(wanted, Found(answers), near, False, seconds)
+        else:
+            match = self._lookups.weighed(wanted, wanted.blocks, None, near, seconds, plan=None if near else plan)
+        if match.tokens and self._current.is_outdated(match):
+            return msgspec.structs.replace(match, tokens=self._transfers.usable(match, (), ()))
+        self._judged(match, match.tokens, 0.0)
+        return match
+
+    def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
+        """Report how long computing took. From these times the cache judges when loading is faster.
+
+        Parameters
+        ----------
+        tokens : int
+            Number of tokens that were computed together.
+        seconds : float
+            Time until their KV was there.
+        context : int
+            Number of tokens before them.
+        match : Match, optional
+            Lookup of the request, if it said that its prefix should be computed.
+        """
+        self.judge.computed(tokens, context, seconds, held_out=match is not None and match.arm == "hold-out")
+
+    @overload
+    def save(self, tokens: One, memory: KVMemory, *, wait: Yes = True, **options: Unpack[SaveOptions]) -> int: ...
+    @overload
+    def save(
+        self, tokens: Many, memory: Memories, *, wait: Yes = True, **options: Unpack[SaveOptions]
+    ) -> list[int]: ...
+    @overload
+    def save(self, tokens: One, memory: KVMemory, *, wait: No, **options: Unpack[SaveOptions]) -> Call[int]: ...
+    @overload
+    def save(self, tokens: Many, memory: Memories, *, wait: No, **options: Unpack[SaveOptions]) -> Call[list[int]]: ...
+    def save(
+        self,
+        tokens: One | Many,
+        memory: KVMemory | Memories,
+        *,
+        layers: Collection[int] | None = None,
+        start: int = 0,
+        salt: bytes | str = b"",
+        request: str = "",
+        weights_id: str | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> int | list[int] | Call[Any]:
+        """Save the KV of a sequence, except for blocks that are there already.
+
+        Parameters
+        ----------
+        tokens : sequence of int, Prompt or sequence of Prompt
+            All tokens of the sequence, from the first on; tokens of a last block that is not full are left out. Or
+            several sequences: blocks that they share are sent once.
+        memory : KVMemory or sequence of KVMemory
+            Place of their KV, which must not change until the save has ended. What it does not have is not saved, such
+            as tokens that have left a sliding window, or states that the engine did not keep.
+        layers : collection of int, optional
+            Save only these layers, while the others are still being computed: one or more of `parts`.
+        start, salt, request
+            As in `Prompt`, if only tokens are given.
+        weights_id : str or None
+            Name of the weights that have computed the KV, such as `Match.weights_id`; None for the weights in use when
+            this is called. Name them if the engine may change its weights between computing and saving.
+        timeout : float or None
+            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+        wait : bool
+            If False, run in the background and return a `Call`.
+
+        Returns
+        -------
+        int, list of int or Call
+            For each sequence the number of its blocks that are there now, of all groups of these layers.
+
+        Raises
+        ------
+        ConfigError
+            The layers are not whole parts.
+        """
+        # We take everything that the save depends on now: when it begins, the engine may use other weights.
+        is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
+        places = cast("Memories", [memory] if is_one else memory)
+        groups, namespace = self._shape.groups_of(layers), self._of(weights_id)
+        blocks = sum(len(one.tokens) // self._shape.block for one in asked)
+        until = self._until(timeout, blocks * self._shape.block_bytes)
+
+        def save() -> int | list[int]:
+            saved = self._transfers.save(namespace, asked, places, groups, until)
+            return saved[0] if is_one else saved
+
+        return save() if wait else self._background.begin(save, until)
+
+    def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> int:
+        """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
+
+        Tokens and salt (see `Prompt`) together name a sequence, and each sequence has pins of its own: blocks that two
+        sequences share stay until both are unpinned. Nodes end pins early when this process has been away for longer
+        than their grace, or when they are restarted.
+        """
+        keys, owner, _ = self._sequence(tokens, salt)
+        return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
+
+    def unpin(self, tokens: Sequence[int], *, salt: bytes | str = b"") -> None:
+        """Let the KV of a sequence be evicted again; a pin on KV of weights that are not in use ends with its time."""
+        keys, owner, _ = self._sequence(tokens, salt)
+        self._blocks.unpin(keys, owner=owner)
+
+    def _sequence(self, tokens: Sequence[int], salt: bytes | str) -> tuple[list[bytes], bytes, list[bytes]]:
+        return self._shape.sequence(self._current.namespace, tokens, salt)
+
+    def supersede(self, old: Sequence[int], new: Sequence[int], *, salt: bytes | str = b"") -> int:
+        """Drop the KV of a sequence that another one replaces, except for blocks that both share.
+
+        Parameters
+        ----------
+        old, new : sequence of int
+            Tokens, such as a conversation before and after its tool results were cut.
+        salt : bytes or str
+            Salt of both, as in `Prompt`.
+
+        Returns
+        -------
+        int
+            Number of dropped blocks. Other sequences that continue the old one have to be computed again.
+        """
+        namespace, salt = self._current.namespace, salt_bytes(salt)
+        kept = set(self._shape.keys_of_tokens(namespace, new, salt))
+        return self._blocks.drop([key for key in self._shape.keys_of_tokens(namespace, old, salt) if key not in kept])
+
+    def demote(
+        self, tokens: Sequence[int], *, salt: bytes | str = b"", request: str = "", timeout: float | None = None
+    ) -> Demoted:
+        """Move the KV of a sequence out of memory into the tier below, so that other KV has room.
+
+        It is found as before, and comes back when it is loaded, or by `prefetch_by`. This moves blocks that other
+        sequences share, too.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The sequence, such as a conversation that waits for a slow tool.
+        salt, request
+            As in `Prompt`.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own time.
+
+        Returns
+        -------
+        Demoted
+            How many blocks were moved, and why the others were not: without a lower tier all of them stay.
+        """
+        keys, *_ = self._sequence(tokens, salt)
+        outcomes = self._blocks.demote(keys, request=request, timeout=timeout)
+        return Demoted(outcomes.count(None), counted(outcomes))
+
+    def handoff(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> Handoff:
+        """Keep the KV of a sequence for another process, and make a note for it.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The sequence.
+        ttl : float
+            Seconds for which it is kept: here until the other process takes it, and then as long again for that
+            process. A node stops keeping it when this process has been away for longer than the node's grace.
+        salt, request
+            As in `Prompt`. The note holds the salt, so `take` needs none.
+
+        Returns
+        -------
+        Handoff
+            The note, and how many blocks are kept. If none is kept, the note is useless.
+        """
+        namespace = self._current.namespace
+        keys, owner, chains = self._shape.sequence(namespace, tokens, salt)
+        outcomes = self._blocks.pin(keys, ttl, owner=owner, request=request)
+        kept = outcomes.count(None)
+        note = msgspec.msgpack.encode(Note(namespace.digest, chains, owner, ttl, kept, salt_bytes(salt)))
+        return Handoff(note, kept, counted(outcomes))
+
+    def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
+        """Look up KV that another process has handed off, without its tokens, and keep it for this process.
+
+        Parameters
+        ----------
+        note : bytes
+            `Handoff.note` of the other process.
+        request : str
+            Name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that the lookup may take; None for the cache's own time.
+
+        Returns
+        -------
+        Match
+            Nothing is found if the other process has other weights, layers or settings. The blocks that are found are
+            kept for as long as the handoff says, or until `unpin`.
+
+        Raises
+        ------
+        ConfigError
+            The bytes are not a note. The other ranks, if there are any, find nothing then.
+        """
+        namespace, exchange = self._current.namespace, self._peers.begin()
+        try:
+            handed = Note.of(note)
+            is_ours = handed.namespace == namespace.digest
+            chains = handed.chains if is_ours else []
+            keys = self._shape.keys(namespace, chains)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
+        tokens = len(handed.chains) * self._shape.block
+        wanted = Wanted(namespace, keys, len(chains), tokens, request, handed.salt)
+        if not is_ours:
+            said = "the note is of other weights, layers or settings"
+            self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
+            match = self._lookups.decided(wanted, Found([]), (), False, 0.0)
+            self._peers.agree([match], exchange)
+            return msgspec.structs.replace(match, reason=Reason.FOREIGN)
+        (match,) = self._lookups.match([wanted], False, timeout, exchange)
+        if match.found and handed.kept:
+            # This process's own session pins it, because the giver's session may end.
+            self._background.begin(
+                lambda: self._blocks.pin(keys, handed.ttl, owner=handed.owner, request=request), self._until(None, 0)
+            )
+        return match
+
+    def prefetch_by(
+        self, tokens: Sequence[int], deadline: float, *, salt: bytes | str = b"", request: str = "", leave: int = 1
+    ) -> Call[int]:
+        """Bring the KV of a sequence near, in the background: everything that a `lookup` of it would load.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The sequence of a request that will come.
+        deadline : float
+            Seconds from now after which it is useless.
+        salt, request, leave
+            As in `lookup`.
+
+        Returns
+        -------
+        Call of int
+            Number of blocks that are near when it has ended. With `near_bytes` the first blocks, as many as there is
+            room for, are in this process's memory. Without it, all are in the memory of the nodes, which read them from
+            their files and keep them until the deadline.
+        """
+        namespace, until = self._current.namespace, time.monotonic() + deadline
+        prompt = Prompt(list(tokens), salt, request)
+
+        def prefetch() -> int:
+            wanted = self._shape.wanted(namespace, prompt, leave)
+            if not wanted.blocks or time.monotonic() >= until:
+                return 0
+            (found,), _ = self._lookups.find([wanted], seconds_to(until))
+            usable, _ = self._shape.usable(found, wanted.blocks)
+            return self._transfers.bring_near(wanted, usable, until)
+
+        return self._background.begin(prefetch, until)
+
+    def purge(self) -> int:
+        """Remove all KV of these weights and settings from the nodes; return how many blocks there were.
+
+        Raises
+        ------
+        NodeError
+            Nodes that may have some cannot be asked.
+        """
+        self._near.clear()
+        return self._blocks.purge(self._current.namespace)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters of blocks (see `BlockCache.stats`), and what loading gains (see `Judge.stats`)."""
+        return {**self._blocks.stats(), **self.judge.stats()}
+
+    def _until(self, timeout: float | None, nbytes: int) -> float:
+        """Return the end of the time of a call that begins now, by default the time for so many bytes."""
+        return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all calls in the background have ended; return False if they have not within `timeout` seconds."""
+        return self._blocks.drain(timeout)
+
+    def close(self) -> None:
+        """Drop calls that have not begun, wait for those that have, and close the connections. Idempotent."""
+        self._blocks.close()
+        self._lookups.close(self._blocks.time_for(0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def begin_in_child(self) -> None:
+        """Make new locks in the child of a fork: threads of the parent may hold the old ones."""
+        self._near.begin()
+        self._background.leave_to_parent()
+        self._lookups.begin_in_child()
+
+
+_CACHES: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for cache in _CACHES:
+        cache.begin_in_child()
+
+
+os.register_at_fork(after_in_child=_forked)

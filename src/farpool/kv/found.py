@@ -1,0 +1,69 @@
+"""Result of a lookup of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from farpool.kv.header import HEADER_BYTES
+from farpool.kv.reasons import Reason, reason_of
+
+__all__ = ["Found"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a lookup of blocks.
+
+    Attributes
+    ----------
+    answers : sequence of int, None, Exception or Reason
+        For each key the bytes of its stored object, header included. If the block cannot be loaded: None if it is
+        absent, or else the error or the reason.
+    """
+
+    answers: Sequence[int | Exception | Reason | None]
+
+    # These are computed when they are needed: most lookups find all blocks, and their callers need little of this.
+
+    @cached_property
+    def sizes(self) -> Sequence[int | None]:
+        """For each key the bytes of the payload as it is stored; None if the block cannot be loaded."""
+        return [max(0, one - HEADER_BYTES) if isinstance(one, int) else None for one in self.answers]
+
+    @cached_property
+    def reasons(self) -> Sequence[Reason | None]:
+        """For each key why its block cannot be loaded; None if it can."""
+        return [
+            None
+            if isinstance(one, int)
+            else Reason.ABSENT
+            if one is None
+            else one
+            if isinstance(one, Reason)
+            else reason_of(one)
+            for one in self.answers
+        ]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """True if every block is there."""
+        try:
+            sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
+        except TypeError:
+            return False
+        return True
+
+    @cached_property
+    def leading(self) -> int:
+        """Number of blocks before the first that is missing."""
+        if self.is_whole:
+            return len(self.answers)
+        return next(number for number, one in enumerate(self.answers) if not isinstance(one, int))
+
+    @property
+    def found(self) -> list[bool]:
+        """For each block, True if it is there."""
+        return [True] * len(self.answers) if self.is_whole else [isinstance(one, int) for one in self.answers]

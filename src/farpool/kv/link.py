@@ -1,0 +1,120 @@
+"""Connection of a cache to the store or pool that keeps its blocks."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farpool.cluster.store import Store
+from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
+
+if TYPE_CHECKING:
+    from farpool.abc.objects import ObjectCalls, Objects
+
+__all__ = ["Link", "closed_error"]
+
+
+def closed_error() -> StoreClosedError:
+    """Return the error of a call after the cache was closed."""
+    return StoreClosedError("this cache of KV blocks was closed; make a new one")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Connections of one process: the child of a fork has none."""
+
+    process: int
+    objects: Objects
+    calls: ObjectCalls
+
+
+class Link:
+    """Connection that the first call of each process opens. Thread-safe.
+
+    Parameters
+    ----------
+    nodes : sequence of str, Store or PoolObjects
+        Addresses of nodes, or a store or objects in a pool. This class does not close a store or objects that it was
+        given.
+    open_store : callable
+        Opens a store on these addresses.
+
+    Raises
+    ------
+    ConfigError
+        A setting of the store is wrong. No node is asked yet.
+    """
+
+    def __init__(self, nodes: Sequence[str] | Objects, open_store: Callable[..., Store]) -> None:
+        if isinstance(nodes, str):
+            raise ConfigError(f"nodes is {nodes!r}, expected a list of addresses", setting="nodes")
+        self._given = None if isinstance(nodes, Sequence) else nodes
+        self._addresses = tuple(nodes) if isinstance(nodes, Sequence) else ()
+        self._open_store = open_store
+        self._refuses = False
+        if self._given is None:
+            open_store(*self._addresses).close()  # refuses wrong settings now
+        self.begin_in_child()
+
+    def begin_in_child(self) -> None:
+        """Start without connections in the child of a fork, which cannot use its parent's."""
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+
+    def calls(self, seconds: float = math.inf) -> ObjectCalls:
+        """Return the calls of the store, and open it first if no call in this process has.
+
+        Parameters
+        ----------
+        seconds : float
+            Time that is left for the call.
+
+        Raises
+        ------
+        NodeTimeoutError
+            No time is left. No node is asked, although a fast node might answer.
+        StoreClosedError
+            The cache is closed.
+        """
+        if seconds <= 0:
+            raise NodeTimeoutError("the time of this call was over before it was made")
+        opened = self._opened
+        return opened.calls if opened is not None and not self._refuses else self._open().calls
+
+    def objects(self) -> Objects:
+        """Return the store or the objects in a pool; raises `StoreClosedError` if the cache is closed."""
+        return self._open().objects
+
+    def _open(self) -> _Opened:
+        with self._lock:
+            if self._refuses:
+                raise closed_error()
+            if self._opened is None:
+                objects = self._given or self._open_store(*self._addresses)
+                self._opened = _Opened(os.getpid(), objects, objects.best_effort())
+            return self._opened
+
+    def is_mapped(self) -> bool:
+        """Return True if all nodes are on this host and mapped: a lookup takes microseconds."""
+        try:
+            return self.calls().is_mapped()
+        except FarpoolError:
+            return False
+
+    def refuse(self) -> None:
+        """Refuse calls from now on; calls that have begun go on."""
+        with self._lock:
+            self._refuses = True
+
+    def close(self) -> None:
+        """Close the connections, after the last call has ended. Idempotent."""
+        self.refuse()
+        opened, self._opened = self._opened, None
+        if opened is None or opened.process != os.getpid() or self._given is not None:
+            return
+        if isinstance(opened.objects, Store):
+            opened.objects.close()

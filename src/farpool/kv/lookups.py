@@ -1,0 +1,233 @@
+"""Lookups of prefixes, and the decision how much of each the engine should load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from farpool.kv.blocks import BlockCache
+from farpool.kv.cost import Arm, Plan
+from farpool.kv.disagreement import Disagreements
+from farpool.kv.found import Found
+from farpool.kv.journal import record
+from farpool.kv.judge import Judge
+from farpool.kv.near import NearMemory
+from farpool.kv.peers import Peers
+from farpool.kv.plan import Match, Shape, Wanted, picked
+from farpool.kv.reasons import Reason
+
+if TYPE_CHECKING:
+    from farpool.kv.ranks import Exchange
+
+__all__ = ["Lookups"]
+
+_LOOKUP_TIMEOUT_MIN_S = 0.01
+"""Minimum lookup timeout in seconds. With less, a thread that only waited for a CPU would count as late."""
+
+
+class Lookups:
+    """Looks prefixes up in the memory of this process and on the nodes. Thread-safe.
+
+    Parameters
+    ----------
+    shape : Shape
+        The engine's layers.
+    blocks : BlockCache
+        Blocks on the nodes.
+    near : NearMemory
+        Blocks in the memory of this process.
+    judge : Judge
+        Decides between loading and computing.
+    peers : Peers
+        The other ranks.
+    decides : bool
+        This rank decides whether a prefix is loaded; otherwise it loads all that it finds.
+    """
+
+    def __init__(
+        self, shape: Shape, blocks: BlockCache, near: NearMemory, judge: Judge, peers: Peers, *, decides: bool
+    ) -> None:
+        self._shape = shape
+        self._blocks = blocks
+        self._near = near
+        self._judge = judge
+        self._peers = peers
+        self._decides = decides
+        self._disagreements = Disagreements(blocks.namespaces)
+
+    def begin_in_child(self) -> None:
+        """Start in the child of a fork without the threads and locks of the parent."""
+        self._disagreements.leave_to_parent()
+
+    def close(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a thread that asks the nodes."""
+        self._disagreements.join(timeout)
+
+    def match(
+        self, wanted: Iterable[Wanted], split: bool, timeout: float | None, exchange: Exchange | None
+    ) -> list[Match]:
+        """Look up sequences with one request, and decide about each, together with the other ranks.
+
+        Parameters
+        ----------
+        wanted : iterable of Wanted
+            Blocks of each sequence. If making them raises an error, the other ranks do not wait for this one.
+        split : bool
+            The engine can compute the first tokens while the others are loaded.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own time, or less if computing takes less.
+        exchange : callable or None
+            The exchange of this lookup.
+        """
+        try:
+            matches = self._match_here(list(wanted), split, timeout)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
+        return self._peers.agree(matches, exchange)
+
+    def _match_here(self, wanted: Sequence[Wanted], split: bool, timeout: float | None) -> list[Match]:
+        """Look up sequences, and decide about each as far as this rank can."""
+        step = self._shape.block
+        passed = [bool(one.blocks) and self._judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
+        asked = [one for one, over in zip(wanted, passed, strict=True) if not over] if any(passed) else wanted
+        began = time.monotonic()
+        if timeout is None:
+            # An answer that takes longer than computing is useless.
+            computing = sum(self._judge.prefill_seconds(one.blocks * step) for one in asked)
+            timeout = min(max(computing, _LOOKUP_TIMEOUT_MIN_S) if computing else math.inf, self._blocks.time_for(0))
+        found, near = self.find(asked, timeout)
+        seconds = (time.monotonic() - began) / max(1, len(asked))
+        matches = [self.decided(one, own, near, split, seconds) for one, own in zip(asked, found, strict=True)]
+        if asked is wanted:
+            return matches
+        rest = iter(matches)
+        return [_passed_over(one) if over else next(rest) for one, over in zip(wanted, passed, strict=True)]
+
+    def find(self, wanted: Sequence[Wanted], timeout: float | None) -> tuple[list[Found], Collection[bytes]]:
+        """Look up which blocks are there; return them by sequence, and the keys of those that are near."""
+        keys = [key for one in wanted for key in one.keys]
+        stored: list[int] = []
+        for one in wanted:
+            stored += self._shape.stored(one)
+        names = wanted[0].request if len(wanted) == 1 else [one.request for one in wanted for _ in one.keys]
+        near = self._near.held(keys)
+        if not near:
+            answers = self._blocks.lookup(keys, stored=stored, request=names, timeout=timeout).answers
+        else:
+            answers = [*stored]
+            far = [number for number, key in enumerate(keys) if key not in near]
+            found = self._blocks.lookup(
+                picked(keys, far),
+                stored=picked(stored, far),
+                request=names if isinstance(names, str) else picked(names, far),
+                timeout=timeout,
+            )
+            for number, answer in zip(far, found.answers, strict=True):
+                answers[number] = answer
+        ends = [*itertools.accumulate(len(one.keys) for one in wanted)]
+        return [Found(answers[end - len(one.keys) : end]) for one, end in zip(wanted, ends, strict=True)], near
+
+    def decided(self, wanted: Wanted, found: Found, near: Collection[bytes], split: bool, seconds: float) -> Match:
+        """Decide how much of a sequence should be loaded, given the blocks that were found.
+
+        Parameters
+        ----------
+        wanted, found : Wanted and Found
+            Blocks of the sequence, and the answers for them.
+        near : collection of bytes
+            Keys of blocks that are in the memory of this process.
+        split : bool
+            As in `match`.
+        seconds : float
+            Time that the lookup took.
+        """
+        shape = self._shape
+        usable, reason = shape.usable(found, wanted.blocks)
+        if reason is Reason.ABSENT and not any(found.found):
+            reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
+        ends = shape.ends(found, wanted.blocks, usable) if self._peers.needs_ends else ()
+        return self.weighed(wanted, usable, reason, near, seconds, split=split, ends=ends)
+
+    def weighed(
+        self,
+        wanted: Wanted,
+        usable: int,
+        reason: Reason | None,
+        near: Collection[bytes],
+        seconds: float,
+        *,
+        split: bool = False,
+        plan: Plan | None = None,
+        ends: Sequence[int] = (),
+    ) -> Match:
+        """Decide about the blocks of a sequence that can be used.
+
+        Parameters
+        ----------
+        wanted : Wanted
+            Blocks of the sequence.
+        usable : int
+            Number of blocks that can be used, from the first on.
+        reason : Reason or None
+            Why not more can be used.
+        near, seconds, split
+            As in `decided`.
+        plan : Plan, optional
+            Plan for all of these blocks that was made before.
+        ends : sequence of int
+            As in `Match`.
+        """
+        step, there = self._shape.block, usable * self._shape.block
+        far_bytes = self._far_bytes(wanted, usable, near)
+        arm: Arm = "load"
+        if far_bytes and not self._decides:
+            computing = self._judge.prefill_seconds(there) or None
+            plan = Plan(0, None, computing, "load: another rank or the engine decides")
+        elif far_bytes:
+            plan, arm = self._judge.decide(there, far_bytes, step=step, request=wanted.request, split=split, plan=plan)
+        elif there:
+            plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
+            record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
+        else:
+            plan = Plan(0, None, None, "no block was found")
+            if wanted.blocks:
+                self._judge.missed(wanted.blocks * step, seconds)
+        bypassed = plan.compute >= there
+        whole = wanted.tokens - wanted.tokens % step
+        return Match(
+            tokens=0 if bypassed else there,
+            compute=0 if bypassed else plan.compute,
+            found=there,
+            reason=Reason.BYPASSED if there and bypassed else reason if there < whole else None,
+            plan=plan,
+            request=wanted.request,
+            weights_id=wanted.namespace.weights,
+            salt=wanted.salt,
+            arm=arm,
+            seconds=seconds,
+            wanted=wanted,
+            far_bytes=far_bytes,
+            ends=ends,
+        )
+
+    def _far_bytes(self, wanted: Wanted, usable: int, near: Collection[bytes]) -> int:
+        """Return the bytes of usable blocks that have to come from nodes."""
+        if not near:
+            return self._shape.nbytes(usable)
+        return sum(
+            self._shape.groups[number].group.block_bytes
+            for number, blocks in self._shape.needed(usable)
+            for key in wanted.keys_of(number, blocks)
+            if key not in near
+        )
+
+
+def _passed_over(wanted: Wanted) -> Match:
+    """Return the match of a sequence that was not looked up."""
+    plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
+    weights = wanted.namespace.weights
+    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, wanted.salt, "hold-out", 0.0, wanted, 0)

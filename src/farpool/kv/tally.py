@@ -1,0 +1,76 @@
+"""Counters of the blocks of a cache by step and outcome, and their entries in the journal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from farpool.kv.journal import record
+from farpool.kv.reasons import Reason
+
+__all__ = ["Requests", "Tally"]
+
+Requests = str | Sequence[str]
+"""The engine's name of the request that needs the blocks, or one name for each block."""
+
+
+class Tally:
+    """Counts blocks, and writes them into the journal. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self.begin_in_child()
+
+    def begin_in_child(self) -> None:
+        """Make a new lock in the child of a fork: a thread of the parent may hold the old one."""
+        self._lock = threading.Lock()
+
+    def stats(self) -> dict[str, int]:
+        """Return counters: blocks by step and outcome (``load.done``, ``load.late``), bytes moved (``load.bytes``)."""
+        with self._lock:
+            return dict(self._counts)
+
+    def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
+        """Record blocks that no node was asked for, because the engine cannot use them."""
+        with self._lock:
+            self._counts[f"{step}.{reason}"] += blocks
+        record(request, step, blocks, 0, {str(reason): blocks}, 0.0, note)
+
+    def ended(
+        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
+    ) -> None:
+        """Record a step.
+
+        Parameters
+        ----------
+        step : str
+            The step, such as ``"load"``.
+        request : str or sequence of str
+            Name of the request, or one name for each block.
+        blocks : int
+            Number of blocks.
+        reasons : sequence of Reason or None
+            For each block why the step failed; empty if it succeeded for all.
+        began : float
+            Time when the step began.
+        moved : int
+            Bytes that it moved.
+        """
+        failures = [str(reason) for reason in reasons if reason is not None]
+        failed: Mapping[str, int] = Counter(failures) if failures else {}
+        with self._lock:
+            self._counts[f"{step}.done"] += blocks - len(failures)
+            self._counts[f"{step}.bytes"] += moved
+            for reason, number in failed.items():
+                self._counts[f"{step}.{reason}"] += number
+        seconds = time.monotonic() - began
+        if isinstance(request, str):
+            record(request, step, blocks, blocks - len(failures), failed, seconds)
+            return
+        counts = Counter(request)
+        missed = Counter(zip(request, reasons, strict=bool(reasons)))
+        for name, number in counts.items():
+            own = {str(reason): count for (of, reason), count in missed.items() if of == name and reason is not None}
+            record(name, step, number, number - sum(own.values()), own, seconds)
