@@ -87,6 +87,7 @@ def build(device: str) -> dict[str, Any]:
     subprocess.run(
         [*pip, "--no-build-isolation", "--verbose", "-C", f"build-dir={work / 'cmake'}", str(ROOT)], check=True
     )
+    subprocess.run([*pip, "--no-build-isolation", str(ROOT / "benchmarks")], check=True)
     return {"wheels": [Path(wheel).name for wheel in brought], "compilers": shutil.which("c++")}
 
 
@@ -210,7 +211,7 @@ def _pytest(*arguments: str) -> dict[str, Any]:
 
 def streaming(device: str) -> dict[str, Any]:
     """A model four times as large as the pool, where transfers take 0.5, 1 and 2 times as long as computing."""
-    from farpool.bench.streaming import Settings
+    from farpool_bench.streaming import Settings
 
     settings = Settings.quick() if device == "cpu" else Settings(rounds=9, layers=16, layer_seconds=0.002, gpu_share=64)
     names = "wanted ratio efficiency first_efficiency weight_bytes budget_bytes fewest_bytes moved_bytes stall_seconds"
@@ -219,7 +220,7 @@ def streaming(device: str) -> dict[str, Any]:
 
 def training(device: str) -> dict[str, Any]:
     """AdamW with a sixth of its state resident."""
-    from farpool.bench.training import Settings
+    from farpool_bench.training import Settings
 
     settings = Settings.quick() if device == "cpu" else Settings(ratios=(0.5, 2.0), rounds=5, gpu_share=256)
     names = "wanted ratio efficiency first_efficiency state_bytes budget_bytes moved_read moved_written stall_seconds"
@@ -228,10 +229,10 @@ def training(device: str) -> dict[str, Any]:
 
 def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     """Run a benchmark; keeps the whole result beside the log, and returns what these names say of each case."""
-    from farpool.bench import results
-    from farpool.bench.benchmark import load
-    from farpool.bench.page import Section
     from farpool.observe.provenance import provenance
+    from farpool_bench import results
+    from farpool_bench.benchmark import load
+    from farpool_bench.page import Section
 
     benchmark = load(name)
 

@@ -15,18 +15,18 @@ import torch
 from typer.testing import CliRunner
 
 from farpool._native import policy_names
-from farpool.bench.benchmark import NAMES, load, title_of
-from farpool.bench.growth import Outcome as Growth
-from farpool.bench.kv_codecs import Outcome as KvCodecs
-from farpool.bench.nvme import Outcome as NvmeOutcome
-from farpool.bench.overhead import Outcome as Overhead
-from farpool.bench.patterns import KINDS
-from farpool.bench.policies import Outcome as Policies
-from farpool.bench.prefetch import Outcome as Prefetch
-from farpool.bench.turns import Outcome as Turns
-from farpool.bench.turns_flood import KINDS as FLOODS
-from farpool.cli.bench import app
 from farpool.errors import ConfigError, FarpoolError
+from farpool_bench.benchmark import NAMES, load, title_of
+from farpool_bench.command import app
+from farpool_bench.growth import Outcome as Growth
+from farpool_bench.kv_codecs import Outcome as KvCodecs
+from farpool_bench.nvme import Outcome as NvmeOutcome
+from farpool_bench.overhead import Outcome as Overhead
+from farpool_bench.patterns import KINDS
+from farpool_bench.policies import Outcome as Policies
+from farpool_bench.prefetch import Outcome as Prefetch
+from farpool_bench.turns import Outcome as Turns
+from farpool_bench.turns_flood import KINDS as FLOODS
 from tests.bench.pages import check_page
 
 
@@ -56,8 +56,8 @@ def test_every_benchmark_has_a_command_and_a_title() -> None:
 def test_the_help_needs_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
-from farpool.bench.benchmark import NAMES, load
-import farpool.cli.bench
+from farpool_bench.benchmark import NAMES, load
+import farpool_bench.command
 for name in NAMES:
     load(name).Settings()
 sys.exit(bool({"torch", "matplotlib"} & set(sys.modules)))

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from farpool.bench import kv_peers
-from farpool.bench.kv_blocks import Outcome as Blocks
-from farpool.bench.kv_blocks import Settings as BlockSettings
-from farpool.bench.kv_blocks import run
-from farpool.bench.kv_ttft import Outcome as FirstTokens
-from farpool.bench.kv_users import BlockUser, StoreUser
-from farpool.bench.lmcache_peer import find_lmcache
-from farpool.bench.measure import median_interval
-from farpool.bench.ring import Ring, median_call
-from farpool.bench.users import User
 from farpool.cluster.node.process import running_node
 from farpool.cluster.wire.channel import Transport
 from farpool.errors import ConfigError, FarpoolError
+from farpool_bench import kv_peers
+from farpool_bench.kv_blocks import Outcome as Blocks
+from farpool_bench.kv_blocks import Settings as BlockSettings
+from farpool_bench.kv_blocks import run
+from farpool_bench.kv_ttft import Outcome as FirstTokens
+from farpool_bench.kv_users import BlockUser, StoreUser
+from farpool_bench.lmcache_peer import find_lmcache
+from farpool_bench.measure import median_interval
+from farpool_bench.ring import Ring, median_call
+from farpool_bench.users import User
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farpool.bench import results
-from farpool.bench.kv_generate import Settings, run
 from farpool.errors import ConfigError
+from farpool_bench import results
+from farpool_bench.kv_generate import Settings, run
 from tests.bench.command import command
 
 

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from farpool.bench import kv, kv_request_lines, kv_requests
-from farpool.cli.bench import app
 from farpool.errors import ConfigError
+from farpool_bench import kv, kv_request_lines, kv_requests
+from farpool_bench.command import app
 
 # Two conversations over one system prompt (block 0); the first has a second turn after the other one's.
 CHAINS = [[0, 1, 2], [0, 10, 11], [0, 1, 2, 3], [0, 10, 11, 12]]

@@ -11,10 +11,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from farpool.bench.benchmark import Benchmark
-from farpool.bench.figures import INK, new_figure, svg
-from farpool.bench.page import Section, page
 from farpool.observe.provenance import provenance
+from farpool_bench.benchmark import Benchmark
+from farpool_bench.figures import INK, new_figure, svg
+from farpool_bench.page import Section, page
 from tests.bench.pages import check_page
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Reply
-from farpool.bench import remote_overlap, remote_races
-from farpool.bench.race import Entrant, hold
-from farpool.bench.remote import Outcome
-from farpool.bench.remote_overlap import measure_overlap
-from farpool.bench.ring import Ring
-from farpool.bench.sockets import Sockets, build_sockets
 from farpool.cluster.node.process import running_node
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.messages import Ask
 from farpool.errors import FarpoolError
+from farpool_bench import remote_overlap, remote_races
+from farpool_bench.race import Entrant, hold
+from farpool_bench.remote import Outcome
+from farpool_bench.remote_overlap import measure_overlap
+from farpool_bench.ring import Ring
+from farpool_bench.sockets import Sockets, build_sockets
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from farpool.bench import results, streaming
-from farpool.bench.stack import Stack
-from farpool.bench.streaming import Settings
 from farpool.errors import ConfigError
+from farpool_bench import results, streaming
+from farpool_bench.stack import Stack
+from farpool_bench.streaming import Settings
 from tests.bench.command import command
 
 needs_accelerate = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_accelerate_runs_in_the_same_round() -> None:
 
 @needs_accelerate
 def test_accelerate_gives_the_same_bits_and_holds_no_weight_between_passes() -> None:
-    from farpool.bench.accelerated import accelerated
+    from farpool_bench.accelerated import accelerated
 
     plain = Stack(2, 128)
     inputs = plain.inputs(16)
@@ -84,7 +84,7 @@ def test_accelerate_gives_the_same_bits_and_holds_no_weight_between_passes() -> 
 
 
 def test_a_paced_weight_takes_its_bytes_over_the_rate() -> None:
-    from farpool.bench.accelerated import PacedWeights
+    from farpool_bench.accelerated import PacedWeights
 
     weights = PacedWeights({"weight": torch.arange(25_000, dtype=torch.float32)}, 1e6)
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def test_a_peer_that_is_not_installed_is_null_with_the_reason(monkeypatch: pytes
     def not_there(*arguments: object) -> Stack:
         raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
 
-    monkeypatch.setattr("farpool.bench.streaming_cases.accelerated", not_there)
+    monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", not_there)
     (case,) = streaming.run(Settings.quick(), silent).cases
     peer = case.peers[1]
     assert (peer.seconds, peer.speedup, peer.efficiency) == (None, None, None)
@@ -111,7 +111,7 @@ def test_outputs_that_differ_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) 
     def wrong(plain: Stack, *rest: object) -> Stack:
         return Stack(len(plain.blocks), plain.width, seed=7)
 
-    monkeypatch.setattr("farpool.bench.streaming_cases.accelerated", wrong)
+    monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", wrong)
     with pytest.raises(RuntimeError, match="accelerate: the outputs differ"):
         streaming.run(Settings.quick(), silent)
 

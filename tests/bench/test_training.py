@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from farpool.bench import results, training
-from farpool.bench.stack import Stack
-from farpool.bench.trainer import Trainer
-from farpool.bench.training import Settings
-from farpool.bench.training_peers import open_candidates
 from farpool.errors import ConfigError
+from farpool_bench import results, training
+from farpool_bench.stack import Stack
+from farpool_bench.trainer import Trainer
+from farpool_bench.training import Settings
+from farpool_bench.training_peers import open_candidates
 from tests.bench.command import command
 
 
@@ -63,7 +63,7 @@ def test_a_loss_that_differs_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch)
             next(module.parameters()).mul_(1.5)
         return offload(module, pool)
 
-    from farpool.bench import training_cases
+    from farpool_bench import training_cases
 
     offload = training_cases.offload
     monkeypatch.setattr(training_cases, "offload", wrong)
