@@ -230,9 +230,7 @@ def training(device: str) -> dict[str, Any]:
 def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     """Run a benchmark; keeps the whole result beside the log, and returns what these names say of each case."""
     from farpool.observe.provenance import provenance
-    from farpool_bench import results
-    from farpool_bench.benchmark import load
-    from farpool_bench.page import Section
+    from farpool_bench.harness import Result, load
 
     benchmark = load(name)
 
@@ -242,10 +240,10 @@ def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     outcome = benchmark.run(settings, told)
     made = replace(provenance(), command=f"scripts/gpu-check {name}")
     whole = Path(sys.argv[3]).with_name(f"{name}-{settings.device}.json")
-    whole.write_text(results.encode(Section(name, benchmark, outcome, made)) + "\n")
+    whole.write_text(Result(benchmark, outcome, made).encode() + "\n")
     cases = [
         {**{key: getattr(case, key) for key in names.split()}, "peers": {p.name: p.efficiency for p in case.peers}}
-        for case in outcome.cases  # type: ignore[attr-defined]
+        for case in outcome.cases
     ]
     return {"cases": cases, "whole": whole.name}
 

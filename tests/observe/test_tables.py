@@ -28,7 +28,8 @@ from farpool.observe import tables
 from farpool.observe.tables import Table
 from farpool.observe.tape_report import report as tape_report
 from farpool.observe.tape_summary import ClassSummary, LeastMoved, OpSummary, Reuse, TapeSummary
-from farpool_bench.benchmark import NAMES, load
+from farpool_bench.harness import NAMES, load, rows_of
+from farpool_bench.render import table_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = {name: ROOT / f"benchmarks/results/{'kv-trace' if name == 'kv' else name}.json" for name in NAMES}
@@ -86,10 +87,7 @@ def widened(value: Any) -> Any:
 
 
 def benchmark_table(name: str, change: Any) -> RenderableType:
-    benchmark = load(name)
-    result = json_of(RESULTS[name])["result"]
-    made: RenderableType = benchmark.table(msgspec.convert(change(result), benchmark.Outcome))
-    return made
+    return table_of(load(name), rows_of(change(json_of(RESULTS[name])["result"])))
 
 
 def json_of(path: Path) -> Any:
@@ -216,7 +214,7 @@ def test_a_table_that_fits_keeps_its_frame_and_one_that_does_not_loses_it_first(
 
 def test_every_table_of_the_package_is_one_of_these() -> None:
     for path in [*(ROOT / "src/farpool").rglob("*.py"), *(ROOT / "benchmarks/src").rglob("*.py")]:
-        if path.parts[-2:] not in (("observe", "tables.py"), ("farpool_bench", "page.py")):
+        if path.parts[-2:] not in (("observe", "tables.py"), ("farpool_bench", "render.py")):
             text = path.read_text()
             assert "from rich.table" not in text, f"{path}: use farpool.observe.tables.Table"
             assert "Console().print" not in text, f"{path}: use farpool.observe.tables.show"

@@ -12,10 +12,7 @@ import time
 
 import torch
 
-from farpool_bench.stack import Stack, synchronize
-from farpool_bench.trainer import LEARNING_RATE
-
-__all__ = ["main"]
+from farpool_bench.stack import LEARNING_RATE, Stack, synchronize
 
 _CONFIG = {
     "train_batch_size": 1,

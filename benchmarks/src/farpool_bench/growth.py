@@ -1,7 +1,7 @@
 """Time of the pager per access and memory per block, from few blocks to a million.
 
-Each size runs in a fresh process, on simulated tiers: the blocks lie below, a quarter of them fits into the arena, and
-a program reads them one by one, in a loop and then at random. Time is processor time of the pager and of the
+Each size runs in a fresh process, on simulated tiers: the blocks are in the lower one, a quarter of them fits into the
+arena, and a program reads them one by one, in a loop and then at random. Time is processor time of the pager and of the
 simulation round it. Memory is the growth of the process's resident set by the pager with all its tables and by the
 bookkeeping of the tier; it is measured with a short history, since the history that the pager remembers (the tape) has
 a fixed length and is one constant amount.
@@ -14,200 +14,119 @@ from __future__ import annotations
 
 import math
 import statistics
-import subprocess
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import msgspec
-from rich.console import Group
-from rich.text import Text
-
-from farpool.errors import FarpoolError
-from farpool.observe.tables import Table
 from farpool.sizes import format_size
-from farpool_bench.pager_run import PagerRun
-from farpool_bench.resize_run import ResizeRun
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row, told
+from farpool_bench.render import COLOURS, INK, Grid, new_figure
+from farpool_bench.worker import run_child
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Outcome", "Point", "Settings", "figures", "run", "table"]
-
-_SHORT = 1024
-"""Length in accesses of the history while memory is measured."""
-_TIMEOUT = 1800.0
-_T = TypeVar("_T")
+_SHORT_ACCESSES = 1024
+"""Length of the history while memory is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes of a run.
+class Settings(harness.Settings):
+    """Sizes; the pager computes nothing on a device."""
 
-    Attributes
-    ----------
-    device : str
-        ``cpu``: the pager computes nothing on a device.
-    least, most : int
-        Blocks of the smallest and of the largest run; between them, powers of ten.
-    history : int
-        Accesses that the pager remembers while time is measured; a pool's own number by default.
-    accesses : int
-        Measured accesses of each pattern.
-    fast : int
-        Bytes of the pool that is resized.
-    """
-
-    device: str = "cpu"
-    least: int = 1_000
-    most: int = 1_000_000
-    history: int = 1 << 18
-    accesses: int = 20_000
-    fast: int = 256 << 20
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(most=4_000, history=2048, accesses=1000, fast=8 << 20)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of blocks, ascending."""
-        powers = range(math.ceil(math.log10(self.least)), math.ceil(math.log10(self.most)))
-        return tuple(sorted({self.least, self.most, *(10**power for power in powers)}))
+    most: Annotated[int, Option("Blocks of the largest pool", least=1000)] = 1_000_000
+    device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
+    least: int = 1_000  # blocks of the smallest run; between it and the largest, powers of ten
+    history: int = 1 << 18  # accesses that the pager remembers while time is measured; a pool's own number
+    accesses: int = 20_000  # measured, of each pattern
+    fast: int = 256 << 20  # bytes of the pool that is resized
+    QUICK: ClassVar = {"most": 4_000, "history": 2048, "accesses": 1000, "fast": 8 << 20}
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Results for one number of blocks.
+class Bench(harness.Benchmark):
+    """Each number of blocks, and a pool that is resized."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Memory of pager and blocks, without the history.
-    further : float or None
-        Bytes of each block more than in the point before; None in the first one.
-    loop, shuffled : tuple of float
-        Processor seconds of an access, one sample for each thousand.
-    """
+    name = "growth"
+    limit = "itself with fewer blocks, and the operating system's account"
+    Settings = Settings
 
-    blocks: int
-    nbytes: int
-    further: float | None
-    loop: tuple[float, ...]
-    shuffled: tuple[float, ...]
+    def cases(self) -> Iterable[str]:
+        return ("resize", "memory", "time")
 
+    def measure(self, case: str) -> Any:
+        settings = self.settings
+        if case == "resize":
+            (resized,) = (run_child("growth_child", one) for one in told(self.progress, "Resizing", [settings.fast]))
+            return resized
+        powers = range(math.ceil(math.log10(settings.least)), math.ceil(math.log10(settings.most)))
+        sizes = sorted({settings.least, settings.most, *(10**power for power in powers)})
+        history = _SHORT_ACCESSES if case == "memory" else settings.history
+        return [
+            run_child("growth_child", blocks, history, settings.accesses)
+            for blocks in told(self.progress, case.capitalize(), sizes)
+        ]
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run.
-
-    Attributes
-    ----------
-    history, history_bytes : int
-        Accesses that the pager remembers, and the memory that they take.
-    """
-
-    history: int
-    history_bytes: int
-    points: tuple[Point, ...]
-    resize: ResizeRun
-
-
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Run the benchmark in child processes.
-
-    Raises
-    ------
-    FarpoolError
-        One of the processes failed; the message holds what it said.
-    """
-    sizes = settings.sizes
-    progress("Resizing", 0, 1)
-    resize = _child("farpool_bench.resize_run", ResizeRun, settings.fast)
-    progress("Resizing", 1, 1)
-    slim: list[PagerRun] = []
-    timed: list[PagerRun] = []
-    for step, runs, history in (("Memory", slim, _SHORT), ("Time", timed, settings.history)):
-        for number, blocks in enumerate(sizes):
-            progress(step, number, len(sizes))
-            runs.append(_child("farpool_bench.pager_run", PagerRun, blocks, history, settings.accesses))
-        progress(step, len(sizes), len(sizes))
-    further = [None, *((b.nbytes - a.nbytes) / (b.blocks - a.blocks) for a, b in pairwise(slim))]
-    points = (
-        Point(memory.blocks, memory.nbytes, more, time.loop, time.shuffled)
-        for memory, more, time in zip(slim, further, timed, strict=True)
-    )
-    return Outcome(settings.history, timed[0].history_bytes, tuple(points), resize)
-
-
-def _child(module: str, result: type[_T], *arguments: int) -> _T:
-    program = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        raise FarpoolError(f"{module} failed (exit code {done.returncode}): {said[-1] if said else 'it said nothing'}")
-    return msgspec.json.decode(done.stdout, type=result)
-
-
-def table(outcome: Outcome) -> Group:
-    """Time and memory by number of blocks, then the resident set round the resize."""
-    growth = Table("By number of blocks")
-    growth.add_figures("blocks", "loop, us", "random, us", "bytes a block", "each further", "with history")
-    for point in outcome.points:
-        growth.add_row(
-            f"{point.blocks:,}",
-            f"{statistics.median(point.loop) * 1e6:.1f}",
-            f"{statistics.median(point.shuffled) * 1e6:.1f}",
-            f"{point.nbytes / point.blocks:,.0f}",
-            "" if point.further is None else f"{point.further:,.0f}",
-            f"{(point.nbytes + outcome.history_bytes) / point.blocks:,.0f}",
+    def outcome(self, found: list[Any]) -> Row:
+        resize, slim, timed = found
+        further = [None, *((b.nbytes - a.nbytes) / (b.blocks - a.blocks) for a, b in pairwise(slim))]
+        points = (
+            Row(
+                blocks=memory.blocks,
+                nbytes=memory.nbytes,  # of pager and blocks, without the history
+                further=more,  # bytes of each block more than in the point before
+                loop=time.loop,  # processor seconds of an access, one sample for each thousand
+                shuffled=time.shuffled,
+            )
+            for memory, more, time in zip(slim, further, timed, strict=True)
         )
-    history = (
-        f"history of {outcome.history:,} accesses: {format_size(outcome.history_bytes)}, whatever the number of blocks"
-    )
-    resize = outcome.resize
-    sizes = Table(f"Budget from {format_size(resize.fast)} to {format_size(resize.smaller)} while a program runs")
-    sizes.add_texts("step")
-    sizes.add_figures("resident set")
-    half = len(resize.resident) // 2
-    for step, nbytes in enumerate(resize.resident):
-        sizes.add_row(f"{step + 1}" + (", the first after the change" if step == half else ""), format_size(nbytes))
-    given = f"given back after one step: {resize.given_back:.0%} of the difference"
-    return Group(growth, Text(history), sizes, Text(given))
+        history = {"history": self.settings.history, "history_bytes": timed[0].history_bytes}
+        return Row(**history, points=tuple(points), resize=resize)
 
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        rows = [
+            [
+                f"{point.blocks:,}",
+                f"{statistics.median(point.loop) * 1e6:.1f}",
+                f"{statistics.median(point.shuffled) * 1e6:.1f}",
+                f"{point.nbytes / point.blocks:,.0f}",
+                "" if point.further is None else f"{point.further:,.0f}",
+                f"{(point.nbytes + outcome.history_bytes) / point.blocks:,.0f}",
+            ]
+            for point in outcome.points
+        ]
+        yield Grid("By number of blocks", "blocks|loop, us|random, us|bytes a block|each further|with history", rows)
+        size = format_size(outcome.history_bytes)
+        yield f"history of {outcome.history:,} accesses: {size}, whatever the number of blocks"
+        resize = outcome.resize
+        half = len(resize.resident) // 2
+        rows = [
+            [f"{step + 1}" + (", the first after the change" if step == half else ""), format_size(nbytes)]
+            for step, nbytes in enumerate(resize.resident)
+        ]
+        title = f"Budget from {format_size(resize.fast)} to {format_size(resize.smaller)} while a program runs"
+        yield Grid(title, "<step|resident set", rows)
+        yield f"given back after one step: {resize.given_back:.0%} of the difference"
 
-def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Time and memory against the number of blocks, both axes logarithmic."""
-    from farpool_bench.figures import COLOURS, INK, new_figure
-
-    blocks = [point.blocks for point in outcome.points]
-    time, axes = new_figure("blocks", "microseconds of an access")
-    for label, colour, runs in (
-        ("loop", COLOURS[0], [point.loop for point in outcome.points]),
-        ("random", COLOURS[1], [point.shuffled for point in outcome.points]),
-    ):
-        axes.loglog(blocks, [statistics.median(samples) * 1e6 for samples in runs], "o-", color=colour, label=label)
-    axes.set_ylim(1, 1000)
-    axes.legend()
-    memory, axes = new_figure("blocks", "bytes a block")
-    axes.loglog(
-        blocks, [point.nbytes / point.blocks for point in outcome.points], "o-", color=COLOURS[0], label="all blocks"
-    )
-    later = [point for point in outcome.points if point.further is not None]
-    axes.loglog(
-        [point.blocks for point in later],
-        [max(point.further or 0.0, 1.0) for point in later],
-        "s--",
-        color=COLOURS[2],
-        label="each further block",
-    )
-    axes.axhline(200, color=INK, linewidth=1, linestyle=":")
-    axes.legend()
-    return {
-        "Processor time of the pager for one access: median.": time,
-        "Memory of the pager over the number of blocks, without the history; dotted: 200 bytes.": memory,
-    }
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        blocks = [point.blocks for point in outcome.points]
+        time, axes = new_figure("blocks", "microseconds of an access")
+        for label, field, colour in (("loop", "loop", COLOURS[0]), ("random", "shuffled", COLOURS[1])):
+            medians = [statistics.median(point[field]) * 1e6 for point in outcome.points]
+            axes.loglog(blocks, medians, "o-", color=colour, label=label)
+        axes.set_ylim(1, 1000)
+        axes.legend()
+        memory, axes = new_figure("blocks", "bytes a block")
+        each = [point.nbytes / point.blocks for point in outcome.points]
+        axes.loglog(blocks, each, "o-", color=COLOURS[0], label="all blocks")
+        more = [max(point.further or 0.0, 1.0) for point in outcome.points[1:]]
+        axes.loglog(blocks[1:], more, "s--", color=COLOURS[2], label="each further block")
+        axes.axhline(200, color=INK, linewidth=1, linestyle=":")
+        axes.legend()
+        return {
+            "Processor time of the pager for one access: median.": time,
+            "Memory of the pager over the number of blocks, without the history; dotted: 200 bytes.": memory,
+        }

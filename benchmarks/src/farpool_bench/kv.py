@@ -1,7 +1,7 @@
-"""Prefix hits of KV caches on a trace of requests: what nodes or a pool of a given size save.
+"""Prefix hits of KV caches on a trace of requests: prefill that nodes or a pool of a given size save.
 
-Each request looks its prompt's blocks up; a hit run ends at the first missing block, and the blocks from there on
-are computed and inserted. Metadata only. Replayed are the nodes' own policy, that of a pool, which chooses while it
+Each request looks its prompt's blocks up; a hit run ends at the first missing block, and the blocks from there on are
+computed and inserted. Metadata only. Replayed are the nodes' own policy, the choice of a pool, which changes while it
 runs, single policies on prefixes, and, for comparison, the library's policies on plain blocks without prefixes, whose
 block hits are at least their prefix hits. No cache has more hits than an infinite one, nor than Belady's policy with
 one block more (a cache that may refuse blocks does no better than one that takes each and has one place more). Several
@@ -12,237 +12,72 @@ where that takes less time; the time to first token is the sum. With a model's g
 tokens.
 
 With real bytes, the first requests are also moved through nodes, and through a pool, of each size; their hits stand
-beside those of the metadata.
+next to the hits of the metadata.
 """
 
 from __future__ import annotations
 
 import hashlib
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Group as Lines
-from rich.text import Text
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from farpool._native import CacheSimulation, RequestTrace
 from farpool.errors import ConfigError
-from farpool.observe.tables import Table
 from farpool.sizes import format_size, parse_rate, parse_size
-from farpool_bench import kv_caches, kv_real, kv_requests
+from farpool_bench import harness, kv_caches, kv_real, kv_requests
+from farpool_bench.harness import Option, Progress, Row, told
 from farpool_bench.kv_caches import NAMES, NODE, POOL
 from farpool_bench.kv_requests import Requests
+from farpool_bench.render import Grid, by_group, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["MODELS", "Model", "Outcome", "Plain", "Real", "Run", "Settings", "figures", "run", "table"]
 
 _SPREAD = (NODE, POOL)
 """Policies that are replayed on every number of nodes; the others on the first number only."""
 _PLAIN = ("lru", "sieve", "arc", "s3-fifo", "w-tiny-lfu", "gdsf")
 _SHARES = (64, 32, 16, 8, 4)
 
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Geometry of a model as far as KV is concerned.
-
-    Attributes
-    ----------
-    bytes_per_token : int
-        KV of a token in all layers.
-    attention_tokens : float
-        Context length at which attention costs a token as much as everything else; 0 leaves attention out.
-    """
-
-    bytes_per_token: int
-    attention_tokens: float = 0.0
-
-
-# KV: layers x 2 x KV heads x 128 x 2 bytes. Attention: parameters / (2 x layers x hidden size).
+# Geometry of models as far as 16-bit KV is concerned: bytes of a token in all layers, which are layers x 2 x KV heads x
+# 128 x 2 bytes, and the context length at which attention costs a token as much as everything else, which is
+# parameters / (2 x layers x hidden size); 0 leaves attention out.
 MODELS = {
-    "llama-3.1-8b": Model(32 * 2 * 8 * 128 * 2, 8.03e9 / (2 * 32 * 4096)),
-    "llama-3.1-70b": Model(80 * 2 * 8 * 128 * 2, 70.6e9 / (2 * 80 * 8192)),
+    "llama-3.1-8b": (32 * 2 * 8 * 128 * 2, 8.03e9 / (2 * 32 * 4096)),
+    "llama-3.1-70b": (80 * 2 * 8 * 128 * 2, 70.6e9 / (2 * 80 * 8192)),
 }
-"""Models whose geometry has a name; 16-bit KV."""
+
+
+_SIZES = Option("Of the cache, such as 64GiB; repeatable. Default: 1/64 to 1/4 of all blocks.", "SIZE", "size")
+_POLICIES = Option(
+    "node, pool, or one to use alone, such as lru; repeatable. Default: node, pool, lru, expected-reuse.",
+    "NAME",
+    "policy",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Choice of requests, caches and costs.
+class Settings(harness.Settings):
+    """Choice of requests, caches and costs; nothing is computed on a device."""
 
-    Attributes
-    ----------
-    device : str
-        ``cpu``: nothing is computed on a device.
-    trace : Path or None
-        JSON lines, as `kv_requests.read` takes them; None generates conversations.
-    dry_run : bool
-        Leave out the policies on plain blocks.
-    sizes : tuple of str
-        Sizes of the cache; empty for 1/64 to 1/4 of the bytes of all different blocks.
-    policies : tuple of str
-        Policies on prefixes, of `kv_caches.NAMES`.
-    nodes : tuple of int
-        Numbers of nodes over which a cache is spread.
-    block_tokens : int or None
-        Tokens of a block, where the file does not say it.
-    model : str
-        One of `MODELS`; empty for `bytes_per_token` and no attention.
-    bytes_per_token : int
-        KV of a token; the default is that of 32 layers of 8 heads of 128 16-bit elements.
-    prefill_tokens_per_second : float
-        Rate of prefill without attention to earlier tokens; measure your engine's.
-    link : str
-        Rate at which cached blocks arrive.
-    real : int
-        Requests of which real bytes are moved as well, under the policies ``node`` and ``pool``; 0 for none.
-    scale : str
-        Real bytes of a block.
-    requests : int
-        Requests that are generated.
-    label_hash_ids, label_input_length : str
-        Names of the fields in the file.
-    """
-
-    device: str = "cpu"
-    trace: Path | None = None
-    dry_run: bool = False
-    sizes: tuple[str, ...] = ()
-    policies: tuple[str, ...] = (NODE, POOL, "lru", "expected-reuse")
-    nodes: tuple[int, ...] = (1, 2, 4, 8)
-    block_tokens: int | None = None
-    model: str = ""
-    bytes_per_token: int = 131_072
-    prefill_tokens_per_second: float = 8000.0
-    link: str = "10GB/s"
-    real: int = 0
-    scale: str = "64KiB"
-    requests: int = 4000
-    label_hash_ids: str = "hash_ids"
-    label_input_length: str = "input_length"
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(requests=300, nodes=(1, 2), real=40, scale="1KiB")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Results of one policy on prefixes, with one size of the cache on a number of nodes.
-
-    Attributes
-    ----------
-    hits : int
-        Blocks of the runs of hits.
-    hit_tokens : int
-        Tokens that need no prefill.
-    saved_seconds : float
-        Prefill that the hits save.
-    loaded_bytes, stored_bytes : int
-        Bytes that would come from the nodes and go to them.
-    ttft_mean, ttft_median : float
-        Time to first token, in seconds, by the cost model.
-    used : dict of str to int
-        Policies in use at the end, with the number of nodes that use each.
-    switches : int
-        How often another policy took over, on all nodes.
-    """
-
-    policy: str
-    nodes: int
-    size: int
-    hits: int
-    hit_tokens: int
-    saved_seconds: float
-    loaded_bytes: int
-    stored_bytes: int
-    ttft_mean: float
-    ttft_median: float
-    used: dict[str, int]
-    switches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Block hits of one of the library's policies that knows nothing of prefixes."""
-
-    policy: str
-    size: int
-    hits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Real:
-    """Counts of the first requests, whose bytes were moved through nodes or a pool.
-
-    Attributes
-    ----------
-    policy : str
-        ``node`` or ``pool``.
-    nodes, size, requests, block_bytes : int
-        Number of nodes, size of the cache for blocks of full size, number of requests, and real bytes of a block.
-    hits, simulated_hits : int
-        Leading blocks that were found, and those of the same requests in the simulated cache.
-    loaded_bytes, stored_bytes : int
-        Payload bytes that were loaded and verified, and saved.
-    """
-
-    policy: str
-    nodes: int
-    size: int
-    requests: int
-    block_bytes: int
-    hits: int
-    simulated_hits: int
-    loaded_bytes: int
-    stored_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of all caches on one trace.
-
-    Attributes
-    ----------
-    trace : str
-        Name of the file, or how the requests were generated.
-    requests, tokens, blocks, distinct : int
-        Requests, tokens of their prompts, blocks of these, and different blocks.
-    block_tokens, bytes_per_token : int
-        Tokens of a block, bytes of a token.
-    attention_tokens, prefill_tokens_per_second, link : float
-        The cost model; the link in bytes per second.
-    infinite_hits : int
-        Prefix hits of a cache in which everything stays.
-    recompute_ttft_mean, recompute_ttft_median : float
-        Time to first token without a cache.
-    folded : int
-        Names of blocks that the trace has behind different blocks; behind each they are another block.
-    """
-
-    trace: str
-    requests: int
-    tokens: int
-    blocks: int
-    distinct: int
-    block_tokens: int
-    bytes_per_token: int
-    attention_tokens: float
-    prefill_tokens_per_second: float
-    link: float
-    infinite_hits: int
-    recompute_ttft_mean: float
-    recompute_ttft_median: float
-    runs: tuple[Run, ...]
-    plain: tuple[Plain, ...]
-    real: tuple[Real, ...] = ()
-    folded: int = 0
+    trace: Annotated[Path | None, Option("Mooncake's or vLLM's trace, token ids; default: generated.", "FILE")] = None
+    dry_run: Annotated[Path | None, Option("The same files: only the hits that nodes would have.", "FILE")] = None
+    sizes: Annotated[tuple[str, ...], _SIZES] = ()
+    policies: Annotated[tuple[str, ...], _POLICIES] = ()
+    nodes: Annotated[tuple[int, ...], Option("Repeatable; default: 1, 2, 4, 8.", least=1)] = ()
+    block_tokens: Annotated[int | None, Option("Tokens of a block, if FILE does not say it.", least=1)] = None
+    model: Annotated[str, Option("Geometry, such as llama-3.1-8b.", "NAME")] = ""
+    bytes_per_token: Annotated[int, Option("KV of a token", least=1)] = 131_072
+    prefill_tokens_per_second: Annotated[float, Option("Rate of your engine", "RATE")] = 8000.0
+    link: Annotated[str, Option("Rate to the nodes", "RATE")] = "10GB/s"
+    real: Annotated[int, Option("Move bytes of the first N requests, too.", least=1)] = 0
+    scale: Annotated[str, Option("Real bytes of a block", "SIZE")] = "64KiB"
+    label_hash_ids: Annotated[str, Option("Field with a prompt's blocks", "NAME")] = "hash_ids"
+    label_input_length: Annotated[str, Option("Field with a prompt's length", "NAME")] = "input_length"
+    requests: int = 4000  # that are generated
+    QUICK: ClassVar = {"requests": 300, "nodes": (1, 2), "real": 40, "scale": "1KiB"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,82 +97,166 @@ class _Costs:
         return min(hit * self.token_bytes / self.link, self.prefill(0, hit)) + self.prefill(hit, length)
 
 
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Replay the requests with each policy, size and number of nodes.
+class Bench(harness.Benchmark):
+    """Each size of the cache on each number of nodes, under each policy."""
 
-    Raises
-    ------
-    ConfigError
-        The requests cannot be read, or a setting is wrong.
-    """
-    model, costs = _model(settings)
-    for name in settings.policies:
-        if name not in NAMES:
-            raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(NAMES)}")
-    if not settings.nodes or min(settings.nodes) < 1:
-        raise ConfigError(f"nodes is {settings.nodes!r}, expected numbers of nodes, at least 1")
-    progress("Reading the requests", 0, 1)
-    if settings.trace is None:
-        requests = kv_requests.generate(settings.requests)
-    else:
-        requests = kv_requests.read(
-            settings.trace, settings.block_tokens, settings.label_hash_ids, settings.label_input_length
-        )
-    progress("Reading the requests", 1, 1)
-    block = requests.block_tokens * model.bytes_per_token
-    footprint = requests.distinct * block
-    sizes = [parse_size(size, "size") for size in settings.sizes] or [footprint // share for share in _SHARES]
-    sizes = [max(size, block) for size in sizes]
-    runs, plain, real = [], [], []
-    first = requests.first(settings.real)
-    for size in sizes:
-        for nodes in settings.nodes:
-            for policy in settings.policies:
-                if policy in _SPREAD or nodes == settings.nodes[0]:
-                    runs.append(_replay(requests, costs, policy, size, nodes, progress))
+    name = "kv"
+    limit = "an infinite cache; Belady's policy"
+    rivals = ("policies on plain blocks",)
+    Settings = Settings
+    picture = True
+
+    def open(self) -> None:
+        settings = self.settings
+        if settings.trace is not None and settings.dry_run is not None:
+            raise ConfigError("--trace and --dry-run both name a file; pass one of them")
+        self._dry = settings.dry_run is not None
+        self._policies = settings.policies or ((NODE,) if self._dry else (NODE, POOL, "lru", "expected-reuse"))
+        self._nodes = settings.nodes or ((1,) if self._dry else (1, 2, 4, 8))
+        self._costs = _costs(settings)
+        for name in self._policies:
+            if name not in NAMES:
+                raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(NAMES)}")
+        if min(self._nodes) < 1:
+            raise ConfigError(f"nodes is {self._nodes!r}, expected numbers of nodes, at least 1")
+        labels = settings.label_hash_ids, settings.label_input_length
+        for file in told(self.progress, "Reading the requests", [settings.trace or settings.dry_run]):
+            if file is None:
+                self._requests = kv_requests.generate(settings.requests)
+            else:
+                self._requests = kv_requests.read(file, settings.block_tokens, *labels)
+        self._block = self._requests.block_tokens * self._costs.token_bytes
+        self._scale = parse_size(settings.scale, "scale")
+
+    def cases(self) -> Iterable[int]:
+        footprint = self._requests.distinct * self._block
+        sizes = [parse_size(size, "size") for size in self.settings.sizes]
+        return [max(size, self._block) for size in sizes or [footprint // share for share in _SHARES]]
+
+    def measure(self, case: int) -> tuple[list[Row], list[Row], list[Row]]:
+        """Replay the requests with one size of the cache, on prefixes, on plain blocks, and with real bytes."""
+        runs, real = [], []
+        for nodes in self._nodes:
+            for policy in self._policies:
+                if policy in _SPREAD or nodes == self._nodes[0]:
+                    runs.append(_replay(self._requests, self._costs, policy, case, nodes, self.progress))
                 # A pool is one process: it has no nodes.
-                if settings.real and (policy == NODE or (policy == POOL and nodes == 1)):
-                    real.append(_move(first, costs, policy, size, nodes, settings, progress))
-        if not settings.dry_run:
-            plain += _plain(requests, size // block, size)
-    alone = [costs.first_token(0, length) for length in requests.tokens]
-    return Outcome(
-        requests.name,
-        len(requests.chains),
-        sum(requests.tokens),
-        requests.blocks,
-        requests.distinct,
-        requests.block_tokens,
-        model.bytes_per_token,
-        model.attention_tokens,
-        settings.prefill_tokens_per_second,
-        costs.link,
-        sum(_infinite(requests.chains)),
-        statistics.fmean(alone),
-        statistics.median(alone),
-        tuple(runs),
-        tuple(plain),
-        tuple(real),
-        requests.folded,
-    )
+                if self.settings.real and (policy == NODE or (policy == POOL and nodes == 1)):
+                    real.append(self._move(policy, case, nodes))
+        return runs, [] if self._dry else _plain(self._requests, case // self._block, case), real
+
+    def outcome(self, found: list[tuple[list[Row], list[Row], list[Row]]]) -> Row:
+        requests, costs = self._requests, self._costs
+        alone = [costs.first_token(0, length) for length in requests.tokens]
+        runs, plain, real = (tuple(row for one in found for row in one[part]) for part in range(3))
+        return Row(
+            trace=requests.name,
+            requests=len(requests.chains),
+            tokens=sum(requests.tokens),
+            blocks=requests.blocks,
+            distinct=requests.distinct,  # different blocks
+            block_tokens=requests.block_tokens,
+            bytes_per_token=costs.token_bytes,
+            attention_tokens=costs.attention,
+            prefill_tokens_per_second=costs.rate,
+            link=costs.link,
+            infinite_hits=sum(_infinite(requests.chains)),
+            recompute_ttft_mean=statistics.fmean(alone),  # without a cache
+            recompute_ttft_median=statistics.median(alone),
+            runs=runs,
+            plain=plain,
+            real=real,
+            folded=requests.folded,  # names that the trace has behind different blocks
+        )
+
+    def _move(self, policy: str, size: int, nodes: int) -> Row:
+        """Replay the first requests with real bytes, and with metadata only."""
+        first = self._requests.first(self.settings.real)
+        simulated = _replay(first, self._costs, policy, size, nodes, self.progress).hits
+        shape = kv_real.Shape(policy, size // self._block, nodes, self._scale)
+        moved = kv_real.move(first, shape, self._costs.prefill, self.progress)
+        about = {"policy": policy, "nodes": nodes, "size": size, "requests": len(first.chains)}
+        return Row(**about, block_bytes=self._scale, simulated_hits=simulated, **moved)
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        about = (
+            f"{outcome.trace}: {outcome.requests:,} requests, {outcome.blocks:,} blocks of {outcome.block_tokens} "
+            f"tokens ({outcome.distinct:,} different); an infinite cache hits {outcome.infinite_hits:,} "
+            f"({outcome.infinite_hits / max(outcome.blocks, 1):.1%})\n"
+            f"{outcome.bytes_per_token:,} bytes a token, prefill {outcome.prefill_tokens_per_second:,.0f} tokens/s, "
+            f"link {outcome.link / 1e9:g} GB/s; without a cache {outcome.recompute_ttft_mean:.2f} s to the first token "
+            "(mean)"
+        )
+        if folded := outcome.get("folded"):
+            about += f"\n{folded:,} names of blocks stand behind different blocks; behind each they are another block"
+        yield about
+        rows: list[list[str]] = []
+        for size, runs in sorted(by_group(outcome.runs, lambda one: one.size).items()):
+            first = format_size(size)
+            for one in runs:
+                shares = (one.hits / max(outcome.infinite_hits, 1), one.hit_tokens / max(outcome.tokens, 1))
+                moved = format_size(one.loaded_bytes + one.stored_bytes)
+                hits = [f"{one.hits:,}", *(f"{share:.1%}" for share in shares)]
+                rows.append([first, str(one.nodes), one.policy, *hits, moved, f"{one.ttft_mean:.2f} s"])
+                first = ""
+            for other in (other for other in outcome.plain if other.size == size):
+                share = f"{other.hits / max(outcome.infinite_hits, 1):.1%}"
+                rows.append(["", "1", _plain_name(other.policy), f"{other.hits:,}", share])
+            rows.append([])
+        yield Grid("", "=cache|=nodes|=policy|hits|of inf.|saved|moved|TTFT", rows)
+        if real := outcome.get("real"):
+            rows = [
+                [
+                    format_size(one.size),
+                    str(one.nodes),
+                    one.policy,
+                    f"{one.hits:,}",
+                    f"{one.simulated_hits:,}",
+                    format_size(one.loaded_bytes),
+                    format_size(one.stored_bytes),
+                ]
+                for one in real
+            ]
+            title = f"Real bytes, each payload verified: the first {real[0].requests:,} requests"
+            yield Grid(title, "=cache|=nodes|=policy|hits|simulated|loaded|stored", rows)
+
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        most = max(outcome.infinite_hits, 1)
+        least, largest = (pick(one.nodes for one in outcome.runs) for pick in (min, max))
+        points: list[tuple[str, Any]] = []
+        for one in outcome.runs:
+            if one.nodes in (least, largest):
+                points.append((one.policy if one.nodes == least else f"{one.policy}, {one.nodes} nodes", one))
+        points += [(_plain_name(one.policy), one) for one in outcome.plain]
+        lines = {}
+        for name, found in by_group(points, lambda point: point[0]).items():
+            ordered = sorted((one.size, one.hits) for _, one in found)
+            lines[name] = [size / (1 << 30) for size, _ in ordered], [min(hits, most) / most for _, hits in ordered]
+        labels = "size of the cache, GiB", "prefix hits, share of an infinite cache's"
+        figure, axes = plot(*labels, lines, legend={"ncols": 2, "fontsize": "small"})
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.02)
+        return {f"Prefix hits on {outcome.trace}.": figure}
 
 
-def _model(settings: Settings) -> tuple[Model, _Costs]:
+def _costs(settings: Settings) -> _Costs:
     if settings.model and settings.model not in MODELS:
         raise ConfigError(
             f"model {settings.model!r} is not known; expected one of {', '.join(MODELS)}, or --bytes-per-token"
         )
-    model = MODELS[settings.model] if settings.model else Model(settings.bytes_per_token)
+    nbytes, attention = MODELS[settings.model] if settings.model else (settings.bytes_per_token, 0.0)
     rate = settings.prefill_tokens_per_second
-    if model.bytes_per_token < 1 or not 0 < rate < float("inf"):
+    if nbytes < 1 or not 0 < rate < float("inf"):
         raise ConfigError(
-            f"{model.bytes_per_token} bytes per token, {rate} prefill tokens per second; expected at least 1 byte, and "
-            "more than 0 tokens"
+            f"{nbytes} bytes per token, {rate} prefill tokens per second; expected at least 1 byte, and more than 0 "
+            "tokens"
         )
-    return model, _Costs(rate, model.attention_tokens, model.bytes_per_token, parse_rate(settings.link, "link"))
+    return _Costs(rate, attention, nbytes, parse_rate(settings.link, "link"))
 
 
-def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: int, progress: Progress) -> Run:
+def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: int, progress: Progress) -> Row:
     page = requests.block_tokens
     block = page * costs.token_bytes
     caches = [kv_caches.make(policy, max(1, size // nodes)) for _ in range(nodes)]
@@ -352,11 +271,11 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         run = 0
         while run < len(chain) and caches[places[chain[run]]].touch(chain[run]):
             run += 1
-        # A node knows of a prefix what lies on it.
+        # A node knows only the blocks of a prefix that are on it.
         before: list[int | None] = [None] * nodes
         for one in chain[:run]:
             before[places[one]] = one
-        # Who saves blocks to nodes says one cost for all of them.
+        # A client that saves blocks to nodes reports one cost for all of them.
         mean = costs.prefill(0, length) / max(1, len(chain))
         for at in range(run, len(chain)):
             one, place = chain[at], places[chain[at]]
@@ -371,19 +290,19 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         times.append(costs.first_token(hit, length))
     progress(step, len(requests.chains), len(requests.chains))
     used = [cache.used for cache in caches]
-    return Run(
-        policy,
-        nodes,
-        size,
-        hits,
-        hit_tokens,
-        saved,
-        hit_tokens * costs.token_bytes,
-        stored * block,
-        statistics.fmean(times),
-        statistics.median(times),
-        {name: used.count(name) for name in sorted(set(used))},
-        sum(cache.switches for cache in caches),
+    return Row(
+        policy=policy,
+        nodes=nodes,
+        size=size,
+        hits=hits,  # blocks of the runs of hits
+        hit_tokens=hit_tokens,  # that need no prefill
+        saved_seconds=saved,
+        loaded_bytes=hit_tokens * costs.token_bytes,
+        stored_bytes=stored * block,
+        ttft_mean=statistics.fmean(times),
+        ttft_median=statistics.median(times),
+        used={name: used.count(name) for name in sorted(set(used))},  # nodes by the policy in use at the end
+        switches=sum(cache.switches for cache in caches),
     )
 
 
@@ -407,7 +326,7 @@ def _infinite(chains: list[list[int]]) -> list[int]:
     return hits
 
 
-def _plain(requests: Requests, capacity: int, size: int) -> list[Plain]:
+def _plain(requests: Requests, capacity: int, size: int) -> list[Row]:
     """Block hits of the library's policies, and of Belady's with one block more."""
     ids = [block for chain in requests.chains for block in chain]
     trace = RequestTrace(ids, [1] * len(ids))
@@ -415,120 +334,9 @@ def _plain(requests: Requests, capacity: int, size: int) -> list[Plain]:
     for policy, blocks in [*((name, capacity) for name in _PLAIN), ("belady", capacity + 1)]:
         cache = CacheSimulation(policy, max(1, blocks))
         cache.run(trace, 0, len(ids))
-        found.append(Plain(policy, size, cache.requests - cache.misses))
+        found.append(Row(policy=policy, size=size, hits=cache.requests - cache.misses))
     return found
-
-
-def _move(
-    requests: Requests,
-    costs: _Costs,
-    policy: str,
-    size: int,
-    nodes: int,
-    settings: Settings,
-    progress: Progress,
-) -> Real:
-    """Replay requests with real bytes, and with metadata only."""
-    blocks, nbytes = size // (requests.block_tokens * costs.token_bytes), parse_size(settings.scale, "scale")
-    simulated = _replay(requests, costs, policy, size, nodes, progress).hits
-    moved = kv_real.move(requests, policy, blocks, nodes, nbytes, costs.prefill, progress)
-    return Real(
-        policy,
-        nodes,
-        size,
-        len(requests.chains),
-        nbytes,
-        moved.hits,
-        simulated,
-        moved.loaded_bytes,
-        moved.stored_bytes,
-    )
-
-
-def table(outcome: Outcome) -> Lines:
-    """Table of hits, saved prefill and times for each size, number of nodes and policy."""
-    about = Text(
-        f"{outcome.trace}: {outcome.requests:,} requests, {outcome.blocks:,} blocks of {outcome.block_tokens} tokens "
-        f"({outcome.distinct:,} different); an infinite cache hits {outcome.infinite_hits:,} "
-        f"({outcome.infinite_hits / max(outcome.blocks, 1):.1%})\n"
-        f"{outcome.bytes_per_token:,} bytes a token, prefill {outcome.prefill_tokens_per_second:,.0f} tokens/s, link "
-        f"{outcome.link / 1e9:g} GB/s; without a cache {outcome.recompute_ttft_mean:.2f} s to the first token (mean)"
-    )
-    if outcome.folded:
-        about.append(
-            f"\n{outcome.folded:,} names of blocks stand behind different blocks; behind each they are another block"
-        )
-    made = Table()
-    made.add_names("cache", "nodes", "policy")
-    made.add_figures("hits", "of inf.", "saved", "moved", "TTFT")
-    for size in sorted({one.size for one in outcome.runs}):
-        first = format_size(size)
-        for one in (one for one in outcome.runs if one.size == size):
-            made.add_row(
-                first,
-                str(one.nodes),
-                one.policy,
-                f"{one.hits:,}",
-                f"{one.hits / max(outcome.infinite_hits, 1):.1%}",
-                f"{one.hit_tokens / max(outcome.tokens, 1):.1%}",
-                format_size(one.loaded_bytes + one.stored_bytes),
-                f"{one.ttft_mean:.2f} s",
-            )
-            first = ""
-        for other in (other for other in outcome.plain if other.size == size):
-            name = _plain_name(other.policy)
-            made.add_row("", "1", name, f"{other.hits:,}", f"{other.hits / max(outcome.infinite_hits, 1):.1%}")
-        made.add_section()
-    return Lines(about, made, *([_table_of_real(outcome)] if outcome.real else ()))
-
-
-def _table_of_real(outcome: Outcome) -> Table:
-    made = Table(f"Real bytes, each payload verified: the first {outcome.real[0].requests:,} requests")
-    made.add_names("cache", "nodes", "policy")
-    made.add_figures("hits", "simulated", "loaded", "stored")
-    for one in outcome.real:
-        made.add_row(
-            format_size(one.size),
-            str(one.nodes),
-            one.policy,
-            f"{one.hits:,}",
-            f"{one.simulated_hits:,}",
-            format_size(one.loaded_bytes),
-            format_size(one.stored_bytes),
-        )
-    return made
 
 
 def _plain_name(policy: str) -> str:
     return "belady, a bound" if policy == "belady" else f"{policy}, plain"
-
-
-def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Figure of the share of an infinite cache's hits against the size of the cache."""
-    from farpool_bench.figures import COLOURS, new_figure
-
-    figure, axes = new_figure("size of the cache, GiB", "prefix hits, share of an infinite cache's")
-    most = max(outcome.infinite_hits, 1)
-    least, largest = (pick(one.nodes for one in outcome.runs) for pick in (min, max))
-    lines: dict[str, list[tuple[int, int]]] = {}
-    for one in outcome.runs:
-        if one.nodes in (least, largest):
-            name = one.policy if one.nodes == least else f"{one.policy}, {one.nodes} nodes"
-            lines.setdefault(name, []).append((one.size, one.hits))
-    for other in outcome.plain:
-        name = _plain_name(other.policy)
-        lines.setdefault(name, []).append((other.size, other.hits))
-    for number, (name, points) in enumerate(lines.items()):
-        points.sort()
-        axes.plot(
-            [size / (1 << 30) for size, _ in points],
-            [min(hits, most) / most for _, hits in points],
-            ("o-", "s--", "^:")[number // len(COLOURS) % 3],
-            color=COLOURS[number % len(COLOURS)],
-            markersize=4,
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.02)
-    axes.legend(ncols=2, fontsize="small")
-    return {f"Prefix hits on {outcome.trace}.": figure}

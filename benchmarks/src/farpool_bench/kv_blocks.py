@@ -1,4 +1,4 @@
-"""KV blocks on the pool: lookup, save and load beside the store's own calls, sockets, Mooncake, Redis and LMCache.
+"""KV blocks on nodes: lookup, save and load, compared with the store's own calls, sockets, Mooncake, Redis and LMCache.
 
 A node runs in a process of its own on this host and is used over TCP loopback (tcp) and through shared memory (mapped).
 Each row is one kind of call of `farpool.kv.BlockCache`, which verifies checksum and header of each block; the peers do
@@ -16,127 +16,89 @@ memory, one task for all objects.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
-
-from rich.console import Group
-from rich.text import Text
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from farpool._native import WINDOW, WINDOW_BYTES
 from farpool.cluster.node.process import running_node
+from farpool.cluster.store import Store
+from farpool.cluster.wire.channel import Transport
+from farpool.errors import FarpoolError
+from farpool.kv.blocks import BlockCache
+from farpool.kv.namespace import Group, Namespace
 from farpool.sizes import format_size
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row
 from farpool_bench.kv_peers import Contender, KVPeers, closed
-from farpool_bench.kv_users import BlockUser, MemoryUser, StoreUser
-from farpool_bench.race import Entrant, Race, hold, opened
-from farpool_bench.remote_table import races_table
+from farpool_bench.measure import Entrant, Race, opened
+from farpool_bench.render import Grid, races_grid
 from farpool_bench.ring import Ring
 from farpool_bench.sockets import Sockets, build_sockets
+from farpool_bench.users import User
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from farpool.cluster.wire.channel import Transport
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Outcome", "Settings", "figures", "run", "table"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _WAYS: Final[tuple[Transport, ...]] = ("tcp", "mapped")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes of a run; shapes are pairs of the bytes of a block and the number of blocks in a call.
+class Settings(harness.Settings):
+    """Sizes; shapes are pairs of the bytes of a block and the number of blocks in a call."""
 
-    Attributes
-    ----------
-    device : str
-        Has no effect: nodes lend host memory.
-    rounds : int
-        Samples of each kind.
-    seconds : float
-        Seconds of a sample.
-    lookups : pair
-        Looked up in one call.
-    blocks : tuple of pairs
-        Saved and loaded in one call.
-    lmcache : str
-        A Python that has farpool and LMCache; empty for this process's own.
-    """
-
-    device: str = "cpu"
-    rounds: int = 7
-    seconds: float = 0.25
-    lookups: tuple[int, int] = (64, 256)
-    blocks: tuple[tuple[int, int], ...] = ((2 * _MIB, 48), (64 * _KIB, 48))
-    lmcache: str = ""
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(rounds=2, seconds=0.01, lookups=(64, 16), blocks=((64 * _KIB, 4),))
+    lmcache: Annotated[str, Option("Has farpool and LMCache; default: this Python.", "PYTHON")] = ""
+    rounds: Annotated[int, Option("Samples of each", least=1)] = 7
+    seconds: float = 0.25  # of a sample
+    lookups: tuple[int, int] = (64, 256)  # looked up in one call
+    blocks: tuple[tuple[int, int], ...] = ((2 * _MIB, 48), (64 * _KIB, 48))  # saved and loaded in one call
+    QUICK: ClassVar = {"rounds": 2, "seconds": 0.01, "lookups": (64, 16), "blocks": ((64 * _KIB, 4),)}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run.
+class Bench(harness.Benchmark):
+    """Lookups over each transport, then loads and saves of each shape over each transport."""
 
-    Attributes
-    ----------
-    peers : tuple of str
-        Names and versions of the peers that run here.
-    lookups : tuple of Race
-        Calls that ask for many keys, each of them counted as one; over TCP, and mapped.
-    blocks : tuple of Race
-        Loads and saves, seconds for one block; over TCP, and mapped.
-    """
+    name = "kv-blocks"
+    limit = "a C program on plain sockets, and memcpy for mapped memory"
+    rivals = ("the store's own calls", "Mooncake Store", "LMCache's fs tier", "Redis")
+    Settings = Settings
 
-    peers: tuple[str, ...]
-    lookups: tuple[Race, ...]
-    blocks: tuple[Race, ...]
+    def open(self) -> None:
+        settings = self.settings
+        lent = max(64 * _MIB, *(4 * nbytes * count for nbytes, count in settings.blocks))
+        self.peers = self.stack.enter_context(KVPeers(settings.lmcache, settings.seconds, lent))
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
+        self._sockets, self._why_no_sockets = build_sockets(folder)
+        self._node = self.stack.enter_context(running_node(dram=str(lent))).address
 
+    def cases(self) -> Iterable[str]:
+        return ("lookups", "blocks")
 
-class _Bench:
-    """The node and the peers of a run; a context manager that closes them."""
+    def measure(self, case: str) -> tuple[Row, ...]:
+        return tuple(self._lookups() if case == "lookups" else self._blocks())
 
-    def __init__(self, settings: Settings, progress: Progress) -> None:
-        self._settings = settings
-        self._progress = progress
-        self._stack = ExitStack()
-        try:
-            lent = max(64 * _MIB, *(4 * nbytes * count for nbytes, count in settings.blocks))
-            self.peers = self._stack.enter_context(KVPeers(settings.lmcache, settings.seconds, lent))
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
-            self._sockets, self._why_no_sockets = build_sockets(folder)
-            self._node = self._stack.enter_context(running_node(dram=str(lent))).address
-        except BaseException:
-            self._stack.close()
-            raise
+    def outcome(self, found: list[tuple[Row, ...]]) -> Row:
+        return Row(peers=self.peers.names, lookups=found[0], blocks=found[1])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def lookups(self) -> Iterator[Race]:
-        """Many keys in one call."""
-        ring = Ring(*self._settings.lookups)
+    def _lookups(self) -> Iterator[Row]:
+        """Many keys in one call, each of them counted as one."""
+        ring = Ring(*self.settings.lookups)
         for way in _WAYS:
             with ExitStack() as stack:
                 ours = closed(stack, BlockUser(self._node, way, ring))
                 others = [Entrant(one.name, one.find, one.reason) for one in self._contenders(stack, way, ring)]
-                work = partial(ours.lookup_seconds, self._settings.seconds)
-                yield self._hold(f"lookup of {len(ring)} keys", ring, 1, way, work, others)
+                work = partial(ours.lookup_seconds, self.settings.seconds)
+                yield self._hold(Race(f"lookup of {len(ring)} keys", ring.nbytes, 1, way), work, others)
 
-    def blocks(self) -> Iterator[Race]:
-        """Blocks that move many at a time."""
-        for nbytes, count in self._settings.blocks:
+    def _blocks(self) -> Iterator[Row]:
+        """Loads and saves of many blocks in one call, in seconds for one block."""
+        for nbytes, count in self.settings.blocks:
             ring = Ring(nbytes, count)
             for way in _WAYS:
                 with ExitStack() as stack:
@@ -147,57 +109,124 @@ class _Bench:
                             Entrant(one.name, partial(one.each, write) if one.each else None, one.reason)
                             for one in contenders
                         ]
-                        work = partial(ours.seconds_each, write, count, self._settings.seconds)
-                        yield self._hold(what, ring, count, way, work, others)
+                        work = partial(ours.seconds_each, write, count, self.settings.seconds)
+                        yield self._hold(Race(what, nbytes, count, way), work, others)
 
-    def _hold(
-        self, what: str, ring: Ring, batch: int, way: str, ours: Callable[[], float], others: list[Entrant]
-    ) -> Race:
-        step = f"{what} {format_size(ring.nbytes)}, {way}"
-        return hold(what, ring.nbytes, batch, way, ours, others, self._settings.rounds, step, self._progress)
+    def _hold(self, race: Race, ours: Callable[[], float], others: list[Entrant]) -> Row:
+        step = f"{race.what} {format_size(race.nbytes)}, {race.way}"
+        return race.hold(ours, others, self.settings.rounds, step, self.progress)
 
     def _contenders(self, stack: ExitStack, way: Transport, ring: Ring) -> Iterator[Contender]:
         store = closed(stack, StoreUser(self._node, way, ring))
-        yield Contender.of("the store's own calls", store, self._settings.seconds)
+        yield Contender.of("the store's own calls", store, self.settings.seconds)
         yield from self.peers.contenders(stack, way, ring)
 
     def _limits(self, stack: ExitStack, way: Transport, ring: Ring) -> Iterator[Contender]:
         if way == "mapped":
-            yield Contender.of("memcpy", closed(stack, MemoryUser(ring)), self._settings.seconds)
+            yield Contender.of("memcpy", closed(stack, MemoryUser(ring)), self.settings.seconds)
             return
-        make = None if self._sockets is None else partial(Sockets, self._sockets, ring.nbytes, len(ring))
+        make = partial(Sockets, self._sockets, ring.nbytes, len(ring)) if self._sockets else None
         sockets, reason = opened(stack, make, self._why_no_sockets)
         window = max(1, min(WINDOW, WINDOW_BYTES // ring.nbytes))  # as a store's
-        for spin in (False, True):
+        for spin, mode in ((False, "blocking"), (True, "spinning")):
             each = None
             if sockets is not None:
-                each = partial(sockets.seconds_each, window=window, seconds=self._settings.seconds, spin=spin)
-            yield Contender(f"sockets, {'spinning' if spin else 'blocking'}", each, None, None, reason)
+                each = partial(sockets.seconds_each, window=window, seconds=self.settings.seconds, spin=spin)
+            yield Contender(f"sockets, {mode}", each, reason=reason)
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        title = "Many keys in one call; ratio: how many times as fast farpool is"
+        yield races_grid(title, outcome.lookups, rate=False)
+        yield races_grid("Blocks, many in one call; ratio: how many times as fast farpool is", outcome.blocks)
+        yield f"peers: {'; '.join(outcome.peers) or 'none'}"
 
 
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure farpool's cache of blocks and its peers, comparison by comparison.
-
-    Raises
-    ------
-    ConfigError
-        The Python that was named for LMCache cannot be run.
-    FarpoolError
-        A node did not start, a call of farpool failed, or bytes were read that are not those that were saved.
-    """
-    with _Bench(settings, progress) as bench:
-        return Outcome(bench.peers.names, tuple(bench.lookups()), tuple(bench.blocks()))
+_TOKENS = 16
+_PATIENCE = 30.0
+"""Seconds that a call may take: here a late answer is to be measured, not to be given up."""
 
 
-def table(outcome: Outcome) -> Group:
-    """Tables of the lookups and of the blocks."""
-    return Group(
-        races_table("Many keys in one call; ratio: how many times as fast farpool is", outcome.lookups, rate=False),
-        races_table("Blocks, many in one call; ratio: how many times as fast farpool is", outcome.blocks),
-        Text(f"peers: {'; '.join(outcome.peers) or 'none'}"),
-    )
+class BlockUser(User):
+    """A user of `BlockCache`."""
+
+    def __init__(self, node: str, transport: Transport, ring: Ring) -> None:
+        super().__init__("farpool", ring)
+        namespace = Namespace(
+            engine="farpool",
+            model="bench",
+            weights="none",
+            dtype="float16",
+            layout="ring",
+            tokens_per_block=_TOKENS,
+            groups=(Group(("0",), ring.nbytes),),
+        )
+        self._cache = BlockCache([node], namespace, transport=transport, timeout=_PATIENCE)
+        self._keys = [self._cache.key(hashlib.sha256(key.encode()).digest()) for key in ring.keys]
+
+    def remove(self) -> None:
+        self._cache.drop(self._keys)
+
+    def put(self, part: slice) -> None:
+        self._check("saved", self._cache.save(self._keys[part], self.ring.payloads[part]))
+
+    def get(self, part: slice) -> None:
+        self._check("loaded", self._cache.load(self._keys[part], self.ring.buffers[part]))
+
+    def find(self) -> int:
+        return self._cache.lookup(self._keys).leading
+
+    def close(self) -> None:
+        self.remove()
+        self._cache.close()
+
+    def _check(self, what: str, reasons: object) -> None:
+        if isinstance(reasons, list) and any(reasons):
+            raise FarpoolError(f"farpool: blocks were not {what}: {sorted(set(filter(None, reasons)))}")
 
 
-def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Return no figures: the tables suffice."""
-    return {}
+class StoreUser(User):
+    """A user of the store's own calls, of which the cache of blocks is made."""
+
+    def __init__(self, node: str, transport: Transport, ring: Ring) -> None:
+        super().__init__("farpool's store", ring)
+        self._store = Store(node, transport=transport, timeout=_PATIENCE)
+
+    def remove(self) -> None:
+        for key in self.ring.keys:
+            self._store.drop(key)
+
+    def put(self, part: slice) -> None:
+        self._store.put_many(zip(self.ring.keys[part], self.ring.payloads[part], strict=True))
+
+    def get(self, part: slice) -> None:
+        self._store.get_into_many(zip(self.ring.keys[part], self.ring.buffers[part], strict=True))
+
+    def find(self) -> int:
+        return self._store.lookup(self.ring.keys).leading
+
+    def close(self) -> None:
+        self.remove()
+        self._store.close()
+
+
+class MemoryUser(User):
+    """A user of plain memory, between which and the ring one thread copies."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__("memcpy", ring)
+        self._memory = Ring(ring.nbytes, len(ring)).buffers
+
+    def remove(self) -> None:
+        pass
+
+    def put(self, part: slice) -> None:
+        for place, payload in zip(self._memory[part], self.ring.payloads[part], strict=True):
+            place[:] = payload
+
+    def get(self, part: slice) -> None:
+        for buffer, place in zip(self.ring.buffers[part], self._memory[part], strict=True):
+            buffer[:] = place
+
+    def find(self) -> int:
+        return len(self._memory)

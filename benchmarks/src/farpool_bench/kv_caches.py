@@ -7,46 +7,18 @@ policies of a pool.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from farpool._native import Policy
-from farpool.errors import ConfigError
 from farpool.kv.eviction import POLICIES, Eviction
-
-__all__ = ["NAMES", "NODE", "POOL", "Cache", "NodeCache", "PoolCache", "make"]
 
 NODE, POOL = "node", "pool"
 NAMES = (NODE, POOL, *POLICIES)
 """Names of all policies."""
 
 
-class Cache(Protocol):
-    """Cache of blocks, which are numbers."""
-
-    def touch(self, block: int) -> bool:
-        """Count a hit; False if the block is not in."""
-
-    def insert(self, block: int, size: int, cost: float, parent: int | None) -> bool:
-        """Bring a block in that is not in; False if it stays outside."""
-
-    def __contains__(self, block: int) -> bool: ...
-
-    @property
-    def used(self) -> str:
-        """Name of the policy in use."""
-
-    @property
-    def switches(self) -> int:
-        """Number of times that another policy took over."""
-
-
 class NodeCache:
     """Blocks on a node, which knows neither of prefixes nor how deep in one a block is.
 
-    Parameters
-    ----------
-    capacity : int
-        Bytes of all blocks.
+    `capacity` is the bytes of all blocks.
     """
 
     used, switches = NODE, 0
@@ -91,12 +63,7 @@ class NodeCache:
 class PoolCache:
     """Blocks in a pool, which knows of each block the one before it.
 
-    Parameters
-    ----------
-    capacity : int
-        Bytes of all blocks.
-    policy : str
-        The one to use always; empty to choose.
+    `capacity`: bytes of all blocks. `policy`: the one to use always; empty to choose.
     """
 
     def __init__(self, capacity: int, policy: str = "") -> None:
@@ -125,14 +92,6 @@ class PoolCache:
         return self._eviction.stats().switches
 
 
-def make(policy: str, capacity: int) -> Cache:
-    """Make a cache under one of the policies of `NAMES`.
-
-    Raises
-    ------
-    ConfigError
-        There is no such policy.
-    """
-    if policy not in NAMES:
-        raise ConfigError(f"policy {policy!r} is not known; expected one of {', '.join(NAMES)}")
+def make(policy: str, capacity: int) -> NodeCache | PoolCache:
+    """Make a cache under one of the policies of `NAMES`."""
     return NodeCache(capacity) if policy == NODE else PoolCache(capacity, "" if policy == POOL else policy)

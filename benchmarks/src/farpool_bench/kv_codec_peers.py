@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,25 +12,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["ShuffledLz4", "ShuffledZstd"]
 
+class Shuffled:
+    """Byte shuffle, each plane compressed by a library; `uncode` gets a plane and the number of its bytes."""
 
-class _Shuffled(ABC):
-    """Byte shuffle, each plane coded by a library at its own defaults."""
-
-    name = ""
-
-    def __init__(self, element: int) -> None:
-        self._element = element
+    def __init__(
+        self, name: str, element: int, code: Callable[[memoryview], bytes], uncode: Callable[[memoryview, int], bytes]
+    ) -> None:
+        self.name = name
+        self._element, self._code, self._uncode = element, code, uncode
         self._lengths = struct.Struct(f"<{element}Q")
-
-    @abstractmethod
-    def _code(self, plane: memoryview) -> bytes:
-        """Compress one plane."""
-
-    @abstractmethod
-    def _uncode(self, coded: memoryview, count: int) -> bytes:
-        """Decompress one plane of `count` bytes."""
 
     def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
         elements = payload.view(f"<u{self._element}")
@@ -56,36 +47,19 @@ class _Shuffled(ABC):
                 some |= plane[start : start + (1 << 16)]
 
 
-class ShuffledZstd(_Shuffled):
+def zstd(element: int) -> Shuffled:
     """Zstandard, level 1."""
+    import zstandard
 
-    name = "zstd level 1"
-
-    def __init__(self, element: int) -> None:
-        import zstandard
-
-        super().__init__(element)
-        self._compressor = zstandard.ZstdCompressor(level=1)
-        self._decompressor = zstandard.ZstdDecompressor()
-
-    def _code(self, plane: memoryview) -> bytes:
-        return self._compressor.compress(plane)
-
-    def _uncode(self, coded: memoryview, count: int) -> bytes:
-        return self._decompressor.decompress(coded)
+    compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+    return Shuffled("zstd level 1", element, compressor.compress, lambda coded, count: decompressor.decompress(coded))
 
 
-class ShuffledLz4(_Shuffled):
+def lz4(element: int) -> Shuffled:
     """LZ4 in its block format."""
+    from lz4 import block
 
-    name = "lz4"
+    def uncode(coded: memoryview, count: int) -> bytes:
+        return bytes(block.decompress(coded, uncompressed_size=count))
 
-    def _code(self, plane: memoryview) -> bytes:
-        import lz4.block
-
-        return bytes(lz4.block.compress(plane, store_size=False))
-
-    def _uncode(self, coded: memoryview, count: int) -> bytes:
-        import lz4.block
-
-        return bytes(lz4.block.decompress(coded, uncompressed_size=count))
+    return Shuffled("lz4", element, lambda plane: bytes(block.compress(plane, store_size=False)), uncode)

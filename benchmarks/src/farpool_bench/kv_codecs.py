@@ -1,4 +1,4 @@
-"""Codecs of KV blocks: how much smaller they make real keys and values, and how fast, beside memcpy.
+"""Codecs of KV blocks: size and speed on real keys and values, compared with memcpy.
 
 The KV is that of the sentence-embedding model all-MiniLM-L6-v2 on the reference manual of Python: keys
 and values of 6 layers and 12 heads of 32 channels, in blocks of 256 tokens. It is computed in float32 and rounded to
@@ -13,137 +13,95 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Group
-from rich.text import Text
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from farpool.errors import ConfigError
-from farpool.observe.tables import Table
+from farpool_bench import harness
+from farpool_bench.harness import Option, Progress, Row, told
 from farpool_bench.measure import in_turn, median_ratio, warm
+from farpool_bench.render import COLOURS, Grid, by_group, new_figure
 
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
-
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Outcome", "Row", "Settings", "figures", "run", "table"]
 
 _PASSES = 3
 """Encodings of all blocks in one sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes of a run.
+class Settings(harness.Settings):
+    """Sizes; codecs compute nothing on a device."""
 
-    Attributes
-    ----------
-    device : str
-        ``cpu``: codecs compute nothing on a device.
-    blocks, tokens : int
-        Number of blocks, and tokens of each.
-    dtypes : tuple of str
-        Element types.
-    rounds : int
-        Samples of each.
-    """
-
-    device: str = "cpu"
+    rounds: Annotated[int, Option("Samples of each", least=1)] = 9
     blocks: int = 8
-    tokens: int = 256
+    tokens: int = 256  # of a block
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    rounds: int = 9
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(blocks=1, tokens=64, rounds=2)
+    QUICK: ClassVar = {"blocks": 1, "tokens": 64, "rounds": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Results of one codec for one element type; rates in bytes of payload per second, one for each round.
+class Bench(harness.Benchmark):
+    """Each element type, with all codecs."""
 
-    Attributes
-    ----------
-    codec : str
-        Name of the codec, or of a peer.
-    stored : int
-        Bytes of all stored forms.
-    ratio : float
-        Bytes of all payloads over `stored`.
-    encode, decode : tuple of float
-        Rates.
-    encode_of_memcpy, decode_of_memcpy : float
-        The same over the rate of a memcpy: medians over the rounds.
-    pays_below : float
-        Speed of a link in bytes per second; see the module.
-    then_zstd : float
-        Bytes of the stored forms that Zstandard would save, as a share; what a second codec behind the first is worth.
-    errors : tuple of float or None
-        Root mean square of the error over that of the elements, of keys and of values; None where there is none.
-    """
+    name = "kv-codecs"
+    limit = "memcpy"
+    rivals = ("Zstandard's level 1", "LZ4")
+    Settings = Settings
 
-    dtype: str
-    codec: str
-    stored: int
-    ratio: float
-    encode: tuple[float, ...]
-    decode: tuple[float, ...]
-    encode_of_memcpy: float
-    decode_of_memcpy: float
-    pays_below: float
-    then_zstd: float
-    errors: tuple[float, float] | None
+    def open(self) -> None:
+        import torch
 
+        self.stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        (self._blocks,) = map(_keys_and_values, told(self.progress, "Keys and values", [self.settings]))
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run.
+    def cases(self) -> Iterable[str]:
+        return self.settings.dtypes  # type: ignore[no-any-return]
 
-    Attributes
-    ----------
-    blocks, tokens : int
-        Number of blocks, and tokens of each.
-    packages : dict of str to str
-        Versions of the packages that encode.
-    """
+    def measure(self, case: str) -> list[Row]:
+        return _measure(self.settings, self._blocks, case, self.progress)
 
-    blocks: int
-    tokens: int
-    packages: dict[str, str]
-    rows: tuple[Row, ...]
+    def outcome(self, found: list[list[Row]]) -> Row:
+        packages = {name: version(name) for name in ("zstandard", "lz4", "numpy")}
+        shape = {"blocks": self.settings.blocks, "tokens": self.settings.tokens}
+        return Row(**shape, packages=Row(packages), rows=tuple(row for rows in found for row in rows))
 
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        rows: list[list[str]] = []
+        for dtype, found in by_group(outcome.rows, lambda row: row.dtype).items():
+            for row in found:
+                encode, decode = (statistics.median(rates) / 1e9 for rates in (row.encode, row.decode))
+                figures = (row.ratio, encode, row.encode_of_memcpy, decode, row.decode_of_memcpy, row.pays_below / 1e9)
+                errors = ["-", "-"] if row.errors is None else [f"{error:.2%}" for error in row.errors]
+                rows.append([dtype, row.codec, *(f"{figure:.2f}" for figure in figures), *errors])
+            rows.append([])
+        heads = "=type|=codec|ratio|enc.|x memcpy|dec.|x memcpy|pays below|keys off|values off"
+        title = "GB/s of payload for each core, medians of the rounds"
+        yield Grid(title, heads, rows, caption="x memcpy: of its rate")
+        versions = ", ".join(f"{name} {version}" for name, version in outcome.packages.items())
+        yield f"{outcome.blocks} blocks of {outcome.tokens} tokens; {versions}"
 
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each codec on each element type.
-
-    Raises
-    ------
-    ConfigError
-        The packages of the ``demo`` extra are not installed.
-    """
-    from importlib.metadata import version
-
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        progress("Keys and values", 0, 1)
-        blocks = _keys_and_values(settings)
-        progress("Keys and values", 1, 1)
-        rows = [row for dtype in settings.dtypes for row in _measure(settings, blocks, dtype, progress)]
-    finally:
-        torch.set_num_threads(threads)
-    packages = {name: version(name) for name in ("zstandard", "lz4", "numpy")}
-    return Outcome(settings.blocks, settings.tokens, packages, tuple(rows))
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        figure, axes = new_figure("encode and decode, GB/s of payload for each core", "times smaller")
+        dtypes = list(dict.fromkeys(row.dtype for row in outcome.rows))
+        for number, (codec, rows) in enumerate(by_group(outcome.rows, lambda row: row.codec).items()):
+            axes.scatter(
+                [1e-9 / (1 / statistics.median(row.encode) + 1 / statistics.median(row.decode)) for row in rows],
+                [row.ratio for row in rows],
+                s=[18 * (1 + dtypes.index(row.dtype)) for row in rows],
+                color=COLOURS[number % len(COLOURS)],
+                label=codec,
+            )
+        axes.set_ylim(bottom=1 - 0.05 * math.ceil(max(row.ratio for row in outcome.rows)))
+        axes.legend()
+        return {f"Codecs; small to large dots: {', '.join(dtypes)}.": figure}
 
 
 def _keys_and_values(settings: Settings) -> torch.Tensor:
@@ -189,12 +147,13 @@ def _keys_and_values(settings: Settings) -> torch.Tensor:
 
 
 def _measure(settings: Settings, blocks: torch.Tensor, dtype: str, progress: Progress) -> list[Row]:
+    """Measure the codecs on one element type."""
     import torch
 
     from farpool.kv.compressed import codec_for
     from farpool.kv.compression import Lossless, decode, element_bytes, encode
     from farpool.kv.quantization import Axes
-    from farpool_bench.kv_codec_peers import ShuffledLz4, ShuffledZstd
+    from farpool_bench.kv_codec_peers import lz4, zstd
 
     rounded = blocks.to(getattr(torch, dtype)).contiguous()
     payloads = [memoryview(block.contiguous().view(torch.uint8).numpy()).cast("B") for block in rounded]
@@ -217,7 +176,7 @@ def _measure(settings: Settings, blocks: torch.Tensor, dtype: str, progress: Pro
 
     axes = Axes("slthd", tuple(rounded.shape[1:]))
     codecs = [codec_for(name, dtype, axes) for name in ("zstd", "int8", "int4")]
-    every = [*filter(None, codecs), ShuffledZstd(element_bytes(dtype)), ShuffledLz4(element_bytes(dtype))]
+    every = [*filter(None, codecs), zstd(element_bytes(dtype)), lz4(element_bytes(dtype))]
     works = [rate_of(copy)]
     forms = []
     for codec in every:
@@ -239,10 +198,11 @@ def _measure(settings: Settings, blocks: torch.Tensor, dtype: str, progress: Pro
                 codec=codec.name,
                 stored=size,
                 ratio=nbytes / size,
-                encode=encoding,
+                encode=encoding,  # bytes of payload per second, of each round
                 decode=decoding,
                 encode_of_memcpy=median_ratio(encoding, memcpy),
                 decode_of_memcpy=median_ratio(decoding, memcpy),
+                # Speed of a link below which the codec pays, and bytes that Zstandard behind it would save, as a share.
                 pays_below=2 * (1 - size / nbytes) / codec_time,
                 then_zstd=1 - sum(len(b"".join(encode(Lossless(1), [form]))) for form in stored) / size,
                 errors=_errors(rounded, codec, stored) if codec.name.startswith("int") else None,
@@ -265,48 +225,3 @@ def _errors(blocks: torch.Tensor, codec: Any, stored: list[bytes]) -> tuple[floa
     )
     keys, values = error.sqrt().tolist()
     return keys, values
-
-
-def table(outcome: Outcome) -> Group:
-    """Table of ratios and rates of all codecs, one element type after the other."""
-    made = Table("GB/s of payload for each core, medians of the rounds", caption="x memcpy: of its rate")
-    made.add_names("type")
-    made.add_names("codec")
-    made.add_figures("ratio", "enc.", "x memcpy", "dec.", "x memcpy", "pays below", "keys off", "values off")
-    for dtype in dict.fromkeys(row.dtype for row in outcome.rows):
-        for row in outcome.rows:
-            if row.dtype == dtype:
-                made.add_row(
-                    dtype,
-                    row.codec,
-                    f"{row.ratio:.2f}",
-                    f"{statistics.median(row.encode) / 1e9:.2f}",
-                    f"{row.encode_of_memcpy:.2f}",
-                    f"{statistics.median(row.decode) / 1e9:.2f}",
-                    f"{row.decode_of_memcpy:.2f}",
-                    f"{row.pays_below / 1e9:.2f}",
-                    *(("-", "-") if row.errors is None else (f"{error:.2%}" for error in row.errors)),
-                )
-        made.add_section()
-    versions = ", ".join(f"{name} {version}" for name, version in outcome.packages.items())
-    return Group(made, Text(f"{outcome.blocks} blocks of {outcome.tokens} tokens; {versions}"))
-
-
-def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Figure of the ratio against the rate of a round trip, for each codec and element type."""
-    from farpool_bench.figures import COLOURS, new_figure
-
-    figure, axes = new_figure("encode and decode, GB/s of payload for each core", "times smaller")
-    dtypes = list(dict.fromkeys(row.dtype for row in outcome.rows))
-    for number, codec in enumerate(dict.fromkeys(row.codec for row in outcome.rows)):
-        rows = [row for row in outcome.rows if row.codec == codec]
-        axes.scatter(
-            [1e-9 / (1 / statistics.median(row.encode) + 1 / statistics.median(row.decode)) for row in rows],
-            [row.ratio for row in rows],
-            s=[18 * (1 + dtypes.index(row.dtype)) for row in rows],
-            color=COLOURS[number % len(COLOURS)],
-            label=codec,
-        )
-    axes.set_ylim(bottom=1 - 0.05 * math.ceil(max(row.ratio for row in outcome.rows)))
-    axes.legend()
-    return {f"Codecs; small to large dots: {', '.join(dtypes)}.": figure}

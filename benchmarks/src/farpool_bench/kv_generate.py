@@ -2,109 +2,99 @@
 
 A language model generates token after token over a long context, whose keys and values are four times as large as the
 budget; the rest lies behind a link of a known rate. The weights are resident. The budget counts everything that
-`FarpoolCache` holds in fast memory: the pool's arena, and beside it one layer's keys and values, which attention is
-given.
+`FarpoolCache` holds in fast memory: the pool's arena, and next to it one layer's keys and values, which attention gets.
 
 The limit of a token is the longer of two times: that of computing it with transformers' own `DynamicCache`, all
-resident, beside as many copies for nobody as the link carries, and that of the fewest bytes at the link's rate. Each
-token needs every key and value once and no more than the budget can have stayed, so the fewest bytes are what does not
-fit. The efficiency is the limit over the measured time, in steady state.
+resident, while a dummy thread copies as many bytes as the link carries, and that of the fewest bytes at the link's
+rate. Each token needs every key and value once and no more than the budget can have stayed, so the fewest bytes are
+those that do not fit. The efficiency is the limit over the measured time, in steady state.
 
 Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because while the others
-run the pool could fetch for nothing. All logits must be equal bit for bit.
+run the pool could fetch without anyone waiting. All logits must be equal bit for bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from rich.console import Group, RenderableType
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row
+from farpool_bench.render import DOTTED, Grid, against_limit, megabytes, milliseconds, new_figure, rate_text, times
 
-from farpool.errors import ConfigError
-from farpool.observe.tables import Table
-from farpool_bench.benchmark import Progress, check_device
-from farpool_bench.figures import INK, new_figure
-from farpool_bench.kv_generate_outcome import Case, Outcome, Settings
-from farpool_bench.text import milliseconds, peer_cells, rate_text, remarks
-
-__all__ = ["Case", "Outcome", "Settings", "figures", "run", "table"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each rate of the link.
+@dataclass(frozen=True, slots=True)
+class Settings(harness.Settings):
+    """Sizes; the link is a throttled DRAM tier."""
 
-    Raises
-    ------
-    ConfigError
-        The device is not the CPU.
-    RuntimeError
-        Logits differ from those of the resident cache.
-    """
-    check_device(settings.device)
-    if settings.device != "cpu":
-        raise ConfigError(f"device: {settings.device!r}; kv-generate measures a throttled link on the CPU only")
-    from farpool_bench.kv_generate_cases import measure_case
-    from farpool_bench.link import core_for_link
-
-    cases = []
-    for rate in settings.rates:
-
-        def told(done: int, rate: float = rate) -> None:
-            progress(rate_text(rate), done, settings.rounds)
-
-        with core_for_link("cpu") as threads:
-            cases.append(measure_case(settings, rate, told))
-    return Outcome(threads, settings.layers, settings.context, tuple(cases))
+    rounds: Annotated[int, Option("Tokens of each cache", least=1)] = 15
+    rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the link
+    layers: int = 32
+    kv_heads: int = 4
+    query_heads: int = 8
+    head_dim: int = 64
+    context: int = 8192  # tokens whose keys and values are there before the first token is generated
+    QUICK: ClassVar = {"rates": (0.5e9,), "rounds": 2, "layers": 8, "context": 512}
 
 
-def table(outcome: Outcome) -> RenderableType:
-    """Tables of efficiencies, and of the times and bytes behind them."""
-    return Group(_efficiencies(outcome), _details(outcome), *remarks(outcome.cases[0].peers))
+class Bench(harness.Benchmark):
+    """Each rate of the link."""
 
+    name = "kv-generate"
+    limit = "a resident cache while as many bytes are copied, or the fewest bytes over the link"
+    rivals = ("demand fetching",)
+    Settings = Settings
 
-def _efficiencies(outcome: Outcome) -> Table:
-    result = Table("Limit over measured time, and how much faster farpool is")
-    result.add_names("link")
-    result.add_figures("farpool")
-    for peer in outcome.cases[0].peers:
-        result.add_figures(peer.name)
-        result.add_figures("farpool is")
-    for case in outcome.cases:
-        cells = [rate_text(case.rate), f"{case.efficiency:.0%}"]
-        for peer in case.peers:
-            cells += peer_cells(peer)
-        result.add_row(*cells)
-    return result
+    def open(self) -> None:
+        from farpool_bench.link import core_for_link
 
+        self.threads = self.stack.enter_context(core_for_link("cpu"))
 
-def _details(outcome: Outcome) -> Table:
-    result = Table(f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state")
-    result.add_names("link")
-    result.add_figures("KV", "budget", "resident", "beside copies", "link", "farpool", "waiting", "bytes moved")
-    for case in outcome.cases:
-        result.add_row(
-            rate_text(case.rate),
-            f"{case.kv_bytes / 1e6:.0f} MB",
-            f"{case.budget_bytes / 1e6:.0f} MB",
-            milliseconds(case.resident_seconds),
-            milliseconds(case.beside_copies_seconds),
-            f"{case.transfer_seconds * 1e3:.0f} ms",
-            milliseconds(case.paged_seconds),
-            f"{case.stall_seconds * 1e3:.0f} ms",
-            f"{case.moved_bytes / case.fewest_bytes:.2f}x",
+    def cases(self) -> Iterable[float]:
+        return self.settings.rates  # type: ignore[no-any-return]
+
+    def measure(self, case: float) -> Row:
+        from farpool_bench.kv_generate_cases import measure_case
+
+        return measure_case(self.settings, case, self.progress)
+
+    def outcome(self, found: list[Row]) -> Row:
+        shape = {"layers": self.settings.layers, "context": self.settings.context}
+        return Row(threads=self.threads, **shape, cases=tuple(found))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        title = "Limit over measured time, and how much faster farpool is"
+        first, *remarks = against_limit(
+            title, "=link|farpool", outcome.cases, lambda case: [rate_text(case.rate), f"{case.efficiency:.0%}"]
         )
-    return result
+        rows = [
+            [
+                rate_text(case.rate),
+                *map(megabytes, (case.kv_bytes, case.budget_bytes)),
+                *map(milliseconds, (case.resident_seconds, case.beside_copies_seconds, [case.transfer_seconds])),
+                *map(milliseconds, (case.paged_seconds, [case.stall_seconds])),
+                times(case.moved_bytes, case.fewest_bytes),
+            ]
+            for case in outcome.cases
+        ]
+        title = f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state"
+        heads = "=link|KV|budget|resident|next to copies|link|farpool|waiting|bytes moved"
+        return [first, Grid(title, heads, rows), *remarks]
 
-
-def figures(outcome: Outcome) -> dict[str, Any]:
-    """A figure of the time of each token beside its limit, for each rate."""
-    result: dict[str, Any] = {}
-    for case in outcome.cases:
-        figure, axes = new_figure("round", "milliseconds")
-        limits = [max(seconds, case.transfer_seconds) * 1e3 for seconds in case.beside_copies_seconds]
-        axes.plot(limits, color=INK, linestyle=(0, (1, 2)), label="limit")
-        axes.plot([seconds * 1e3 for seconds in case.paged_seconds], marker="o", label="farpool")
-        axes.set_ylim(bottom=0)
-        axes.legend(loc="lower left")
-        result[f"Time of a token over a link of {rate_text(case.rate)}."] = figure
-    return result
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        result = {}
+        for case in outcome.cases:
+            figure, axes = new_figure("round", "milliseconds")
+            limits = [max(seconds, case.transfer_seconds) * 1e3 for seconds in case.beside_copies_seconds]
+            axes.plot(limits, label="limit", **DOTTED)
+            axes.plot([seconds * 1e3 for seconds in case.paged_seconds], marker="o", label="farpool")
+            axes.set_ylim(bottom=0)
+            axes.legend(loc="lower left")
+            result[f"Time of a token over a link of {rate_text(case.rate)}."] = figure
+        return result

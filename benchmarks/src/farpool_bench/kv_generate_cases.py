@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -16,12 +14,13 @@ from farpool.kv.transformers import FarpoolCache
 from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.memory.pool.pool import blocks_of
-from farpool_bench.kv_generate_outcome import Case, Settings
-from farpool_bench.link import Copier, fetched, lower_tier
-from farpool_bench.measure import median_ratio
-from farpool_bench.peer import measured, missing
+from farpool_bench.harness import Progress, Row
+from farpool_bench.link import Copier, Pooled, lower_tier
+from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.render import rate_text
 
-__all__ = ["measure_case"]
+if TYPE_CHECKING:
+    from farpool_bench.kv_generate import Settings
 
 _SHARE = 4
 """Keys and values are this many times as large as the budget."""
@@ -30,114 +29,90 @@ _SETTLE = 12
 _VOCABULARY = 1024
 
 
-@dataclass(slots=True)
-class _Samples:
-    """Samples of a case, one for each round."""
+class _Tokens:
+    """Generation of two tokens in each round, with each cache; the resident one gives the logits of all."""
 
-    resident: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-    paged: list[float] = field(default_factory=list)
-    stalled: list[float] = field(default_factory=list)
-    moved: list[int] = field(default_factory=list)
-    demand: list[float] = field(default_factory=list)
+    def __init__(self, settings: Settings, caches: dict[str, Any], model: Any) -> None:
+        self._caches, self._model = caches, model
+        self._argument = cache_argument(model)
+        self._numbers = dict.fromkeys(caches, 0)
+        self._expected: list[torch.Tensor] = []
+        for cache in caches.values():
+            _fill(cache, settings)
+
+    def next(self, name: str) -> float:
+        """Seconds of the next token with a cache; RuntimeError if its logits are not the resident one's."""
+        number = self._numbers[name]
+        self._numbers[name] += 1
+        inputs = torch.tensor([[number % _VOCABULARY]])
+        start = time.perf_counter()
+        with torch.no_grad():
+            logits = self._model(inputs, use_cache=True, **{self._argument: self._caches[name]}).logits
+        seconds = time.perf_counter() - start
+        if name == "resident":
+            self._expected = [*self._expected[-1:], logits]
+        elif not torch.equal(logits, self._expected[number % 2]):
+            raise RuntimeError(f"{name}: the logits differ from those of the resident cache")
+        return seconds
 
 
-def measure_case(settings: Settings, rate: float, told: Callable[[int], None]) -> Case:
-    """Measure the pool, and demand fetching, beside a cache that is wholly resident.
-
-    Parameters
-    ----------
-    rate : float
-        Bytes per second of the link.
-    told : callable
-        Told the number of rounds that are done.
-    """
+def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
+    """Measure the pool, and demand fetching, in turn with a cache that is wholly resident."""
     model = _model(settings)
     kv_bytes = settings.layers * 2 * settings.kv_heads * settings.context * settings.head_dim * torch.float32.itemsize
     budget = kv_bytes // _SHARE
-    tokens = settings.context + 2 * (settings.rounds + _SETTLE)
+    most = settings.context + 2 * (settings.rounds + _SETTLE)
     # As much as `OperandMemory` takes for the keys and values of a layer.
-    operands = kv_bytes // settings.layers // settings.context * tokens * 33 // 32
+    operands = kv_bytes // settings.layers // settings.context * most * 33 // 32
     fewest = kv_bytes - budget
     transfer = fewest / rate
-    capacity = kv_bytes * 3 // 2
-    samples = _Samples()
+    resident, beside = [], []
     with (
         Copier(rate) as copier,
-        Pool(budget - operands, [lower_tier(capacity, rate)]) as pool,
-        Pool(budget - operands, [lower_tier(capacity, rate)], prefetch=False) as demand_pool,
+        Pool(budget - operands, [lower_tier(kv_bytes * 3 // 2, rate)]) as pool,
+        Pool(budget - operands, [lower_tier(kv_bytes * 3 // 2, rate)], prefetch=False) as demand_pool,
     ):
-        resident = DynamicCache(config=model.config)
-        paged, demand = (FarpoolCache(model.config, pool=one) for one in (pool, demand_pool))
-        for cache in (resident, paged, demand):
-            _fill(cache, settings)
-
-        argument = cache_argument(model)
-
-        def step(cache: Any, token: int) -> tuple[float, torch.Tensor]:
-            inputs = torch.tensor([[token % _VOCABULARY]])
-            start = time.perf_counter()
-            with torch.no_grad():
-                logits: torch.Tensor = model(inputs, use_cache=True, **{argument: cache}).logits
-            return time.perf_counter() - start, logits
-
-        def same(cache: Any, token: int, expected: torch.Tensor, name: str) -> float:
-            seconds, logits = step(cache, token)
-            if not torch.equal(logits, expected):
-                raise RuntimeError(f"{name}: the logits differ from those of the resident cache")
-            return seconds
-
-        told(0)
+        caches = {
+            "resident": DynamicCache(config=model.config),
+            "farpool": FarpoolCache(model.config, pool=pool),
+            "demand fetching": FarpoolCache(model.config, pool=demand_pool),
+        }
+        tokens = _Tokens(settings, caches, model)
+        ours = Pooled(pool, lambda between: tokens.next("farpool"))
+        rival = Candidate("demand fetching", lambda: [tokens.next("demand fetching") for _ in range(2)][1])
         for done in range(-_SETTLE // 2, settings.rounds):
-            first, second = 2 * done, 2 * done + 1
-            alone, one = step(resident, first)
-            after: list[torch.Tensor] = []
-
-            def work(second: int = second, after: list[torch.Tensor] = after) -> float:
-                seconds, logits = step(resident, second)
-                after.append(logits)
-                return seconds
-
-            beside = copier.beside(work, fewest)
-            same(paged, first, one, "farpool")
-            before = pool.stats()
-            seconds = same(paged, second, after[0], "farpool")
-            stats = pool.stats()
-            same(demand, first, one, "demand fetching")
-            on_demand = same(demand, second, after[0], "demand fetching")
+            progress(rate_text(rate), max(0, done), settings.rounds)
+            resident.append(tokens.next("resident"))
+            beside.append(copier.beside(lambda: tokens.next("resident"), fewest))
+            ours.measure()
+            rival.measure()
             if done < 0:
-                continue
-            samples.resident.append(alone)
-            samples.beside.append(beside)
-            samples.paged.append(seconds)
-            samples.stalled.append(stats.stall_seconds - before.stall_seconds)
-            samples.moved.append(fetched(stats) - fetched(before))
-            samples.demand.append(on_demand)
-            told(done + 1)
+                for samples in (resident, beside, ours, rival.samples):
+                    samples.clear()
+        progress(rate_text(rate), settings.rounds, settings.rounds)
         peak = pool.stats().fast.peak
         booked = blocks_of(pool).ledger.total(owner="KV operands").reserved
         if booked > operands:
             raise RuntimeError(f"operands take {booked} bytes, {operands} are counted against the budget")
-    limits = [max(seconds, transfer) for seconds in samples.beside]
-    return Case(
+        caches.clear()  # the caches must not outlive the pools
+    limits = [max(seconds, transfer) for seconds in beside]
+    rivals = (rival, Candidate("transformers' offloaded cache", None, "needs CUDA"))
+    return Row(
         rate=rate,
-        kv_bytes=kv_bytes,
-        budget_bytes=budget,
+        kv_bytes=kv_bytes,  # before the first token is generated
+        budget_bytes=budget,  # fast memory in all; operands hold the keys and values that attention gets
         operand_bytes=operands,
-        peak_bytes=peak,
-        fewest_bytes=fewest,
-        moved_bytes=round(statistics.median(samples.moved)),
+        peak_bytes=peak,  # of the pool's arena
+        fewest_bytes=fewest,  # that a token has to bring in
+        moved_bytes=ours.moved("read"),
         transfer_seconds=transfer,
-        resident_seconds=tuple(samples.resident),
-        beside_copies_seconds=tuple(samples.beside),
-        paged_seconds=tuple(samples.paged),
-        stall_seconds=statistics.median(samples.stalled),
-        efficiency=median_ratio(limits, samples.paged),
+        resident_seconds=tuple(resident),
+        beside_copies_seconds=tuple(beside),
+        paged_seconds=tuple(ours.seconds),
+        stall_seconds=statistics.median(ours.stalled),
+        efficiency=median_ratio(limits, ours.seconds),
         equal=True,
-        peers=(
-            measured("demand fetching", samples.demand, samples.paged, limits),
-            missing("transformers' offloaded cache", "needs CUDA"),
-        ),
+        peers=tuple(rival.result(ours.seconds, limits) for rival in rivals),
     )
 
 

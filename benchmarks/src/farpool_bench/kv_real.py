@@ -1,8 +1,8 @@
 """Requests with real bytes: blocks go through nodes of their own, or through a pool, and each payload is verified.
 
 A node lends as much memory as its share of the cache takes at the chosen bytes of a block, so it evicts as a large one
-would. What is asked for is what `farpool.kv.PrefixCache` asks for: look all blocks up, load those before the first that
-is missing, save the others.
+would. The requests are those of `farpool.kv.PrefixCache`: look all blocks up, load the blocks before the first missing
+one, save the others.
 """
 
 from __future__ import annotations
@@ -16,67 +16,37 @@ from typing import TYPE_CHECKING
 from farpool.cluster.node.process import running_node
 from farpool.kv import BlockCache, Group, Namespace, block_key
 from farpool.kv.header import HEADER_BYTES
+from farpool_bench.harness import Row
 from farpool_bench.kv_caches import NODE
 from farpool_bench.kv_requests import Requests
 
 if TYPE_CHECKING:
     from farpool.abc.objects import Objects
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Moved", "move"]
+    from farpool_bench.harness import Progress
 
 _BESIDE_PAYLOAD = HEADER_BYTES + 256
 """Bytes that a block takes beside its payload: headers of block and object, its key, and its place in the index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Counts of requests whose bytes were moved.
+class Shape:
+    """A cache on nodes, or in a pool of this process, which moves real bytes."""
 
-    Attributes
-    ----------
-    hits : int
-        Leading blocks that were found, loaded and verified.
-    loaded_bytes, stored_bytes : int
-        Payload bytes that were loaded and verified, and saved.
-    """
-
-    hits: int
-    loaded_bytes: int
-    stored_bytes: int
+    policy: str  # ``node`` or ``pool``
+    blocks: int  # that the cache holds
+    nodes: int  # that share it; 1 for a pool
+    nbytes: int  # of a block
 
 
-def move(
-    requests: Requests,
-    policy: str,
-    blocks: int,
-    nodes: int,
-    nbytes: int,
-    seconds: Callable[[int, int], float],
-    progress: Progress,
-) -> Moved:
-    """Replay requests with real bytes.
-
-    Parameters
-    ----------
-    requests : Requests
-        The requests, all of which are moved.
-    policy : str
-        ``node`` for nodes, ``pool`` for a pool of this process.
-    blocks : int
-        Blocks that the cache holds.
-    nodes : int
-        Nodes that share it; 1 for a pool.
-    nbytes : int
-        Bytes of a block.
-    seconds : callable
-        Seconds of computing the first tokens of a prompt: from which token to which.
+def move(requests: Requests, shape: Shape, seconds: Callable[[int, int], float], progress: Progress) -> Row:
+    """Replay requests with real bytes; `seconds` is the time of computing the tokens of a prompt, from one to another.
 
     Raises
     ------
     RuntimeError
         A block was not moved, or came with other bytes than were saved.
     """
+    policy, nbytes, nodes, blocks = shape.policy, shape.nbytes, shape.nodes, shape.blocks
     space = Namespace(
         engine="farpool",
         model="replay",
@@ -88,7 +58,7 @@ def move(
     )
     hits = 0
     with (
-        _objects(policy, blocks, nodes, nbytes) as objects,
+        _objects(shape) as objects,
         contextlib.closing(BlockCache(objects, space, timeout=30.0)) as cache,
     ):
         for number, (chain, length) in enumerate(zip(requests.chains, requests.tokens, strict=True)):
@@ -111,22 +81,22 @@ def move(
             hits += run
         progress(f"Moving real bytes, {policy}", len(requests.chains), len(requests.chains))
         stored = cache.stats().get("save.bytes", 0) // (nbytes + HEADER_BYTES) * nbytes
-    return Moved(hits, hits * nbytes, stored)
+    return Row(hits=hits, loaded_bytes=hits * nbytes, stored_bytes=stored)
 
 
 @contextlib.contextmanager
-def _objects(policy: str, blocks: int, nodes: int, nbytes: int) -> Iterator[list[str] | Objects]:
+def _objects(shape: Shape) -> Iterator[list[str] | Objects]:
     """Addresses of nodes that hold so many blocks together, or a pool."""
-    if policy == NODE:
-        dram = max(1 << 20, -(-blocks // nodes) * (nbytes + _BESIDE_PAYLOAD))
+    if shape.policy == NODE:
+        dram = max(1 << 20, -(-shape.blocks // shape.nodes) * (shape.nbytes + _BESIDE_PAYLOAD))
         with contextlib.ExitStack() as stack:
-            yield [stack.enter_context(running_node(dram)).address for _ in range(nodes)]
+            yield [stack.enter_context(running_node(dram)).address for _ in range(shape.nodes)]
         return
     # These need torch, which nodes do not.
     import farpool
     from farpool.kv import PoolObjects
 
-    capacity = blocks * (nbytes + HEADER_BYTES)
+    capacity = shape.blocks * (shape.nbytes + HEADER_BYTES)
     with (
         farpool.Pool(fast=16 << 20, dram=2 * capacity + (64 << 20)) as pool,
         contextlib.closing(PoolObjects(pool, capacity)) as objects,

@@ -26,8 +26,6 @@ import msgspec
 
 from farpool.errors import ConfigError
 
-__all__ = ["GZIP_MAGIC", "ZSTD_MAGIC", "Request", "read_lines"]
-
 GZIP_MAGIC = b"\x1f\x8b"
 """First bytes of every file that gzip writes."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -50,16 +48,9 @@ _COLUMN = re.compile(r"[A-Za-z_][\w .()/#%-]*")
 class Request(NamedTuple):
     """Request of one line: the names of its blocks, or its prompt.
 
-    Attributes
-    ----------
-    line : int
-        Number of the line, from 1.
-    names : list or None
-        Names of the blocks, all whole numbers or all texts; None if the line holds a prompt.
-    prompt : list
-        Token ids, not yet checked.
-    length : int or None
-        Tokens of the prompt, if the line with the names has this number.
+    `line`: number of the line, from 1. `names`: names of the blocks, all whole numbers or all texts; None if the line
+    holds a prompt. `prompt`: token ids, not yet checked. `length`: tokens of the prompt, if the line with the names has
+    this number.
     """
 
     line: int
@@ -81,17 +72,8 @@ class _Unpacker(Protocol):
 def read_lines(path: Path, label_hash_ids: str, label_input_length: str) -> Iterator[Request]:
     """Read the requests of a file one after the other; memory holds one line at a time.
 
-    Parameters
-    ----------
-    path : Path
-        A file of JSON lines, or an engine's log.
-    label_hash_ids, label_input_length : str
-        Names of the fields with the names of a prompt's blocks and with its length.
-
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, is damaged, or holds a line of no known form; the message names the line.
+    `path`: a file of JSON lines, or an engine's log. `label_hash_ids`, `label_input_length`: names of the fields with
+    the names of a prompt's blocks and with its length.
     """
     found_any = False
     try:

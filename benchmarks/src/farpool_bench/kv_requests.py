@@ -20,8 +20,6 @@ from farpool.errors import ConfigError
 from farpool.kv.keys import token_chain
 from farpool_bench.kv_request_lines import read_lines
 
-__all__ = ["Requests", "generate", "read"]
-
 _PROMPT = "a prompt"
 _NUMBERS = "names of blocks that are whole numbers"
 
@@ -30,18 +28,9 @@ _NUMBERS = "names of blocks that are whole numbers"
 class Requests:
     """Requests in the order of their arrival.
 
-    Attributes
-    ----------
-    name : str
-        Name of the file, or how they were generated.
-    block_tokens : int
-        Tokens of a block.
-    chains : list of list of int
-        Blocks of each prompt, first to last. The same number is the same block after the same blocks.
-    tokens : list of int
-        Length of each prompt; the last block may be partly filled.
-    folded : int
-        Names in the file that stand behind different blocks, and so for several.
+    `name`: name of the file, or how they were generated. `block_tokens`: tokens of a block. `chains`: blocks of each
+    prompt, first to last. The same number is the same block after the same blocks. `tokens`: length of each prompt; the
+    last block may be partly filled. `folded`: names in the file that stand behind different blocks, and so for several.
     """
 
     name: str
@@ -73,19 +62,9 @@ def read(
 ) -> Requests:
     """Read a log of requests.
 
-    Parameters
-    ----------
-    path : Path
-        A file of JSON lines or an engine's log, which gzip or zstd may have compressed.
-    block_tokens : int, optional
-        Tokens of a block. None finds them from the lengths where there are any, and takes 16 for prompts.
-    label_hash_ids, label_input_length : str
-        Names of the fields with the blocks of a prompt and with its length.
-
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, a line is of no form that is known, or the size of blocks is missing or contradicted.
+    `path`: a file of JSON lines or an engine's log, which gzip or zstd may have compressed. `block_tokens`: tokens of a
+    block. None finds them from the lengths where there are any, and takes 16 for prompts. `label_hash_ids`,
+    `label_input_length`: names of the fields with the blocks of a prompt and with its length.
     """
     numbers: dict[tuple[int, Any], int] = {}
     before: dict[Any, int] = {}

@@ -1,9 +1,9 @@
-"""Measurement of the time to first token: the model, its KV memory, and the rows of the race."""
+"""Measurement of the time to first token: the model, its KV memory, and the rows of one length of the prefix."""
 
 from __future__ import annotations
 
 import math
-import tempfile
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,33 +15,29 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from farpool.cluster.node.process import running_node
 from farpool.errors import FarpoolError
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
 from farpool.kv.transformers_config import cache_argument
-from farpool_bench.kv_peers import KVPeers
-from farpool_bench.kv_ttft_outcome import Outcome, Point, Row, Settings
-from farpool_bench.measure import in_turn
+from farpool_bench.harness import Row
+from farpool_bench.measure import in_turn, median_interval, median_ratio
 from farpool_bench.ring import Ring
-from farpool_bench.sockets import Sockets, build_sockets, read
+from farpool_bench.sockets import Sockets, read
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool.cluster.wire.channel import Transport
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["measure"]
+    from farpool_bench.kv_ttft import Bench, Settings
 
 _BLOCK = 16
 _HEAD = 64
 _VOCABULARY = 4096
-_PATIENCE = 30.0
-"""Seconds that a call of farpool may take: here a late answer is to be measured, not to be given up."""
+_CALL_TIMEOUT_S = 30.0
+"""Long, because a late answer is to be measured here, not to be given up."""
 
 
-class _Model:
+class Model:
     """A model of Llama's shape with weights by seed, and memory for the KV of its longest prefix."""
 
     def __init__(self, settings: Settings) -> None:
@@ -65,6 +61,7 @@ class _Model:
         shape = (settings.layers, 2, 1, max(1, heads // 4), longest, _HEAD)
         self.kv = torch.zeros(shape)
         self.spare = torch.zeros(shape)
+        self.layers = settings.layers
         self.token_bytes = self.kv[..., 0, :].nbytes
 
     def seconds(self, tokens: int) -> float:
@@ -106,12 +103,11 @@ def _layers(cache: DynamicCache) -> list[DynamicLayer]:
 
 
 class _Sample:
-    """A row that runs: gets the KV, computes, and keeps both times."""
+    """A way to the KV that runs: gets the KV, computes, and keeps both times."""
 
-    def __init__(self, name: str, model: _Model, tokens: int, fetch: Callable[[], float], wanted: torch.Tensor) -> None:
+    def __init__(self, name: str, model: Model, tokens: int, fetch: Callable[[], float], wanted: torch.Tensor) -> None:
         self.name = name
-        self.compute: list[float] = []
-        self.fetching: list[float] = []
+        self.times: list[tuple[float, float]] = []
         self.equal = True
         self._model, self._tokens, self._fetch, self._wanted = model, tokens, fetch, wanted
 
@@ -119,88 +115,75 @@ class _Sample:
         """Take one sample."""
         fetching = self._fetch()
         compute, logits = self._model.go_on(self._tokens)
-        self.fetching.append(fetching)
-        self.compute.append(compute)
+        self.times.append((fetching, compute))
         self.equal = self.equal and torch.equal(logits, self._wanted)
         return fetching + compute
 
+    def row(self, recompute: tuple[float, ...]) -> Row:
+        """Make its row: seconds to the first token, and of these until the KV is in the engine's memory."""
+        fetching = tuple(fetching for fetching, _ in self.times)
+        seconds = tuple(map(sum, self.times))
+        shares = [mine / whole for mine, whole in zip(fetching, recompute, strict=True)]
+        return Row(
+            name=self.name,
+            seconds=seconds,
+            fetching=fetching,
+            speedup=median_ratio(recompute, seconds),
+            # Time until the KV is there, of computing it again: median, and the ends of its 95 % interval.
+            share=(statistics.median(shares), *median_interval(shares)),
+            # Logits equal to those of a prefix computed here, bit for bit; the peers' blocks are not the model's.
+            equal=self.equal if self.name.startswith("farpool") else None,
+            remark=None,
+        )
 
-def measure(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each length of the prefix."""
-    model = _Model(settings)
-    nbytes = model.token_bytes * max(settings.tokens)
-    with ExitStack() as stack:
-        peers = stack.enter_context(KVPeers(settings.lmcache, 0.0, 4 * nbytes, ("fs", "L1")))
-        sockets = build_sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-"))))
-        node = stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
-        points = [_measure(settings, model, peers, sockets, node, tokens, progress) for tokens in settings.tokens]
-        return Outcome(torch.get_num_threads(), peers.names, tuple(points))
+
+def _missing(name: str, remark: str) -> Row:
+    return Row(name=name, seconds=None, fetching=None, speedup=None, share=None, equal=None, remark=remark)
 
 
-def _measure(
-    settings: Settings,
-    model: _Model,
-    peers: KVPeers,
-    sockets: tuple[Path | None, str],
-    node: str,
-    tokens: int,
-    progress: Progress,
-) -> Point:
+def measure_point(bench: Bench, tokens: int) -> Row:
+    """Measure all ways to the KV of a prefix of so many tokens; the prompt has one more."""
+    model, settings = bench.model, bench.settings
     ring = Ring(model.token_bytes * _BLOCK, tokens // _BLOCK)
     with ExitStack() as stack:
         wanted = model.prefill(tokens)
-        samples: list[_Sample] = []
         missing: list[Row] = []
-        for name, fetch in _own(stack, settings, model, node, tokens):
-            samples.append(_Sample(name, model, tokens, fetch, wanted))
-        for peer in peers.contenders(stack, "tcp", ring):
+        fetches = list(_own(stack, model, bench.node, tokens))
+        for peer in bench.peers.contenders(stack, "tcp", ring):
             if peer.each is None or peer.fetch is None:
-                missing.append(Row(peer.name, None, None, None, None, None, peer.reason))
+                missing.append(_missing(peer.name, peer.reason))
             else:
                 peer.each(True)
-                work = partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)
-                samples.append(_Sample(peer.name, model, tokens, work, wanted))
-        for name, copy in _bare(stack, model, sockets[0], tokens):
-            samples.append(_Sample(name, model, tokens, copy, wanted))
-        if sockets[0] is None:
-            missing.append(Row("bare C sockets", None, None, None, None, None, sockets[1]))
+                fetches.append((peer.name, partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)))
+        fetches += _bare(stack, model, bench.sockets, tokens)
+        if bench.sockets is None:
+            missing.append(_missing("bare C sockets", bench.no_sockets))
+        samples = [_Sample(name, model, tokens, fetch, wanted) for name, fetch in fetches]
         for sample in samples:
             sample.take()
-            sample.compute.clear()
-            sample.fetching.clear()
+            sample.times.clear()
         works: list[Callable[[], float]] = [partial(model.seconds, tokens), *(sample.take for sample in samples)]
-        recompute = in_turn(works, settings.rounds_for(tokens), f"{tokens} tokens", progress)[0]
-    rows = [
-        Row.of(
-            one.name,
-            tuple(one.compute),
-            tuple(one.fetching),
-            recompute,
-            one.equal if one.name.startswith("farpool") else None,
-        )
-        for one in samples
-    ]
-    return Point(tokens, model.token_bytes * tokens, recompute, (*rows, *missing))
+        recompute = in_turn(works, settings.rounds_for(tokens), f"{tokens} tokens", bench.progress)[0]
+    rows = (*(one.row(recompute) for one in samples), *missing)
+    return Row(tokens=tokens, nbytes=model.token_bytes * tokens, recompute=recompute, rows=rows)
 
 
-def _own(
-    stack: ExitStack, settings: Settings, model: _Model, node: str, tokens: int
-) -> Iterator[tuple[str, Callable[[], float]]]:
+def _own(stack: ExitStack, model: Model, node: str, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Save a prefix, and return for each transport the work of getting it back, which takes its own time."""
     prompt = model.prompt[0, : tokens + 1].tolist()
     ways: tuple[Transport, ...] = ("mapped", "tcp")
     for way in ways:
         cache = PrefixCache(
             [node],
-            [Layer(model.token_bytes // settings.layers)] * settings.layers,
+            [Layer(model.token_bytes // model.layers)] * model.layers,
             model="bench",
-            # Blocks of its own for each length: those of a shorter prefill would stay, and differ in last bits.
+            # Each length has blocks of its own: the blocks of a shorter prefill would stay, and differ in last bits.
             weights_id=f"seed-0/{tokens}",
             dtype="float32",
             block=_BLOCK,
             hold_out=False,
             transport=way,
-            timeout=_PATIENCE,
+            timeout=_CALL_TIMEOUT_S,
         )
         stack.callback(cache.close)
         memory = model.memory(tokens)
@@ -219,7 +202,7 @@ def _own(
 
 
 def _bare(
-    stack: ExitStack, model: _Model, sockets: Path | None, tokens: int
+    stack: ExitStack, model: Model, sockets: Path | None, tokens: int
 ) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield works that move as many bytes in one piece, without looking them up, checking or scattering them."""
     nbytes = model.token_bytes * tokens

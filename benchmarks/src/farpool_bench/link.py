@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Self
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Literal, Self
 
 import torch
 
-from farpool import Dram, Throttled
+from farpool import Dram, Pool, Throttled
+from farpool.memory.pager.belady import BlockAccess, Moved, Operand, belady_moves, total_of
+from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import Stats
+from farpool.memory.tape import Content, Create, Free, TapeFile
 from farpool.memory.tiers import Extent
-
-__all__ = ["Copier", "core_for_link", "fetched", "link_rate", "lower_tier", "written"]
 
 
 @contextmanager
@@ -115,3 +119,102 @@ def fetched(stats: Stats) -> int:
 def written(stats: Stats) -> int:
     """Bytes that left the fast tier."""
     return sum(link.nbytes for link in stats.links if link.source == stats.fast.name)
+
+
+class Pooled:
+    """Steps in a pool. Each timed one follows an untimed one, because the pool could fetch while the others ran.
+
+    `step` does one step and returns its seconds; it calls its argument between phases, if it has several.
+    """
+
+    def __init__(self, pool: Pool, step: Callable[[Callable[[], None]], float]) -> None:
+        self.step = step
+        self.seconds: list[float] = []
+        self.stalled: list[float] = []
+        self.read: list[list[int]] = []
+        self.written: list[list[int]] = []
+        self._pool = pool
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        for samples in (self.seconds, self.stalled, self.read, self.written):
+            samples.clear()
+
+    def measure(self) -> None:
+        """Do an untimed and a timed step, and count what moves in each phase of the latter."""
+        self.step(lambda: None)
+        ends = [self._pool.stats()]
+        self.seconds.append(self.step(lambda: ends.append(self._pool.stats())))
+        ends.append(self._pool.stats())
+        self.stalled.append(ends[-1].stall_seconds - ends[0].stall_seconds)
+        self.read.append([fetched(after) - fetched(before) for before, after in pairwise(ends)])
+        self.written.append([written(after) - written(before) for before, after in pairwise(ends)])
+
+    def moved(self, direction: Literal["read", "written"], phase: slice = slice(None)) -> int:
+        """Median of the bytes that a timed step moved, in all its phases or in some."""
+        moves = self.read if direction == "read" else self.written
+        return round(statistics.median(sum(one[phase]) for one in moves))
+
+
+_STEPS, _LEAD, _TAIL = 7, 2, 1
+"""Numbers of steps: all that are recorded, the first ones before the steady state, the last ones after what counts."""
+
+
+def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
+    """Bytes that each phase of a step moves in steady state under Belady's rule (the block needed last leaves first).
+
+    `pool` is that of the step's tensors. The step has run before, makes the same accesses each time, and calls its
+    argument between phases.
+    """
+    events: list[Event] = []
+    ends = [0]
+    """Number of accesses before the first phase and at the end of each."""
+
+    def note_end() -> None:
+        ends.append(sum(event.kind == "compute" for event in events))
+
+    end_subscription = pool.subscribe(events.append)
+    with tempfile.TemporaryDirectory(prefix="farpool-") as folder:
+        path = Path(folder, "steps.tape")
+        with pool.record(path):
+            for _ in range(_STEPS):
+                step(note_end)
+                note_end()
+        accesses = recorded_accesses(path)
+    end_subscription()
+    lengths = [end - start for start, end in pairwise(ends)]
+    phases = len(lengths) // _STEPS
+    if sum(lengths) != len(accesses) or lengths != lengths[:phases] * _STEPS:
+        raise ValueError(f"{len(accesses)} accesses in {_STEPS} steps, in phases of {lengths}: they are not alike")
+    moves = iter(belady_moves(accesses, pool.fast))
+    moved = [total_of(list(islice(moves, length))) for length in lengths]
+    steady = moved[_LEAD * phases : -_TAIL * phases]
+    steps = len(steady) // phases
+    totals = [total_of(steady[phase::phases]) for phase in range(phases)]
+    return tuple(Moved(total.fetched // steps, total.written // steps) for total in totals)
+
+
+def recorded_accesses(path: Path) -> list[BlockAccess]:
+    """Read the accesses in a tape file, with their blocks."""
+    sizes: dict[int, int] = {}
+    created: list[int] = []
+    accesses: list[BlockAccess] = []
+    for record in TapeFile(path):
+        if isinstance(record, Create):
+            members = range(record.first, record.first + record.count)
+            sizes.update(zip(members, record.sizes(), strict=True))
+            if record.content == Content.NONE:
+                created.extend(members)
+        elif isinstance(record, Free):
+            if accesses:
+                members = range(record.first, record.first + record.count)
+                accesses[-1] = accesses[-1]._replace(freed=(*accesses[-1].freed, *members))
+        else:
+            operands = [
+                Operand(block, sizes[block], run.mode)
+                for run in record.runs
+                for block in range(run.first, run.first + run.count)
+            ]
+            accesses.append(BlockAccess(operands, tuple(created)))
+            created = []
+    return accesses

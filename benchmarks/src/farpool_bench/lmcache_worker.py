@@ -21,9 +21,7 @@ from farpool.errors import FarpoolError
 from farpool_bench.ring import Ring
 from farpool_bench.users import User, serve
 
-__all__ = ["main"]
-
-_PATIENCE = 60.0
+_WAIT_TIMEOUT_S = 60.0
 
 
 def _keys_of(ring: Ring) -> list[Any]:
@@ -89,8 +87,8 @@ def _wait(event: int) -> None:
 
     poller = select.poll()
     poller.register(event, select.POLLIN)
-    if not poller.poll(_PATIENCE * 1000):
-        raise FarpoolError(f"LMCache: a task was not done within {_PATIENCE:g} s")
+    if not poller.poll(_WAIT_TIMEOUT_S * 1000):
+        raise FarpoolError(f"LMCache: a task was not done within {_WAIT_TIMEOUT_S:g} s")
     consume_fd(event)
 
 

@@ -1,4 +1,4 @@
-"""Tools for fair comparisons: samples taken in turn, ratios of pairs, warm memory."""
+"""Tools for fair comparisons: samples taken in turn, ratios of pairs, rivals that may be missing, warm memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-__all__ = ["in_turn", "mean_seconds", "median_interval", "median_ratio", "resident_bytes", "warm"]
+from farpool.errors import FarpoolError
+from farpool_bench.harness import Progress, Row
 
 _PAGE = 4096
+_T = TypeVar("_T")
+_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
 
 
 def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
@@ -26,26 +32,30 @@ def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, other, strict=True))
 
 
+def median_difference(ours: Sequence[float], other: Sequence[float]) -> float:
+    """Median of the differences of samples taken side by side."""
+    return statistics.median(a - b for a, b in zip(ours, other, strict=True))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Ends of a 95 % confidence interval of the median, which are two of the samples; needs no distribution.
+
+    With fewer than six samples it is all of their range, which is less than 95 % then.
+    """
+    ordered = sorted(samples)
+    count, outside, cut = len(ordered), 0.0, 0
+    while (outside := outside + 2 * math.comb(count, cut) * 0.5**count) <= 0.05:
+        cut += 1
+    cut = max(0, cut - 1)
+    return ordered[cut], ordered[count - 1 - cut]
+
+
 def in_turn(
-    works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Callable[[str, int, int], None]
+    works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Progress
 ) -> list[tuple[float, ...]]:
-    """Take samples of several things in turn; who goes first and who follows whom changes with each round.
+    """Take samples of several works in turn, and return those of each, round by round.
 
-    Parameters
-    ----------
-    works : sequence of callable
-        Each runs once and returns a sample.
-    rounds : int
-        Samples of each.
-    step : str
-        Name of this for `progress`.
-    progress : callable
-        Told the step, the number of rounds that are done, and `rounds`.
-
-    Returns
-    -------
-    list of tuple of float
-        The samples of each, round by round.
+    Who goes first and who follows whom changes with each round.
     """
     progress(step, 0, rounds)
     samples: list[list[float]] = [[] for _ in works]
@@ -72,6 +82,44 @@ def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> float:
+    """Seconds per object of `work`, which handles `objects` of them and is called until `seconds` have passed.
+
+    One call before that is not counted.
+    """
+    work()
+    calls = 0
+    start = now = time.perf_counter()
+    while now - start < seconds or not calls:
+        work()
+        calls += 1
+        now = time.perf_counter()
+    return (now - start) / (calls * objects)
+
+
+def median_call(work: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call of `work`, the median of as many as there are in `seconds`, after one that is not counted."""
+    work()
+    taken: list[float] = []
+    start = before = time.perf_counter()
+    while before - start < seconds or not taken:
+        work()
+        now = time.perf_counter()
+        taken.append(now - before)
+        before = now
+    return statistics.median(taken)
+
+
+def kept(work: Callable[[], _T], timer: Callable[..., float], *how: float) -> tuple[float, _T]:
+    """Seconds of `work` by `seconds_each` or `median_call`, and the answer of its last call, which is to be checked."""
+    answers: list[_T] = []
+
+    def keep() -> None:
+        answers[:] = [work()]
+
+    return timer(keep, *how), answers[0]
+
+
 def resident_bytes(pid: int | None = None) -> int:
     """Bytes of a process's resident set, shared memory included; of this process by default."""
     with open(f"/proc/{'self' if pid is None else pid}/statm") as file:
@@ -84,14 +132,84 @@ def warm(memory: memoryview) -> None:
     flat[::_PAGE] = bytes(len(range(0, len(flat), _PAGE)))
 
 
-def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Ends of a 95 % confidence interval of the median, which are two of the samples; needs no distribution.
+@dataclass(slots=True)
+class Entrant:
+    """A rival that is timed next to farpool; without `work` it cannot run, and `remark` is the reason."""
 
-    With fewer than six samples it is all of their range, which is less than 95 % then.
-    """
-    ordered = sorted(samples)
-    count, outside, cut = len(ordered), 0.0, 0
-    while (outside := outside + 2 * math.comb(count, cut) * 0.5**count) <= 0.05:
-        cut += 1
-    cut = max(0, cut - 1)
-    return ordered[cut], ordered[count - 1 - cut]
+    name: str
+    work: Callable[[], float] | None
+    remark: str = ""
+
+    def sample(self) -> float:
+        """Take a sample: seconds for one object, or NaN if it cannot run or has failed."""
+        if self.work is None:
+            return math.nan
+        try:
+            return self.work()
+        except FarpoolError as error:
+            self.work, self.remark = None, str(error)
+            return math.nan
+
+    def result(self, samples: tuple[float, ...], ours: Sequence[float]) -> Row:
+        """Make its row: the ratio is the median of its times over farpool's, so above 1 farpool is faster."""
+        if self.work is None:
+            return Row(name=self.name, seconds=None, ratio=None, remark=self.remark)
+        return Row(name=self.name, seconds=samples, ratio=median_ratio(samples, ours), remark=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """An operation of farpool that is timed in turn with rivals that do the same work."""
+
+    what: str  # the operation and how it is asked for
+    nbytes: int  # of an object
+    batch: int  # objects in one call
+    way: str  # the transport that farpool takes
+
+    def hold(
+        self, ours: Callable[[], float], entrants: Sequence[Entrant], rounds: int, step: str, progress: Progress
+    ) -> Row:
+        """Take `rounds` samples of farpool and each entrant, in seconds for one object."""
+        works = [ours, *(entrant.sample for entrant in entrants)]
+        mine, *theirs = in_turn(works, rounds, step, progress)
+        others = tuple(entrant.result(samples, mine) for entrant, samples in zip(entrants, theirs, strict=True))
+        return Row(what=self.what, nbytes=self.nbytes, batch=self.batch, way=self.way, ours=mine, others=others)
+
+
+def opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
+    """Start a peer if it is installed; None and the reason if it is not, or does not start."""
+    if make is None:
+        return None, reason
+    try:
+        return stack.enter_context(make()), ""
+    except FarpoolError as error:
+        return None, str(error)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A rival of a pool: one would use it instead. Without `step` it cannot run, and `remark` is the reason."""
+
+    name: str
+    step: Callable[[], float] | None
+    remark: str = ""
+    comparable: bool = True  # it does the same work over the same link
+    samples: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Take a sample, if it can run."""
+        if self.step is None:
+            return
+        try:
+            self.samples.append(self.step())
+        except (OSError, ValueError) as error:
+            self.step, self.remark = None, str(error)
+
+    def result(self, ours: Sequence[float], limits: Sequence[float]) -> Row:
+        """Make its row: medians over the rounds of its time over the pool's, and of the limit over its time."""
+        seconds = tuple(self.samples) if self.step else None
+        speedup = efficiency = None
+        if seconds and self.comparable:
+            speedup, efficiency = median_ratio(seconds, ours), median_ratio(limits, seconds)
+        remark = self.remark or None
+        return Row(name=self.name, seconds=seconds, speedup=speedup, efficiency=efficiency, remark=remark)

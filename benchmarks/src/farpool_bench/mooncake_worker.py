@@ -16,8 +16,6 @@ from farpool.errors import FarpoolError
 from farpool_bench.ring import Ring
 from farpool_bench.users import User, serve
 
-__all__ = ["main"]
-
 _BUFFER = 16 << 20
 
 

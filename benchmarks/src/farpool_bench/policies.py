@@ -10,198 +10,134 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Group
-from rich.text import Text
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from farpool._native import CacheSimulation, RequestTrace, policy_names
 from farpool.errors import ConfigError
-from farpool.observe.tables import Table
 from farpool.sizes import format_size, parse_size
-from farpool_bench import request_traces
+from farpool_bench import harness, request_traces
+from farpool_bench.harness import Option, Row, told
+from farpool_bench.render import Grid, by_group, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Outcome", "Run", "Settings", "figures", "run", "table"]
 
 _CHUNK = 1 << 20
 """Requests simulated between two reports of progress; an interrupt waits for as many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Choice of trace, policies and cache sizes.
-
-    Attributes
-    ----------
-    device : str
-        ``cpu``: policies compute nothing on a device.
-    trace : Path or None
-        The file to read; None generates a trace.
-    sizes : tuple of str
-        Sizes of the cache; empty for halves, quarters and so on of the bytes of all objects.
-    policies : tuple of str
-        Names; empty for all.
-    rounds : int
-        Runs of each, for the speed; their counts are equal.
-    requests : int
-        Length of the trace that is generated.
-    """
-
-    device: str = "cpu"
-    trace: Path | None = None
-    sizes: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    rounds: int = 3
-    requests: int = 1_000_000
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(rounds=1, requests=20_000)
+_SIZES = Option("Of the cache, such as 128MiB; repeatable. Default: shares of all objects.", "SIZE", "size")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Results of one policy with one size of the cache.
+class Settings(harness.Settings):
+    """Choice of trace, policies and cache sizes; policies compute nothing on a device."""
 
-    Attributes
-    ----------
-    misses, bytes_missed : int
-        Requests for objects that were not in the cache, and the sum of their sizes.
-    requests_per_second : float
-        Median over the runs.
-    seconds : tuple of float
-        Processor time of each run.
-    """
-
-    policy: str
-    size: int
-    misses: int
-    bytes_missed: int
-    requests_per_second: float
-    seconds: tuple[float, ...]
+    trace: Annotated[Path | None, Option("CSV (.csv) or oracleGeneral; default: by Zipf's law.", "FILE")] = None
+    sizes: Annotated[tuple[str, ...], _SIZES] = ()
+    policies: Annotated[tuple[str, ...], Option("Such as sieve; repeatable. Default: all.", "NAME", "policy")] = ()
+    rounds: Annotated[int, Option("Runs of each", least=1)] = 3
+    requests: int = 1_000_000  # of the trace that is generated
+    QUICK: ClassVar = {"rounds": 1, "requests": 20_000}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of all policies and sizes on one trace.
+class Bench(harness.Benchmark):
+    """Each policy with each size of the cache."""
 
-    Attributes
-    ----------
-    trace : str
-        Name of the file, or how the trace was generated.
-    requests, objects : int
-        Length of the trace, and different objects in it.
-    nbytes, footprint : int
-        Sum of the sizes of all requests, and of all different objects.
-    left_out : int
-        Requests of 0 bytes: there is nothing to keep.
-    """
+    name = "policies"
+    limit = "Belady's policy, which knows the future"
+    rivals = ("libCacheSim's counts",)
+    Settings = Settings
 
-    trace: str
-    requests: int
-    objects: int
-    nbytes: int
-    footprint: int
-    left_out: int
-    runs: tuple[Run, ...]
+    def open(self) -> None:
+        settings = self.settings
+        self._policies = settings.policies or policy_names()
+        for name in self._policies:
+            if name not in policy_names():
+                raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(policy_names())}")
+        sizes = [parse_size(size, "size") for size in settings.sizes]
+        if settings.trace is not None:
+            self._name = settings.trace.name
+            (self._trace,) = map(request_traces.read, told(self.progress, "Reading the trace", [settings.trace]))
+        else:
+            self._name = "generated: Zipf's law over 5,000 objects"
+            ids = request_traces.generate("zipf", settings.requests)
+            self._trace = RequestTrace(ids, request_traces.object_sizes(ids))
+        self._footprint = self._trace.footprint()
+        self._sizes = sizes or [max(1, self._footprint >> shift) for shift in range(7, 0, -1)]
 
+    def cases(self) -> Iterable[tuple[str, int]]:
+        return [(policy, size) for policy in self._policies for size in self._sizes]
 
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Simulate each policy with each size of the cache.
-
-    Raises
-    ------
-    ConfigError
-        The trace cannot be read, or a policy or a size is wrong.
-    """
-    policies = settings.policies or policy_names()
-    for name in policies:
-        if name not in policy_names():
-            raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(policy_names())}")
-    sizes = [parse_size(size, "size") for size in settings.sizes]
-    if settings.trace is not None:
-        progress("Reading the trace", 0, 1)
-        trace, named = request_traces.read(settings.trace), settings.trace.name
-        progress("Reading the trace", 1, 1)
-    else:
-        ids = request_traces.generate("zipf", settings.requests)
-        trace, named = RequestTrace(ids, request_traces.object_sizes(ids)), "generated: Zipf's law over 5,000 objects"
-    footprint = trace.footprint()
-    sizes = sizes or [max(1, footprint >> shift) for shift in range(7, 0, -1)]
-    runs = []
-    nbytes = 0
-    total = len(trace) * len(sizes) * settings.rounds
-    for name in policies:
-        done = 0
-        for size in sizes:
-            seconds = []
-            for _ in range(settings.rounds):
-                cache = CacheSimulation(name, size)
-                taken = 0.0
-                for first in range(0, len(trace), _CHUNK):
-                    start = time.thread_time()
-                    cache.run(trace, first, first + _CHUNK)
-                    taken += time.thread_time() - start
-                    progress(name, done + cache.requests, total)
-                seconds.append(taken)
-                done += len(trace)
-            nbytes = cache.bytes
-            speed = len(trace) / max(statistics.median(seconds), 1e-9)
-            runs.append(Run(name, size, cache.misses, cache.bytes_missed, speed, tuple(seconds)))
-    return Outcome(named, len(trace), trace.objects(), nbytes, footprint, trace.left_out, tuple(runs))
-
-
-def table(outcome: Outcome) -> Group:
-    """Table of misses and speed of each policy, one size of the cache after the other."""
-    about = (
-        f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of "
-        f"{format_size(outcome.footprint)} in all"
-    )
-    if outcome.left_out:
-        about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
-    made = Table()
-    made.add_names("cache")
-    made.add_names("policy")
-    made.add_figures("misses", "of all", "bytes missed", "of all", "million/s")
-    for size in sorted({one.size for one in outcome.runs}):
-        for number, one in enumerate(one for one in outcome.runs if one.size == size):
-            made.add_row(
-                format_size(size) if number == 0 else "",
-                one.policy,
-                f"{one.misses:,}",
-                f"{one.misses / outcome.requests:.1%}",
-                format_size(one.bytes_missed),
-                f"{one.bytes_missed / outcome.nbytes:.1%}",
-                f"{one.requests_per_second / 1e6:.1f}",
-            )
-        made.add_section()
-    return Group(Text(about), made)
-
-
-def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Figure of the miss ratio against the size of the cache, for each policy."""
-    from farpool_bench.figures import COLOURS, new_figure
-
-    figure, axes = new_figure("size of the cache, MiB", "misses, share of requests")
-    for number, name in enumerate(dict.fromkeys(one.policy for one in outcome.runs)):
-        runs = sorted((one for one in outcome.runs if one.policy == name), key=lambda one: one.size)
-        axes.plot(
-            [one.size / (1 << 20) for one in runs],
-            [one.misses / outcome.requests for one in runs],
-            ("o-", "s--", "^:")[number // len(COLOURS) % 3],
-            color=COLOURS[number % len(COLOURS)],
-            markersize=4,
-            label=name,
+    def measure(self, case: tuple[str, int]) -> Row:
+        (policy, size), length, rounds = case, len(self._trace), self.settings.rounds
+        seconds = []
+        for done in range(rounds):
+            cache = CacheSimulation(policy, size)
+            taken = 0.0
+            for first in range(0, length, _CHUNK):
+                start = time.thread_time()
+                cache.run(self._trace, first, first + _CHUNK)
+                taken += time.thread_time() - start
+                step = f"{policy}, {format_size(size)}"
+                self.progress(step, done * length + cache.requests, rounds * length)
+            seconds.append(taken)
+        self._nbytes = cache.bytes
+        return Row(
+            policy=policy,
+            size=size,
+            misses=cache.misses,
+            bytes_missed=cache.bytes_missed,
+            requests_per_second=length / max(statistics.median(seconds), 1e-9),
+            seconds=tuple(seconds),  # processor time of each run
         )
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.legend(ncols=2)
-    return {f"Miss-ratio curve of {outcome.trace}.": figure}
+
+    def outcome(self, found: list[Row]) -> Row:
+        return Row(
+            trace=self._name,
+            requests=len(self._trace),
+            objects=self._trace.objects(),
+            nbytes=self._nbytes,  # of all requests
+            footprint=self._footprint,  # bytes of all different objects
+            left_out=self._trace.left_out,  # requests of 0 bytes: there is nothing to keep
+            runs=tuple(found),
+        )
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        size = format_size(outcome.footprint)
+        about = f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of {size} in all"
+        if outcome.left_out:
+            about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
+        yield about
+        rows: list[list[str]] = []
+        for size, runs in sorted(by_group(outcome.runs, lambda one: one.size).items()):
+            for number, one in enumerate(runs):
+                rows.append(
+                    [
+                        format_size(size) if number == 0 else "",
+                        one.policy,
+                        f"{one.misses:,}",
+                        f"{one.misses / outcome.requests:.1%}",
+                        format_size(one.bytes_missed),
+                        f"{one.bytes_missed / outcome.nbytes:.1%}",
+                        f"{one.requests_per_second / 1e6:.1f}",
+                    ]
+                )
+            rows.append([])
+        yield Grid("", "=cache|=policy|misses|of all|bytes missed|of all|million/s", rows)
+
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        lines = {}
+        for policy, found in by_group(outcome.runs, lambda one: one.policy).items():
+            runs = sorted(found, key=lambda one: one.size)
+            shares = [one.misses / outcome.requests for one in runs]
+            lines[policy] = [one.size / (1 << 20) for one in runs], shares
+        labels = "size of the cache, MiB", "misses, share of requests"
+        figure, axes = plot(*labels, lines, legend={"ncols": 2})
+        axes.set_xscale("log", base=2)
+        return {f"Miss-ratio curve of {outcome.trace}.": figure}

@@ -11,23 +11,22 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from farpool.errors import FarpoolError
-from farpool_bench.ring import Ring, median_call, seconds_each
+from farpool_bench.measure import kept, median_call, seconds_each
+from farpool_bench.ring import Ring
 from farpool_bench.users import User
 
 if TYPE_CHECKING:
     from redis import Redis
 
-__all__ = ["RedisPeer", "RedisUser", "find_redis", "free_port"]
-
-_PATIENCE = 20.0
+_START_TIMEOUT_S = 20.0
 _MISSING = "redis-server is not installed; on Debian or Ubuntu: apt-get install redis-server"
 
 
 def free_port() -> int:
-    """Find a TCP port of 127.0.0.1 that nobody uses at the moment."""
+    """Find a TCP port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -42,18 +41,15 @@ def find_redis() -> tuple[str | None, str]:
         client = f"redis-py {version('redis')}, hiredis {version('hiredis')}"
     except PackageNotFoundError as error:
         return None, f"the package {error.name!r} is not installed; pip install redis hiredis"
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False).stdout
+    said = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False
+    ).stdout
     number = next((word.removeprefix("v=") for word in said.split() if word.startswith("v=")), "")
     return f"Redis {number}, {client}", ""
 
 
 class RedisPeer:
-    """A Redis server and two clients, one over TCP and one over a UNIX socket.
-
-    Attributes
-    ----------
-    tcp, unix : Redis
-    """
+    """A Redis server and two clients, one over TCP and one over a UNIX socket."""
 
     def __init__(self) -> None:
         import redis
@@ -61,21 +57,13 @@ class RedisPeer:
         self._folder = tempfile.TemporaryDirectory(prefix="farpool-")
         path = str(Path(self._folder.name, "redis.sock"))
         port = free_port()
-        options = {
-            "port": str(port),
-            "bind": "127.0.0.1",
-            "unixsocket": path,
-            "save": "",
-            "appendonly": "no",
-            "daemonize": "no",
-            "dir": self._folder.name,
-            "maxmemory": "0",
-        }
+        options = {"port": str(port), "bind": "127.0.0.1", "unixsocket": path, "dir": self._folder.name}
+        options |= {"save": "", "appendonly": "no", "daemonize": "no", "maxmemory": "0"}
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
         self._server = subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.tcp: Redis = redis.Redis(host="127.0.0.1", port=port)
         self.unix: Redis = redis.Redis(unix_socket_path=path)
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
                 self.tcp.ping()
@@ -142,20 +130,12 @@ class RedisUser(User):
             buffer[:] = value
 
     def find(self) -> int:
-        pipeline = self._client.pipeline(transaction=False)
-        for key in self.ring.keys:
-            pipeline.exists(key)
-        return sum(pipeline.execute())
+        return sum(_found(self._client, self.ring))
 
 
 def _get(client: Redis, ring: Ring, seconds: float) -> float:
-    found: list[object] = []
-
-    def work() -> None:
-        found[:] = [client.get(key) for key in ring.keys]
-
-    taken = seconds_each(work, len(ring), seconds)
-    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    taken, found = kept(lambda: [client.get(key) for key in ring.keys], seconds_each, len(ring), seconds)
+    _check(ring, found)
     return taken
 
 
@@ -168,33 +148,29 @@ def _set(client: Redis, ring: Ring, seconds: float) -> float:
             client.set(key, payload)
 
     taken = seconds_each(work, len(ring), seconds)
-    found = [client.get(key) for key in ring.keys]
-    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    _check(ring, [client.get(key) for key in ring.keys])
     return taken
 
 
 def _exists(client: Redis, ring: Ring, seconds: float) -> float:
-    found: list[object] = []
-
-    def work() -> None:
-        pipeline = client.pipeline(transaction=False)
-        for key in ring.keys:
-            pipeline.exists(key)
-        found[:] = pipeline.execute()
-
-    taken = median_call(work, seconds)
+    taken, found = kept(lambda: _found(client, ring), median_call, seconds)
     if found != [1] * len(ring):
         raise FarpoolError("Redis: an object that was set is missing")
     return taken
 
 
 def _mget(client: Redis, ring: Ring, seconds: float) -> float:
-    found: list[object] = []
-
-    def work() -> None:
-        answer = client.mget(ring.keys)
-        found[:] = answer if isinstance(answer, list) else []
-
-    taken = median_call(work, seconds)
-    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    taken, found = kept(lambda: client.mget(ring.keys), median_call, seconds)
+    _check(ring, found)
     return taken
+
+
+def _found(client: Redis, ring: Ring) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for key in ring.keys:
+        pipeline.exists(key)
+    return pipeline.execute()
+
+
+def _check(ring: Ring, found: Any) -> None:
+    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])

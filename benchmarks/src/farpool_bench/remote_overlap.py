@@ -11,44 +11,20 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from farpool.cluster.store import Store
 from farpool.cluster.wire.address import parse_address
-
-__all__ = ["Overlap", "measure_overlap"]
+from farpool_bench.harness import Row
 
 _NBYTES = 32 << 20
 """Bytes of the value, more than sockets buffer."""
 _RESTS_AT = 256 << 10
-_PATIENCE = 5.0
+_REST_TIMEOUT_S = 5.0
 _CHUNK = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Overlap of the two copies of a put: the bytes that one node had when the other got its first byte.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the value.
-    before : int
-        Bytes that had come to the first node by then; `nbytes` and more if the copies went one after the other.
-    """
-
-    nbytes: int
-    before: int
-
-
-def measure_overlap(nodes: Sequence[str]) -> Overlap:
-    """Put a value with copies on two nodes, and measure how these overlap.
-
-    Raises
-    ------
-    FarpoolError
-        The put failed.
-    """
+def measure_overlap(nodes: Sequence[str]) -> Row:
+    """Put a value with copies on two nodes, and measure how these overlap."""
     meter = _Meter()
     with ExitStack() as stack:
         relays = [stack.enter_context(_Relay(node, meter, number)) for number, node in enumerate(nodes)]
@@ -58,16 +34,13 @@ def measure_overlap(nodes: Sequence[str]) -> Overlap:
         store.put("warm", b"connections are open")
         meter.start()
         store.put("overlap", bytes(_NBYTES))
-    return Overlap(_NBYTES, meter.before)
+    return Row(nbytes=_NBYTES, before=meter.before)  # bytes that one node had when the other got its first
 
 
 class _Meter:
     """Counter of the bytes that come to the two relays.
 
-    Attributes
-    ----------
-    before : int
-        Bytes that one relay had got when the other one got its first.
+    `before`: bytes that one relay had got when the other one got its first.
     """
 
     def __init__(self) -> None:
@@ -93,7 +66,7 @@ class _Meter:
             received[number] += nbytes
             self._changed.notify_all()
             if self._rests and received[number] > _RESTS_AT:
-                self._rests = self._changed.wait_for(lambda: received[other] > 0, _PATIENCE)
+                self._rests = self._changed.wait_for(lambda: received[other] > 0, _REST_TIMEOUT_S)
 
 
 class _Relay:

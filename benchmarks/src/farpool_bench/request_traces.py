@@ -18,17 +18,9 @@ from farpool._native import RequestTrace
 from farpool.errors import ConfigError
 from farpool_bench.kv_request_lines import GZIP_MAGIC, ZSTD_MAGIC
 
-__all__ = ["KINDS", "generate", "object_sizes", "read"]
-
 
 def read(path: Path) -> RequestTrace:
-    """Read a trace file: CSV where its name ends in ``.csv``, else libCacheSim's oracleGeneral.
-
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, holds no requests, or is neither; the message names the line or record.
-    """
+    """Read a trace file: CSV where its name ends in ``.csv``, else libCacheSim's oracleGeneral."""
     try:
         with path.open("rb") as file:
             start = file.read(len(ZSTD_MAGIC))
@@ -57,19 +49,7 @@ def read(path: Path) -> RequestTrace:
 def generate(kind: str, requests: int, seed: int = 1) -> list[int]:
     """Generate a trace: the numbers of objects in the order in which they are requested.
 
-    Parameters
-    ----------
-    kind : str
-        One of `KINDS`.
-    requests : int
-        Length of the trace.
-    seed : int
-        The same seed gives the same trace.
-
-    Raises
-    ------
-    ConfigError
-        The kind is not known.
+    `kind`: one of `KINDS`. `requests`: length of the trace. `seed`: the same seed gives the same trace.
     """
     if kind not in KINDS:
         raise ConfigError(f"trace {kind!r} is not known; expected one of {', '.join(KINDS)}")

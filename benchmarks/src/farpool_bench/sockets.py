@@ -12,8 +12,6 @@ from typing import Self
 
 from farpool.errors import FarpoolError
 
-__all__ = ["Sockets", "build_sockets", "read"]
-
 _SOURCE = Path(__file__).with_name("sockets.c")
 _TIMEOUT = 60.0
 _REQUEST = bytes(64)
@@ -37,15 +35,7 @@ def build_sockets(folder: Path, *, tls: bool = False) -> tuple[Path | None, str]
 
 
 def read(connection: socket.socket, into: memoryview) -> None:
-    """Read an object over a connection of `Sockets.connect`; both sides sleep while they wait.
-
-    Raises
-    ------
-    FarpoolError
-        The server has ended the connection.
-    OSError
-        The server sends nothing before the timeout.
-    """
+    """Read an object over a connection of `Sockets.connect`; both sides sleep while they wait."""
     connection.sendall(_REQUEST)
     while into.nbytes > 0:
         got = connection.recv_into(into, into.nbytes, socket.MSG_WAITALL)
@@ -57,14 +47,8 @@ def read(connection: socket.socket, into: memoryview) -> None:
 class Sockets:
     """A server of the reference program with objects of one size, in a process of its own.
 
-    Parameters
-    ----------
-    program : Path
-        The program that `build_sockets` compiled.
-    nbytes, ring : int
-        Bytes of an object; number of objects.
-    certificates : Path or None
-        A folder with a certificate, its key and the authority, for both sides of a program with TLS.
+    `program`: the program that `build_sockets` compiled. `nbytes`, `ring`: bytes of an object; number of objects.
+    `certificates`: a folder with a certificate, its key and the authority, for both sides of a program with TLS.
     """
 
     def __init__(self, program: Path, nbytes: int, ring: int, certificates: Path | None = None) -> None:
@@ -90,21 +74,9 @@ class Sockets:
     ) -> float:
         """Seconds for one object, as a client process measures them, which compares the bytes at the end.
 
-        Parameters
-        ----------
-        window : int
-            Requests without an answer.
-        seconds : float
-            How long to go on.
-        spin : bool
-            Both sides ask again and again instead of going to sleep.
-        second : Sockets or None
-            Another server, to which each object is put once this one has answered; not with TLS.
-
-        Raises
-        ------
-        FarpoolError
-            The client failed; the message has what it said.
+        `window`: requests without an answer. `seconds`: how long to go on. `spin`: both sides ask again and again
+        instead of going to sleep. `second`: another server, to which each object is put once this one has answered; not
+        with TLS.
         """
         port = self._port if second is None else f"{self._port},{second._port}"
         what = [port, *self._sizes, str(window), repr(seconds), "spin" if spin else "block"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Block", "Stack", "block_bytes", "seconds_of", "synchronize", "tokens_for"]
+from farpool import step_in_backward
 
 _HEAD = 64
 """Width of an attention head."""
@@ -92,10 +93,7 @@ def seconds_of(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> tup
 def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
     """Number of tokens, a multiple of 8, with which some work takes about `seconds`; found by trial.
 
-    Parameters
-    ----------
-    seconds_with : callable
-        Does the work with a number of tokens and returns how long it took.
+    `seconds_with`: does the work with a number of tokens and returns how long it took.
     """
 
     def measure(tokens: int) -> float:
@@ -117,3 +115,65 @@ def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
 
 def _rounded(tokens: float) -> int:
     return round(tokens / 8) * 8
+
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Loss of a training step, and the seconds of its phases."""
+
+    loss: torch.Tensor
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.forward + self.backward + self.optimizer
+
+
+class Trainer:
+    """A trainer of a model on one batch, with the model's optimizer.
+
+    `model`: the model to train; it may be paged. `inputs`: the batch; the model is to reproduce it in reverse order.
+    `optimizer`: the fused AdamW unless given: it touches each parameter and its state once. `in_backward`: true to step
+    each parameter during the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: Stack,
+        inputs: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        in_backward: bool = False,
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.targets = inputs.flip(1)
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        self._in_backward = step_in_backward(self.optimizer) if in_backward else None
+
+    def step(self, between: Callable[[], None] = lambda: None) -> Step:
+        """Do one step; `between` is called between its phases, and not timed."""
+        device = self.inputs.device.type
+        synchronize(device)
+        start = time.perf_counter()
+        loss = torch.nn.functional.mse_loss(self.model(self.inputs), self.targets)
+        synchronize(device)
+        forward = time.perf_counter() - start
+        between()
+        start = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        synchronize(device)
+        backward = time.perf_counter() - start
+        between()
+        start = time.perf_counter()
+        if self._in_backward is None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        synchronize(device)
+        return Step(loss.detach(), forward, backward, time.perf_counter() - start)

@@ -1,128 +1,116 @@
 """Streaming: a model four times as large as the fast tier.
 
-A stack of transformer blocks runs forward with a quarter of its weights resident; the rest lies behind a link of a
-known rate. The limit of a pass is the longer of two times: that of the same pass with everything resident (on the CPU,
-where copies take memory bandwidth from what computes, beside as many copies for nobody), and that of the fewest bytes
-that any pool with this budget could move (Belady: what is needed last leaves first) at the link's rate. The efficiency
-is the limit over the measured time, in steady state.
+A stack of transformer blocks runs forward with a quarter of its weights resident; the rest is behind a link of a known
+rate. The limit of a pass is the longer of two times: that of the same pass with everything resident (on the CPU, where
+copies take memory bandwidth from computing, while a dummy thread copies the same number of bytes), and that of the
+fewest bytes that any pool with this budget could move (Belady: the block that is needed last leaves first) at the
+link's rate. The efficiency is the limit over the measured time, in steady state.
 
-Passes run in turn: everything resident, in the pool, and with what one would use otherwise. In the pool each timed pass
-follows an untimed one at once, because while the others run the pool could fetch for nothing. All outputs
-must be equal bit for bit.
+Passes run in turn: everything resident, in the pool, and with the rivals. In the pool each timed pass follows an
+untimed one at once, because while the others run the pool could fetch without anyone waiting. All outputs must be equal
+bit for bit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from rich.console import Group, RenderableType
-
-from farpool.observe.tables import Table
-from farpool_bench.benchmark import Progress, check_device
-from farpool_bench.figures import INK, new_figure
-from farpool_bench.streaming_outcome import Case, Outcome, Settings
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row
+from farpool_bench.render import Grid, against_limit, by_group, by_ratio, megabytes, milliseconds, rate_text, times
 from farpool_bench.strip import draw_strip
-from farpool_bench.text import milliseconds, peer_cells, rate_text, remarks
 
-__all__ = ["Case", "Outcome", "Settings", "figures", "run", "table"]
-
-
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each case: each rate of the link with each ratio of transfer to compute.
-
-    Raises
-    ------
-    ConfigError
-        There is no such device.
-    RuntimeError
-        Outputs differ from those of the resident model.
-    """
-    check_device(settings.device)
-    from farpool_bench.link import core_for_link
-    from farpool_bench.streaming_cases import measure_case
-
-    rates: tuple[float | None, ...] = (None,) if settings.device == "cuda" else settings.rates
-    cases = []
-    for rate in rates:
-        for ratio in settings.ratios:
-            name = f"{rate_text(rate)}, transfer {ratio:g}x compute" if rate else f"transfer {ratio:g}x compute"
-
-            def told(done: int, total: int, name: str = name) -> None:
-                progress(name, done, total)
-
-            told(0, settings.rounds)
-            with core_for_link(settings.device) as threads:
-                cases.append(measure_case(settings, rate, ratio, told))
-    return Outcome(settings.device, threads, tuple(cases))
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def table(outcome: Outcome) -> RenderableType:
-    """Tables of efficiencies, and of the times and bytes behind them."""
-    return Group(_efficiencies(outcome), _details(outcome), *remarks(outcome.cases[0].peers))
+@dataclass(frozen=True, slots=True)
+class Settings(harness.Settings):
+    """Sizes; on the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device."""
+
+    device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
+    rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the throttled link
+    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)  # time on the link over time to compute
+    rounds: Annotated[int, Option("Passes of each", least=1)] = 15
+    layers: int = 32  # transformer blocks at most; a multiple of 4
+    layer_seconds: float = 0.010  # for which a block computes at least
+    weight_bytes: int = 1_600_000_000  # of the weights at most
+    gpu_share: int = 8  # on a GPU the weights take at most this fraction of its memory, which holds them up to 3 times
+    QUICK: ClassVar = {
+        "rates": (0.5e9,),
+        "ratios": (1.0,),
+        "rounds": 1,
+        "layers": 4,
+        "layer_seconds": 0.001,
+        "gpu_share": 128,
+    }
 
 
-def _efficiencies(outcome: Outcome) -> Table:
-    result = Table("Limit over measured time, and how much faster farpool is")
-    result.add_names("link")
-    result.add_figures("transfer / compute", "farpool", "first pass")
-    for peer in outcome.cases[0].peers:
-        result.add_figures(peer.name)
-        result.add_figures("farpool is")
-    for case in outcome.cases:
-        cells = [rate_text(case.rate), f"{case.ratio:.2f}", f"{case.efficiency:.0%}", f"{case.first_efficiency:.0%}"]
-        for peer in case.peers:
-            cells += peer_cells(peer)
-        result.add_row(*cells)
-    return result
+class Bench(harness.Benchmark):
+    """Each rate of the link with each ratio of transfer to compute."""
 
+    name = "streaming"
+    limit = "computing while as many bytes are copied, or the fewest bytes over the link, whichever takes longer"
+    rivals = ("demand fetching", "accelerate")
+    Settings = Settings
 
-def _details(outcome: Outcome) -> Table:
-    result = Table("One pass, in steady state")
-    result.add_texts("link", "model", "tokens")
-    result.add_figures("resident", "farpool", "waiting", "fewest bytes", "bytes moved")
-    for case in outcome.cases:
-        result.add_row(
-            rate_text(case.rate),
-            f"{case.layers} x {case.width}, {case.weight_bytes / 1e6:.0f} MB",
-            str(case.tokens),
-            milliseconds(case.resident_seconds),
-            milliseconds(case.paged_seconds),
-            f"{case.stall_seconds * 1e3:.0f} ms",
-            f"{case.fewest_bytes / 1e6:.0f} MB",
-            f"{case.moved_bytes / case.fewest_bytes:.2f}x",
+    def open(self) -> None:
+        from farpool_bench.link import core_for_link
+
+        self.threads = self.stack.enter_context(core_for_link(self.settings.device))
+
+    def cases(self) -> Iterable[tuple[float | None, float]]:
+        rates = (None,) if self.settings.device == "cuda" else self.settings.rates
+        return [(rate, ratio) for rate in rates for ratio in self.settings.ratios]
+
+    def measure(self, case: tuple[float | None, float]) -> Row:
+        from farpool_bench.streaming_cases import measure_case
+
+        rate, ratio = case
+        link = f"{rate_text(rate)}, " if rate else ""
+        return measure_case(self.settings, rate, ratio, f"{link}transfer {ratio:g}x compute", self.progress)
+
+    def outcome(self, found: list[Row]) -> Row:
+        return Row(device=self.settings.device, threads=self.threads, cases=tuple(found))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        title = "Limit over measured time, and how much faster farpool is"
+        first, *remarks = against_limit(
+            title,
+            "=link|transfer / compute|farpool|first pass",
+            outcome.cases,
+            lambda case: [
+                rate_text(case.rate),
+                f"{case.ratio:.2f}",
+                f"{case.efficiency:.0%}",
+                f"{case.first_efficiency:.0%}",
+            ],
         )
-    return result
+        heads = "<link|<model|<tokens|resident|farpool|waiting|fewest bytes|bytes moved"
+        rows = [
+            [
+                rate_text(case.rate),
+                f"{case.layers} x {case.width}, {megabytes(case.weight_bytes)}",
+                str(case.tokens),
+                milliseconds(case.resident_seconds),
+                milliseconds(case.paged_seconds),
+                milliseconds([case.stall_seconds]),
+                megabytes(case.fewest_bytes),
+                times(case.moved_bytes, case.fewest_bytes),
+            ]
+            for case in outcome.cases
+        ]
+        return [first, Grid("One pass, in steady state", heads, rows), *remarks]
 
-
-def figures(outcome: Outcome) -> dict[str, Any]:
-    """Figures of efficiency by ratio, and of two passes of the middle case, for each rate."""
-    by_rate: dict[float, list[Case]] = defaultdict(list)
-    for case in outcome.cases:
-        by_rate[case.rate].append(case)
-    result: dict[str, Any] = {}
-    for rate, cases in by_rate.items():
-        result[f"Efficiency over a link of {rate_text(rate)}; 1 is the limit."] = _by_ratio(cases)
-        middle = cases[len(cases) // 2]
-        caption = (
-            f"Two passes over a link of {rate_text(rate)} with {middle.ratio:.2g} times as much transfer as compute."
-        )
-        result[caption] = draw_strip(middle.strip)
-    return result
-
-
-def _by_ratio(cases: list[Case]) -> Any:
-    figure, axes = new_figure("time on the link / time to compute", "limit / measured")
-    ratios = [case.wanted for case in cases]
-    axes.plot(ratios, [case.efficiency for case in cases], marker="o", label="farpool")
-    for number, peer in enumerate(cases[0].peers):
-        efficiencies = [case.peers[number].efficiency or 0.0 for case in cases]
-        if peer.efficiency is not None:
-            axes.plot(ratios, efficiencies, marker="o", label=peer.name)
-    axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-    axes.set_ylim(bottom=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-    axes.minorticks_off()
-    axes.legend(loc="lower left")
-    return figure
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        result = {}
+        for rate, cases in by_group(outcome.cases, lambda case: case.rate).items():
+            result[f"Efficiency over a link of {rate_text(rate)}; 1 is the limit."] = by_ratio(cases, rivals=True)
+            middle = cases[len(cases) // 2]
+            about = f"{rate_text(rate)} with {middle.ratio:.2g} times as much transfer as compute"
+            result[f"Two passes over a link of {about}."] = draw_strip(middle.strip)
+        return result

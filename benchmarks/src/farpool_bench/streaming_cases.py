@@ -6,26 +6,22 @@ import copy
 import importlib.metadata
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from farpool import Dram, Pool, offload
 from farpool.memory.pager.storage import cut
-from farpool.memory.pool.events import Event
-from farpool_bench.accelerated import accelerated
-from farpool_bench.link import Copier, fetched, link_rate, lower_tier
-from farpool_bench.measure import median_ratio
-from farpool_bench.peer import measured, missing
-from farpool_bench.sequence import fewest_bytes
+from farpool_bench.harness import Progress, Row, told
+from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier
+from farpool_bench.measure import Candidate, median_ratio
 from farpool_bench.stack import Stack, block_bytes, seconds_of, tokens_for
-from farpool_bench.streaming_outcome import Case, Settings
-from farpool_bench.strip import Strip, strip_of
+from farpool_bench.strip import record_strip
 
-__all__ = ["measure_case"]
+if TYPE_CHECKING:
+    from farpool_bench.streaming import Settings
 
 _SHARE = 4
 """The weights are this many times as large as the budget."""
@@ -35,7 +31,47 @@ _WIDTHS = 128
 _PROBE_TOKENS = 8
 
 
-def shape_for(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
+class _Model:
+    """The resident model of a case, with its inputs and the outputs that all others have to give."""
+
+    def __init__(self, settings: Settings, rate: float | None, ratio: float) -> None:
+        self.device = settings.device
+        self.link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
+        self.plain = Stack(*_shape(settings, self.link, ratio)).to(self.device).eval()
+        self.budget = self.plain.nbytes // _SHARE
+        self.fewest = self._fewest()
+        self.transfer = self.fewest / self.link
+        self.tokens = tokens_for(self._seconds, self.transfer / ratio)
+        self.inputs = self.plain.inputs(self.tokens)
+        seconds_of(self.plain, self.inputs, self.device)
+        self.seconds, self._expected = seconds_of(self.plain, self.inputs, self.device)
+
+    def run(self, model: torch.nn.Module, name: str) -> float:
+        """Seconds of a pass of a copy of the model, whose outputs are compared."""
+        seconds, outputs = seconds_of(model, self.inputs, self.device)
+        if not torch.equal(outputs, self._expected):
+            raise RuntimeError(f"{name}: the outputs differ from those of the resident model")
+        return seconds
+
+    def _seconds(self, tokens: int) -> float:
+        return seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]
+
+    def _fewest(self) -> int:
+        """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
+        inputs = self.plain.inputs(_PROBE_TOKENS)
+        with Pool(self.budget, [Dram(2 * self.plain.nbytes)], device=self.device, prefetch=False) as pool:
+            paged = [offload(copy.deepcopy(self.plain), pool)]
+
+            def step(between: object) -> None:
+                seconds_of(paged[0], inputs, self.device)
+
+            step(None)
+            (fewest,) = fewest_by_phase(pool, step)
+            paged.clear()  # the copy's weights must not outlive the pool
+            return fewest.fetched
+
+
+def _shape(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
     """Choose layers and width so that a layer computes long enough and everything fits into memory."""
     wanted = settings.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
     width = _WIDTHS
@@ -51,152 +87,119 @@ def _most_bytes(settings: Settings) -> int:
     return settings.weight_bytes
 
 
-def fewest_of(model: Stack, budget: int, device: str) -> int:
-    """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
-    inputs = model.inputs(_PROBE_TOKENS)
-    with Pool(budget, [Dram(2 * model.nbytes)], device=device, prefetch=False) as pool:
-        step = partial(seconds_of, offload(copy.deepcopy(model), pool), inputs, device)
-        step()
-        fewest = fewest_bytes(pool, step)
-        del step  # nobody needs the copy's weights when the pool ends
-        return fewest.fetched
-
-
-@dataclass(slots=True)
-class _Samples:
-    """Samples of a case, one for each round."""
-
-    resident: list[float] = field(default_factory=list)
-    beside_copies: list[float] = field(default_factory=list)
-    paged: list[float] = field(default_factory=list)
-    stalled: list[float] = field(default_factory=list)
-    moved: list[int] = field(default_factory=list)
-    demand: list[float] = field(default_factory=list)
-    accelerate: list[float] = field(default_factory=list)
-
-
-def measure_case(settings: Settings, rate: float | None, ratio: float, told: Callable[[int, int], None]) -> Case:
-    """Measure farpool, demand fetching and accelerate beside the resident model.
-
-    Parameters
-    ----------
-    rate : float or None
-        Bytes per second of the link; None to use the real one.
-    ratio : float
-        Time on the link over time to compute.
-    told : callable
-        Told the number of rounds that are done, and of all rounds.
-    """
-    device = settings.device
-    link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
-    layers, width = shape_for(settings, link, ratio)
-    plain = Stack(layers, width).to(device).eval()
-    budget = plain.nbytes // _SHARE
-    fewest = fewest_of(plain, budget, device)
-    transfer = fewest / link
-    tokens = tokens_for(lambda count: seconds_of(plain, plain.inputs(count), device)[0], transfer / ratio)
-    inputs = plain.inputs(tokens)
-    seconds_of(plain, inputs, device)
-    resident_seconds, expected = seconds_of(plain, inputs, device)
-
-    def run(model: torch.nn.Module, name: str) -> float:
-        seconds, outputs = seconds_of(model, inputs, device)
-        if not torch.equal(outputs, expected):
-            raise RuntimeError(f"{name}: the outputs differ from those of the resident model")
-        return seconds
-
+def measure_case(settings: Settings, rate: float | None, ratio: float, step: str, progress: Progress) -> Row:
+    """Measure the pool and its rivals in turn with the resident model; without a rate the link is the real one."""
+    model = _Model(settings, rate, ratio)
+    plain, device = model.plain, model.device
     capacity = plain.nbytes * 5 // 4
-    peer, reason = _accelerated(plain, device, rate)
-    samples = _Samples()
+    rival = _accelerate(model, rate)
+    resident, beside = [], []
     with (
         nullcontext() if rate is None else Copier(rate) as copier,
-        Pool(budget, [lower_tier(capacity, rate)], device=device) as pool,
-        Pool(budget, [lower_tier(capacity, rate)], device=device, prefetch=False) as demand_pool,
+        Pool(model.budget, [lower_tier(capacity, rate)], device=device) as pool,
+        Pool(model.budget, [lower_tier(capacity, rate)], device=device, prefetch=False) as demand_pool,
     ):
-        paged = offload(copy.deepcopy(plain), pool)
-        demand = offload(copy.deepcopy(plain), demand_pool)
-        first = run(paged, "farpool")
+        paged: torch.nn.Module = offload(copy.deepcopy(plain), pool)
+        demand: torch.nn.Module = offload(copy.deepcopy(plain), demand_pool)
+        on_demand = Candidate("demand fetching", lambda: model.run(demand, "demand fetching"))
+        ours = Pooled(pool, lambda between: model.run(paged, "farpool"))
+        first = ours.step(lambda: None)
         for _ in range(_SETTLE):
-            run(paged, "farpool")
+            model.run(paged, "farpool")
         for _ in range(_SETTLE if device == "cuda" else 1):  # page-locking its memory must not disturb what counts
-            run(demand, "demand fetching")
-        if peer is not None:
-            run(peer, "accelerate")
-        for done in range(settings.rounds):
-            told(done, settings.rounds)
-            samples.resident.append(run(plain, "resident"))
+            model.run(demand, "demand fetching")
+        if rival.step is not None:
+            rival.step()
+        for _ in told(progress, step, range(settings.rounds)):
+            resident.append(model.run(plain, "resident"))
             if copier is not None:
-                samples.beside_copies.append(copier.beside(lambda: run(plain, "resident"), fewest))
-            run(paged, "farpool")
-            before = pool.stats()
-            samples.paged.append(run(paged, "farpool"))
-            after = pool.stats()
-            samples.stalled.append(after.stall_seconds - before.stall_seconds)
-            samples.moved.append(fetched(after) - fetched(before))
-            samples.demand.append(run(demand, "demand fetching"))
-            if peer is not None:
-                samples.accelerate.append(run(peer, "accelerate"))
-                _check_dropped(peer)
-        told(settings.rounds, settings.rounds)
-        strip = _strip(pool, lambda: run(paged, "farpool"))
+                beside.append(copier.beside(lambda: model.run(plain, "resident"), model.fewest))
+            ours.measure()
+            on_demand.measure()
+            rival.measure()
+        strip = record_strip(pool, lambda mark: ours.step(mark), passes=2)
         stats = pool.stats()
-        paged = demand = plain  # nobody needs the copies' weights when the pools end
-    limits = [max(seconds, transfer) for seconds in samples.beside_copies or samples.resident]
-    peers = [measured("demand fetching", samples.demand, samples.paged, limits)]
-    if peer is None:
-        peers.append(missing("accelerate", reason))
-    else:
-        version = importlib.metadata.version("accelerate")
-        peers.append(measured(f"accelerate {version}", samples.accelerate, samples.paged, limits))
-    return Case(
-        rate=link,
-        wanted=ratio,
-        ratio=transfer / statistics.median(samples.resident),
-        layers=layers,
-        width=width,
-        tokens=tokens,
+        paged = demand = plain  # the copies' weights must not outlive the pools
+    limits = [max(seconds, model.transfer) for seconds in beside or resident]
+    return Row(
+        rate=model.link,
+        wanted=ratio,  # time on the link over time to compute: as asked for, and measured
+        ratio=model.transfer / statistics.median(resident),
+        layers=len(plain.blocks),
+        width=plain.width,
+        tokens=model.tokens,
         weight_bytes=plain.nbytes,
-        budget_bytes=budget,
+        budget_bytes=model.budget,
         peak_bytes=stats.fast.peak,
-        fewest_bytes=fewest,
-        moved_bytes=round(statistics.median(samples.moved)),
-        transfer_seconds=transfer,
-        resident_seconds=tuple(samples.resident),
-        paged_seconds=tuple(samples.paged),
-        stall_seconds=statistics.median(samples.stalled),
-        efficiency=median_ratio(limits, samples.paged),
-        first_efficiency=max(resident_seconds, transfer) / first,
+        fewest_bytes=model.fewest,  # that a pass has to bring in
+        moved_bytes=ours.moved("read"),
+        transfer_seconds=model.transfer,
+        resident_seconds=tuple(resident),
+        paged_seconds=tuple(ours.seconds),
+        stall_seconds=statistics.median(ours.stalled),
+        efficiency=median_ratio(limits, ours.seconds),
+        first_efficiency=max(model.seconds, model.transfer) / first,  # of the very first pass, without copies
         equal=True,
-        peers=tuple(peers),
+        peers=tuple(one.result(ours.seconds, limits) for one in (on_demand, rival)),
         strip=strip,
         prefetches_used=stats.prefetches_used,
         prefetches_wasted=stats.prefetches_wasted,
-        beside_copies_seconds=tuple(samples.beside_copies) or None,
+        beside_copies_seconds=tuple(beside) or None,  # none on a GPU, where copies cost no computing
     )
 
 
-def _accelerated(plain: Stack, device: str, rate: float | None) -> tuple[Stack | None, str]:
+def _accelerate(model: _Model, rate: float | None) -> Candidate:
     try:
-        return accelerated(plain, device, rate), ""
+        copied = accelerated(model.plain, model.device, rate)
     except ModuleNotFoundError as error:
-        return None, f"the package {error.name!r} is not installed"
+        return Candidate("accelerate", None, f"the package {error.name!r} is not installed")
+
+    def step() -> float:
+        seconds = model.run(copied, "accelerate")
+        held = [name for name, parameter in copied.named_parameters() if parameter.device.type != "meta"]
+        if held:
+            raise RuntimeError(f"accelerate: {', '.join(held[:3])} are still there after a pass: it measures nothing")
+        return seconds
+
+    return Candidate(f"accelerate {importlib.metadata.version('accelerate')}", step)
 
 
-def _check_dropped(model: Stack) -> None:
-    held = [name for name, parameter in model.named_parameters() if parameter.device.type != "meta"]
-    if held:
-        raise RuntimeError(f"accelerate: {', '.join(held[:3])} are still there after a pass: it measures nothing")
+class PacedWeights(Mapping[str, torch.Tensor]):
+    """Mapping of weights behind a simulated link: reading one takes its bytes over the rate, the copy included.
+
+    `weights`: the weights, by name. `rate`: bytes per second; None where the link is real.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], rate: float | None) -> None:
+        self._weights = weights
+        self._rate = rate
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        if self._rate is None:
+            return weight
+        end = time.perf_counter() + weight.nbytes / self._rate
+        copy = weight.clone()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return copy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
-def _strip(pool: Pool, work: Callable[[], float]) -> Strip:
-    """Record two passes in a row, after one that is left out."""
-    events: list[Event] = []
-    end_subscription = pool.subscribe(events.append)
-    work()
-    marks = []
-    for _ in range(2):
-        marks.append(time.monotonic())
-        work()
-    stop = time.monotonic()
-    end_subscription()
-    return strip_of(events, marks[0], stop, marks)
+def accelerated(plain: Stack, device: str, rate: float | None) -> Stack:
+    """Make a copy of a stack under accelerate: each module fetches its weights before it runs and drops them after."""
+    from accelerate.hooks import attach_align_device_hook
+
+    weights = {name: tensor.detach() for name, tensor in plain.state_dict().items()}
+    if device == "cuda":
+        weights = {name: tensor.cpu().pin_memory() for name, tensor in weights.items()}
+    with torch.device("meta"):
+        model = Stack(len(plain.blocks), plain.width)
+    attach_align_device_hook(
+        model, execution_device=torch.device(device), offload=True, weights_map=PacedWeights(weights, rate)
+    )
+    return model

@@ -2,8 +2,8 @@
 
 A stack of transformer blocks is trained with AdamW as it comes with PyTorch, all of its state behind a link of a known
 rate in each direction. The limit of a step is the longest of three times: that of the same step with everything
-resident, and those of the fewest bytes that any pool with this budget could read and write (Belady: what is needed last
-leaves first) at the link's rates. The efficiency is the limit over the measured time, in steady state.
+resident, and those of the fewest bytes that any pool with this budget could read and write (Belady: the block that is
+needed last leaves first) at the link's rates. The efficiency is the limit over the measured time, in steady state.
 
 The phases of a step need the link in different measure: forward and backward compute much and move little, the
 optimizer the other way round. So that limit can only be reached where one of the times is much the longer, or where the
@@ -13,150 +13,139 @@ backward and optimizer, each with the bytes that it needs moved itself.
 The same is measured with `farpool.step_in_backward`, which steps each parameter as soon as its gradient is whole: fewer
 bytes have to move, and they move while gradients are computed.
 
-Steps run in turn, resident and in the pool; each timed step follows an untimed one at once, because while the
-other runs the pool could move bytes for nothing. All losses must be equal bit for bit.
+Steps run in turn, resident and in the pool; each timed step follows an untimed one at once, because while the other
+runs the pool could move bytes without anyone waiting. All losses must be equal bit for bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from rich.console import Group, RenderableType
-
-from farpool.observe.tables import Table
-from farpool_bench.benchmark import Progress, check_device
-from farpool_bench.figures import INK, new_figure
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row, told
+from farpool_bench.render import Grid, against_limit, by_ratio, megabytes, milliseconds, rate_text, times
 from farpool_bench.strip import draw_strip
-from farpool_bench.text import milliseconds, peer_cells, rate_text, remarks
-from farpool_bench.training_outcome import Case, Outcome, Phase, Settings
 
-__all__ = ["Case", "Outcome", "Phase", "Settings", "figures", "run", "table"]
-
-
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each case, that is, each ratio of transfer to compute.
-
-    Raises
-    ------
-    ConfigError
-        There is no such device.
-    RuntimeError
-        A loss differs from that of the resident model.
-    """
-    check_device(settings.device)
-    from farpool_bench.link import core_for_link
-    from farpool_bench.training_cases import fewest_of, link_of, measure_case, shape_of
-
-    rate = link_of(settings)
-    progress("Fewest bytes", 0, 2)
-    fewest = fewest_of(settings)
-    progress("Fewest bytes", 1, 2)
-    fewest_in_backward = fewest_of(settings, in_backward=True)
-    progress("Fewest bytes", 2, 2)
-    cases = []
-    for ratio in settings.ratios:
-
-        def told(done: int, total: int, name: str = f"Transfer {ratio:g}x compute") -> None:
-            progress(name, done, total)
-
-        told(0, settings.rounds)
-        with core_for_link(settings.device) as threads:
-            cases.append(measure_case(settings, rate, fewest, fewest_in_backward, ratio, told))
-    return Outcome(settings.device, threads, rate, *shape_of(settings), tuple(cases))
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def table(outcome: Outcome) -> RenderableType:
-    """Tables of efficiencies, and of the times and bytes behind them."""
-    tables = [_efficiencies(outcome), _details(outcome), _phases(outcome)]
-    if any(case.in_backward is not None for case in outcome.cases):
-        tables.append(_in_backward(outcome))
-    return Group(*tables, *remarks(outcome.cases[0].peers))
+@dataclass(frozen=True, slots=True)
+class Settings(harness.Settings):
+    """Sizes; on the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device."""
+
+    device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
+    rate: float = 0.5e9  # bytes per second of the throttled link, in each direction
+    ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 8.0)  # time on the link over time to compute
+    rounds: Annotated[int, Option("Steps of each", least=1)] = 5
+    layers: int = 8  # of the stack; on a GPU, as the width, fixed by its memory
+    width: int = 384
+    gpu_share: int = 32  # on a GPU the weights take this fraction of its memory, which the rivals share
+    QUICK: ClassVar = {"ratios": (1.0,), "rounds": 1, "layers": 4, "width": 128, "gpu_share": 256}
 
 
-def _efficiencies(outcome: Outcome) -> Table:
-    result = Table(f"Limit over measured time; {rate_text(outcome.rate)} in each direction")
-    result.add_figures("transfer / compute", "farpool", "of the limit by phases", "in backward", "first step")
-    peers = [number for number, peer in enumerate(outcome.cases[0].peers) if peer.efficiency is not None]
-    for number in peers:
-        result.add_figures(outcome.cases[0].peers[number].name)
-        result.add_figures("farpool is")
-    for case in outcome.cases:
-        stepped = "" if case.in_backward is None else f"{case.in_backward.efficiency:.0%}"
-        shares = [f"{case.efficiency:.0%}", f"{case.efficiency_by_phases:.0%}", stepped, f"{case.first_efficiency:.0%}"]
-        cells = [f"{case.ratio:.2f}", *shares]
-        for number in peers:
-            cells += peer_cells(case.peers[number])
-        result.add_row(*cells)
-    return result
+class Bench(harness.Benchmark):
+    """Each ratio of transfer to compute."""
 
+    name = "training"
+    limit = "the resident step, or the fewest bytes over the link in either direction, whichever takes longest"
+    rivals = ("DeepSpeed ZeRO-Offload", "torchao's CPUOffloadOptimizer", "bitsandbytes' PagedAdamW")
+    Settings = Settings
 
-def _details(outcome: Outcome) -> Table:
-    result = Table(f"One step of {outcome.layers} blocks of width {outcome.width}, in steady state")
-    result.add_figures(
-        "tokens", "resident", "farpool", "waiting", "read at least", "read", "written at least", "written"
-    )
-    for case in outcome.cases:
-        result.add_row(
-            str(case.tokens),
-            milliseconds(case.resident_seconds),
-            milliseconds(case.paged_seconds),
-            milliseconds([case.stall_seconds]),
-            f"{case.fewest_read / 1e6:.0f} MB",
-            f"{case.moved_read / max(1, case.fewest_read):.2f}x",
-            f"{case.fewest_written / 1e6:.0f} MB",
-            f"{case.moved_written / max(1, case.fewest_written):.2f}x",
+    def open(self) -> None:
+        from farpool_bench import training_cases
+        from farpool_bench.link import core_for_link
+
+        self.rate = training_cases.link_of(self.settings)
+        fewest = [
+            training_cases.fewest_of(self.settings, in_backward=one)
+            for one in told(self.progress, "Fewest bytes", (False, True))
+        ]
+        self.fewest = fewest[0], fewest[1]
+        self.threads = self.stack.enter_context(core_for_link(self.settings.device))
+
+    def cases(self) -> Iterable[float]:
+        return self.settings.ratios  # type: ignore[no-any-return]
+
+    def measure(self, case: float) -> Row:
+        from farpool_bench.training_cases import Case
+
+        with Case(self.settings, self.rate, self.fewest, case) as one:
+            one.run(f"Transfer {case:g}x compute", self.progress)
+        return one.row
+
+    def outcome(self, found: list[Row]) -> Row:
+        from farpool_bench.training_cases import shape_of
+
+        settings, (layers, width) = self.settings, shape_of(self.settings)
+        facts = {"device": settings.device, "threads": self.threads, "rate": self.rate}
+        return Row(**facts, layers=layers, width=width, cases=tuple(found))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        def shares(case: Any) -> list[str]:
+            stepped = case.get("in_backward")
+            found = [case.efficiency, case.efficiency_by_phases, stepped and stepped.efficiency, case.first_efficiency]
+            return [f"{case.ratio:.2f}", *("" if share is None else f"{share:.0%}" for share in found)]
+
+        first, *remarks = against_limit(
+            f"Limit over measured time; {rate_text(outcome.rate)} in each direction",
+            "transfer / compute|farpool|of the limit by phases|in backward|first step",
+            outcome.cases,
+            shares,
         )
-    return result
-
-
-def _in_backward(outcome: Outcome) -> Table:
-    result = Table("One step inside the backward pass (farpool.step_in_backward)")
-    result.add_figures("transfer / compute", "farpool", "read at least", "read", "written at least", "written")
-    for case in outcome.cases:
-        stepped = case.in_backward
-        if stepped is not None:
-            result.add_row(
-                f"{stepped.link_seconds / case.link_seconds * case.ratio:.2f}",
-                milliseconds(stepped.paged_seconds),
-                f"{stepped.fewest_read / 1e6:.0f} MB",
-                f"{stepped.moved_read / max(1, stepped.fewest_read):.2f}x",
-                f"{stepped.fewest_written / 1e6:.0f} MB",
-                f"{stepped.moved_written / max(1, stepped.fewest_written):.2f}x",
-            )
-    return result
-
-
-def _phases(outcome: Outcome) -> Table:
-    result = Table("Phases of a step")
-    result.add_figures("transfer / compute", "phase", "resident", "farpool", "read", "needed", "written", "needed")
-    for case in outcome.cases:
-        for phase in case.phases:
-            result.add_row(
+        yield first
+        title = f"One step of {outcome.layers} blocks of width {outcome.width}, in steady state"
+        rows = [
+            [
+                str(case.tokens),
+                *map(milliseconds, (case.resident_seconds, case.paged_seconds, [case.stall_seconds])),
+                *_moves(case),
+            ]
+            for case in outcome.cases
+        ]
+        yield Grid(title, f"tokens|resident|farpool|waiting|{_MOVES}", rows)
+        rows = [
+            [
                 f"{case.ratio:.2f}",
                 phase.name,
-                milliseconds([phase.resident_seconds]),
-                milliseconds([phase.paged_seconds]),
-                f"{phase.read / 1e6:.0f} MB",
-                f"{phase.fewest_read / 1e6:.0f} MB",
-                f"{phase.written / 1e6:.0f} MB",
-                f"{phase.fewest_written / 1e6:.0f} MB",
-            )
-    return result
+                *(milliseconds([seconds]) for seconds in (phase.resident_seconds, phase.paged_seconds)),
+                *map(megabytes, (phase.read, phase.fewest_read, phase.written, phase.fewest_written)),
+            ]
+            for case in outcome.cases
+            for phase in case.phases
+        ]
+        heads = "transfer / compute|phase|resident|farpool|read|needed|written|needed"
+        yield Grid("Phases of a step", heads, rows)
+        rows = [
+            [
+                f"{stepped.link_seconds / case.link_seconds * case.ratio:.2f}",
+                milliseconds(stepped.paged_seconds),
+                *_moves(stepped),
+            ]
+            for case in outcome.cases
+            if (stepped := case.get("in_backward")) is not None
+        ]
+        if rows:
+            title = "One step inside the backward pass (farpool.step_in_backward)"
+            yield Grid(title, f"transfer / compute|farpool|{_MOVES}", rows)
+        yield from remarks
+
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        middle = outcome.cases[len(outcome.cases) // 2]
+        about = f"AdamW steps with a sixth of their bytes resident, {rate_text(outcome.rate)} each way"
+        return {
+            f"{about}; 1 is the limit.": by_ratio(outcome.cases, rivals=False),
+            f"One step with {middle.ratio:.2g} times as much transfer as compute.": draw_strip(middle.strip),
+        }
 
 
-def figures(outcome: Outcome) -> dict[str, Any]:
-    """Figures of efficiency by ratio, and of one step of the middle case."""
-    figure, axes = new_figure("time on the link / time to compute", "limit / measured")
-    ratios = [case.wanted for case in outcome.cases]
-    axes.plot(ratios, [case.efficiency for case in outcome.cases], marker="o")
-    axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    middle = outcome.cases[len(outcome.cases) // 2]
-    rate = rate_text(outcome.rate)
-    return {
-        f"AdamW steps with a sixth of their bytes resident, {rate} each way; 1 is the limit.": figure,
-        f"One step with {middle.ratio:.2g} times as much transfer as compute.": draw_strip(middle.strip),
-    }
+_MOVES = "read at least|read|written at least|written"
+
+
+def _moves(step: Any) -> tuple[str, ...]:
+    read, written = times(step.moved_read, step.fewest_read), times(step.moved_written, step.fewest_written)
+    return megabytes(step.fewest_read), read, megabytes(step.fewest_written), written

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Self
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from farpool import Dram, Pool, offload
 from farpool.memory.pager.belady import Moved, total_of
 from farpool.memory.pager.storage import cut
-from farpool.memory.pool.events import Event
-from farpool.memory.pool.stats import Stats
-from farpool_bench.link import fetched, link_rate, lower_tier, written
-from farpool_bench.measure import median_ratio
-from farpool_bench.sequence import fewest_by_phase
-from farpool_bench.stack import Stack, block_bytes, tokens_for
-from farpool_bench.strip import strip_of
-from farpool_bench.trainer import Step, Trainer
-from farpool_bench.training_outcome import Case, InBackward, Phase, Settings
-from farpool_bench.training_peers import open_candidates
+from farpool_bench.harness import Progress, Row, told
+from farpool_bench.link import Pooled, fewest_by_phase, link_rate, lower_tier
+from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.stack import LEARNING_RATE, Stack, Step, Trainer, block_bytes, tokens_for
+from farpool_bench.strip import record_strip
+from farpool_bench.worker import Worker
 
-__all__ = ["fewest_of", "link_of", "measure_case", "shape_of"]
+if TYPE_CHECKING:
+    from farpool_bench.training import Settings
 
 _STATE, _SHARE = 4, 6
 """Size of weights, gradients and two moments as a multiple of the weights; the budget is that divided by the second."""
 _LOWER = 5
 """Size of the lower tier, as a multiple of the weights."""
 _SETTLE = {"cpu": 3, "cuda": 12}
-"""Number of steps after the first one before samples are taken; on a GPU host memory is page-locked meanwhile."""
+"""Number of steps after the first one before samples are taken; on a GPU host memory is page-locked in these."""
 _PHASES = ("forward", "backward", "optimizer")
 _PROBE_TOKENS = 8
 _GPU_WIDTH = 2048
-"""Width of the transformer blocks on a GPU."""
+_GPU_ONLY = "needs a GPU: it keeps the optimizer's state in page-locked or managed memory next to CUDA memory"
+_NO_LINK = "not comparable: host and device are the same memory here, it moves nothing over the link"
 
 
 def shape_of(settings: Settings) -> tuple[int, int]:
@@ -56,7 +53,7 @@ def link_of(settings: Settings) -> float:
     return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
 
 
-def fewest_of(settings: Settings, *, in_backward: bool = False) -> tuple[Moved, ...]:
+def fewest_of(settings: Settings, *, in_backward: bool) -> tuple[Moved, ...]:
     """Fewest bytes that each phase of a step has to move, in steady state; the tokens make no difference."""
     model = Stack(*shape_of(settings)).to(settings.device)
     inputs = model.inputs(_PROBE_TOKENS)
@@ -66,7 +63,7 @@ def fewest_of(settings: Settings, *, in_backward: bool = False) -> tuple[Moved, 
         for _ in range(2):
             trainer.step()
         fewest = fewest_by_phase(pool, trainer.step)
-        del model, trainer  # nobody needs their tensors when the pool ends
+        del model, trainer  # their tensors must not outlive the pool
         return fewest
 
 
@@ -74,197 +71,151 @@ def _budget(model: Stack) -> int:
     return model.nbytes * _STATE // _SHARE
 
 
-@dataclass(slots=True)
-class _Samples:
-    """Samples of a case, one for each round."""
+class _Paged:
+    """A trainer in a pool of its own, with the losses of all its steps."""
 
-    resident: list[Step] = field(default_factory=list)
-    paged: list[Step] = field(default_factory=list)
-    stalled: list[float] = field(default_factory=list)
-    read: list[list[int]] = field(default_factory=list)
-    written: list[list[int]] = field(default_factory=list)
-
-
-def measure_case(
-    settings: Settings,
-    rate: float,
-    phases: Sequence[Moved],
-    phases_in_backward: Sequence[Moved],
-    ratio: float,
-    told: Callable[[int, int], None],
-) -> Case:
-    """Measure farpool and its peers beside the resident model.
-
-    Parameters
-    ----------
-    rate : float
-        Bytes per second of the link, in each direction.
-    phases, phases_in_backward : sequence of Moved
-        What each phase of a step has to move, where parameters are stepped after the backward pass and inside it.
-    ratio : float
-        Time on the link over time to compute.
-    told : callable
-        Told the number of rounds that are done, and of all rounds.
-    """
-    device = settings.device
-    fewest, fewest_in_backward = total_of(phases), total_of(phases_in_backward)
-    link_seconds = max(fewest.fetched, fewest.written) / rate
-    plain = Stack(*shape_of(settings)).to(device)
-    inputs = plain.inputs(_tokens(plain, link_seconds / ratio))
-    budget = _budget(plain)
-    lower = lower_tier(_LOWER * plain.nbytes, settings.rate if device == "cpu" else None)
-    samples = _Samples()
-    losses: list[torch.Tensor] = []
-    paged_losses: list[torch.Tensor] = []
-    with ExitStack() as stack:
-        candidates = open_candidates(stack, plain, inputs)
-        pool = stack.enter_context(Pool(budget, [lower], device=device))
-        paged_model = copy.deepcopy(plain)
-        offload(paged_model, pool)
-        paged = Trainer(paged_model, inputs)
-        in_backward = stack.enter_context(_InBackward(plain, inputs, settings, fewest_in_backward, rate))
-        resident = Trainer(plain, inputs)
-
-        def step(trainer: Trainer, kept: list[torch.Tensor], between: Callable[[], None] = lambda: None) -> Step:
-            done = trainer.step(between)
-            kept.append(done.loss)
-            return done
-
-        between_phases: list[Stats] = []
-
-        def note() -> None:
-            between_phases.append(pool.stats())
-
-        first = step(resident, losses), step(paged, paged_losses)
-        in_backward.settle(1)
-        for _ in range(_SETTLE[settings.device]):
-            step(resident, losses)
-            step(paged, paged_losses)
-            in_backward.settle(1)
-        for done in range(settings.rounds):
-            told(done, settings.rounds)
-            step(resident, losses)
-            samples.resident.append(step(resident, losses))
-            step(paged, paged_losses)
-            before = pool.stats()
-            samples.paged.append(step(paged, paged_losses, note))
-            ends = [before, *between_phases, pool.stats()]
-            between_phases.clear()
-            samples.stalled.append(ends[-1].stall_seconds - before.stall_seconds)
-            samples.read.append([fetched(after) - fetched(start) for start, after in pairwise(ends)])
-            samples.written.append([written(after) - written(start) for start, after in pairwise(ends)])
-            in_backward.measure()
-            for candidate in candidates:
-                candidate.measure()
-        told(settings.rounds, settings.rounds)
-        for kept in (paged_losses, in_backward.losses):
-            for number, (loss, other) in enumerate(zip(losses, kept, strict=True)):
-                if not torch.equal(loss, other):
-                    raise RuntimeError(
-                        f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}"
-                    )
-        events: list[Event] = []
-        step(paged, paged_losses)
-        end_subscription = pool.subscribe(events.append)
-        start = time.monotonic()
-        marks = [start]
-        step(paged, paged_losses, lambda: marks.append(time.monotonic()))
-        strip = strip_of(events, start, time.monotonic(), marks)
-        end_subscription()
-        peak = pool.stats().fast.peak
-        limits = [max(one.seconds, link_seconds) for one in samples.resident]
-        ours = [one.seconds for one in samples.paged]
-        peers = tuple(candidate.result(ours, limits) for candidate in candidates)
-        by_phases = [
-            sum(
-                max(seconds, max(needed.fetched, needed.written) / rate)
-                for seconds, needed in zip(_seconds(one), phases, strict=True)
-            )
-            for one in samples.resident
-        ]
-        stepped = in_backward.result([one.seconds for one in samples.resident])
-        del paged, paged_model  # nobody needs their tensors when the pool ends
-    resident_seconds = [one.seconds for one in samples.resident]
-    return Case(
-        wanted=ratio,
-        ratio=link_seconds / statistics.median(resident_seconds),
-        tokens=inputs.shape[1],
-        state_bytes=_STATE * plain.nbytes,
-        budget_bytes=budget,
-        peak_bytes=peak,
-        fewest_read=fewest.fetched,
-        fewest_written=fewest.written,
-        moved_read=_median([sum(parts) for parts in samples.read]),
-        moved_written=_median([sum(parts) for parts in samples.written]),
-        link_seconds=link_seconds,
-        resident_seconds=tuple(resident_seconds),
-        paged_seconds=tuple(ours),
-        stall_seconds=statistics.median(samples.stalled),
-        efficiency=median_ratio(limits, ours),
-        first_efficiency=max(first[0].seconds, link_seconds) / first[1].seconds,
-        efficiency_by_phases=median_ratio(by_phases, ours),
-        phases=_phases(samples, phases),
-        equal=True,
-        peers=peers,
-        strip=strip,
-        in_backward=stepped,
-    )
-
-
-class _InBackward:
-    """A trainer that steps inside the backward pass, with a pool of its own."""
-
-    def __init__(self, plain: Stack, inputs: torch.Tensor, settings: Settings, fewest: Moved, rate: float) -> None:
+    def __init__(
+        self, settings: Settings, plain: Stack, inputs: torch.Tensor, fewest: Moved, rate: float, *, in_backward: bool
+    ) -> None:
+        self.fewest = fewest
+        self.link_seconds = max(fewest.fetched, fewest.written) / rate
         self.losses: list[torch.Tensor] = []
-        self._fewest = fewest
-        self._link_seconds = max(fewest.fetched, fewest.written) / rate
-        self._seconds: list[float] = []
-        self._read: list[int] = []
-        self._written: list[int] = []
+        self.steps: list[Step] = []
         lower = lower_tier(_LOWER * plain.nbytes, settings.rate if settings.device == "cpu" else None)
-        self._pool = Pool(_budget(plain), [lower], device=settings.device)
+        self.pool = Pool(_budget(plain), [lower], device=settings.device)
         model = copy.deepcopy(plain)
-        offload(model, self._pool)
-        self._trainer: Trainer | None = Trainer(model, inputs, in_backward=True)
+        offload(model, self.pool)
+        self._trainer: Trainer | None = Trainer(model, inputs, in_backward=in_backward)
+        self.timed = Pooled(self.pool, self.step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._trainer = None  # nobody needs its tensors when the pool ends
-        self._pool.__exit__(None, None, None)
+        self._trainer = None  # its tensors must not outlive the pool
+        self.pool.__exit__(None, None, None)
 
-    def settle(self, steps: int) -> None:
-        """Do steps that are not timed."""
-        for _ in range(steps):
-            self._step()
-
-    def measure(self) -> None:
-        """Do one timed step, after one that is not."""
-        self._step()
-        before = self._pool.stats()
-        self._seconds.append(self._step())
-        after = self._pool.stats()
-        self._read.append(fetched(after) - fetched(before))
-        self._written.append(written(after) - written(before))
-
-    def _step(self) -> float:
+    def step(self, between: Callable[[], None] = lambda: None) -> float:
+        """Do a step; returns its seconds."""
         assert self._trainer is not None
-        done = self._trainer.step()
-        self.losses.append(done.loss)
-        return done.seconds
+        self.steps.append(self._trainer.step(between))
+        self.losses.append(self.steps[-1].loss)
+        return self.steps[-1].seconds
 
-    def result(self, resident: Sequence[float]) -> InBackward:
-        limits = [max(seconds, self._link_seconds) for seconds in resident]
-        return InBackward(
-            self._fewest.fetched,
-            self._fewest.written,
-            _median(self._read),
-            _median(self._written),
-            self._link_seconds,
-            tuple(self._seconds),
-            median_ratio(limits, self._seconds),
+    def row(self, resident: Sequence[float]) -> Row:
+        """Make the part of a row that both ways of training have."""
+        limits = [max(seconds, self.link_seconds) for seconds in resident]
+        return Row(
+            fewest_read=self.fewest.fetched,  # bytes that a step has to move (Belady), and that it moved
+            fewest_written=self.fewest.written,
+            moved_read=self.timed.moved("read"),
+            moved_written=self.timed.moved("written"),
+            link_seconds=self.link_seconds,  # of the fewest bytes of the busier direction
+            paged_seconds=tuple(self.timed.seconds),
+            efficiency=median_ratio(limits, self.timed.seconds),
         )
+
+
+class Case:
+    """One case: the resident model, the pools and the rivals; a context manager that closes them.
+
+    `fewest` is what each phase of a step has to move, stepped after the backward pass and inside it. `ratio` is the
+    time on the link over the time to compute.
+    """
+
+    def __init__(
+        self, settings: Settings, rate: float, fewest: tuple[Sequence[Moved], Sequence[Moved]], ratio: float
+    ) -> None:
+        self._settings, self._rate, self._phases, self._ratio = settings, rate, fewest[0], ratio
+        after, inside = map(total_of, fewest)
+        self._plain = Stack(*shape_of(settings)).to(settings.device)
+        self._link_seconds = max(after.fetched, after.written) / rate
+        self._inputs = inputs = self._plain.inputs(_tokens(self._plain, self._link_seconds / ratio))
+        self._stack = ExitStack()
+        self._candidates = open_candidates(self._stack, self._plain, inputs)
+        self._paged = self._stack.enter_context(_Paged(settings, self._plain, inputs, after, rate, in_backward=False))
+        self._inside = self._stack.enter_context(_Paged(settings, self._plain, inputs, inside, rate, in_backward=True))
+        self._resident = Trainer(self._plain, inputs)
+        self._steps: list[Step] = []
+        self._losses: list[torch.Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(None, None, None)
+
+    def run(self, step: str, progress: Progress) -> None:
+        """Take all samples, and put them together in `row`."""
+        first = self._step(), self._paged.step()
+        self._inside.step()
+        for _ in range(_SETTLE[self._settings.device]):
+            self._step()
+            self._paged.step()
+            self._inside.step()
+        timed: list[tuple[Step, Step]] = []
+        for _ in told(progress, step, range(self._settings.rounds)):
+            self._step()
+            resident = self._step()
+            self._paged.timed.measure()
+            timed.append((resident, self._paged.steps[-1]))
+            self._inside.timed.measure()
+            for candidate in self._candidates:
+                candidate.measure()
+        for kept in (self._paged.losses, self._inside.losses):
+            for number, (loss, other) in enumerate(zip(self._losses, kept, strict=True)):
+                if not torch.equal(loss, other):
+                    raise RuntimeError(
+                        f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}"
+                    )
+        self.row = self._row(timed, max(first[0].seconds, self._link_seconds) / first[1])
+
+    def _step(self) -> Step:
+        done = self._resident.step()
+        self._losses.append(done.loss)
+        return done
+
+    def _row(self, timed: list[tuple[Step, Step]], first_efficiency: float) -> Row:
+        resident, ours = [plain.seconds for plain, _ in timed], self._paged.timed.seconds
+        strip = record_strip(self._paged.pool, self._paged.step, passes=1)
+        limits = [max(seconds, self._link_seconds) for seconds in resident]
+        needs = [max(needed.fetched, needed.written) / self._rate for needed in self._phases]
+        by_phases = [sum(map(max, _seconds(plain), needs)) for plain, _ in timed]
+        return Row(
+            self._paged.row(resident),
+            wanted=self._ratio,  # time on the link over time to compute: as asked for, and measured
+            ratio=self._link_seconds / statistics.median(resident),
+            tokens=self._inputs.shape[1],
+            state_bytes=_STATE * self._plain.nbytes,  # of weights, gradients and moments
+            budget_bytes=_budget(self._plain),
+            peak_bytes=self._paged.pool.stats().fast.peak,
+            resident_seconds=tuple(resident),
+            stall_seconds=statistics.median(self._paged.timed.stalled),
+            first_efficiency=first_efficiency,  # of the very first step
+            efficiency_by_phases=median_ratio(by_phases, ours),
+            phases=tuple(self._phase(timed, index) for index in range(len(_PHASES))),
+            equal=True,
+            peers=tuple(candidate.result(ours, limits) for candidate in self._candidates),
+            strip=strip,
+            in_backward=self._inside.row(resident),
+        )
+
+    def _phase(self, timed: list[tuple[Step, Step]], index: int) -> Row:
+        """Medians of a phase; bytes count when their transfer ends, and the fewest are those of its own accesses."""
+        part = slice(index, index + 1)
+        return Row(
+            name=_PHASES[index],
+            resident_seconds=statistics.median(_seconds(plain)[index] for plain, _ in timed),
+            paged_seconds=statistics.median(_seconds(paged)[index] for _, paged in timed),
+            read=self._paged.timed.moved("read", part),
+            written=self._paged.timed.moved("written", part),
+            fewest_read=self._phases[index].fetched,
+            fewest_written=self._phases[index].written,
+        )
+
+
+def _seconds(step: Step) -> tuple[float, float, float]:
+    return step.forward, step.backward, step.optimizer
 
 
 def _tokens(plain: Stack, seconds: float) -> int:
@@ -279,24 +230,56 @@ def _tokens(plain: Stack, seconds: float) -> int:
     return tokens_for(seconds_with, seconds)
 
 
-def _seconds(step: Step) -> tuple[float, float, float]:
-    return step.forward, step.backward, step.optimizer
+def open_candidates(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> list[Candidate]:
+    """Start the rivals, ready to step; `stack` closes them."""
+    return [
+        _deepspeed(stack, plain, inputs),
+        _in_process("torchao CPUOffloadOptimizer", "torchao", _torchao, plain, inputs),
+        _in_process("bitsandbytes PagedAdamW", "bitsandbytes", _bitsandbytes, plain, inputs),
+    ]
 
 
-def _phases(samples: _Samples, fewest: Sequence[Moved]) -> tuple[Phase, ...]:
-    return tuple(
-        Phase(
-            name,
-            statistics.median(_seconds(one)[index] for one in samples.resident),
-            statistics.median(_seconds(one)[index] for one in samples.paged),
-            _median([parts[index] for parts in samples.read]),
-            _median([parts[index] for parts in samples.written]),
-            fewest[index].fetched,
-            fewest[index].written,
-        )
-        for index, name in enumerate(_PHASES)
-    )
+def _in_process(
+    name: str, package: str, make: Callable[[Stack], torch.optim.Optimizer], plain: Stack, inputs: torch.Tensor
+) -> Candidate:
+    if inputs.device.type != "cuda":
+        return Candidate(name, None, _GPU_ONLY)
+    if importlib.util.find_spec(package) is None:
+        return Candidate(name, None, f"the package {package!r} is not installed")
+    model = copy.deepcopy(plain)
+    trainer = Trainer(model, inputs, make(model))
+
+    def step() -> float:
+        trainer.step()
+        return trainer.step().seconds
+
+    step()
+    return Candidate(name, step)
 
 
-def _median(samples: list[int]) -> int:
-    return round(statistics.median(samples))
+def _torchao(model: Stack) -> torch.optim.Optimizer:
+    from torchao.optim import CPUOffloadOptimizer
+
+    made = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE)
+    return made  # type: ignore[no-any-return]
+
+
+def _bitsandbytes(model: Stack) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import PagedAdamW32bit
+
+    return PagedAdamW32bit(model.parameters(), lr=LEARNING_RATE)  # type: ignore[no-any-return]
+
+
+def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Candidate:
+    name = "DeepSpeed ZeRO-Offload"
+    if importlib.util.find_spec("deepspeed") is None:
+        return Candidate(name, None, "the package 'deepspeed' is not installed")
+    name = f"DeepSpeed {version('deepspeed')} ZeRO-Offload"
+    arguments = [str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type]
+    try:
+        worker = Worker("deepspeed_worker", arguments).started(stack)
+    except (OSError, ValueError) as error:
+        return Candidate(name, None, str(error))
+    on_cpu = inputs.device.type == "cpu"
+    step = lambda: float(worker.ask("step", "seconds"))  # noqa: E731 - a step after an untimed one
+    return Candidate(name, step, _NO_LINK if on_cpu else "", comparable=not on_cpu)

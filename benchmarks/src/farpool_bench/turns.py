@@ -1,4 +1,4 @@
-"""Benchmark of how long a tenant waits next to floods of another one, and how two tenants share a node's bytes.
+"""Waiting of a tenant next to floods of another one, and shares of two tenants in a node's bytes.
 
 The victim gets an object of 4 KiB again and again, over a connection of its own; its median time is measured alone,
 next to a process that uses a processor and asks the node for nothing, and next to each flood of another tenant, with
@@ -10,135 +10,93 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Group
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.wire.frames import Op, pack_frame
-from farpool.observe.tables import Table
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row, told
+from farpool_bench.measure import median_ratio
+from farpool_bench.render import Grid
 from farpool_bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
+from farpool_bench.worker import command_of
 
 if TYPE_CHECKING:
     import socket
 
-    from farpool_bench.benchmark import Progress
-
-__all__ = ["Outcome", "Settings", "Shared", "Waited", "figures", "run", "table"]
-
 _FLOODING, _VICTIM = "flooding:0123456789abcdef", "victim:0123456789abcdef"
-_BEGINNING = 0.5
-"""Seconds until a flood is under way."""
+_BEGINNING_S = 0.5
+"""Time until a flood is under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes of a run.
+class Settings(harness.Settings):
+    """Sizes; a node computes nothing on a device."""
 
-    Attributes
-    ----------
-    device : str
-        ``cpu``: a node computes nothing on a device.
-    seconds : float
-        Seconds of each measurement.
-    rounds : int
-        Measurements of each kind, taken in turn.
-    connections : int
-        Connections of the larger floods.
-    """
-
-    device: str = "cpu"
-    seconds: float = 1.0
-    rounds: int = 3
-    connections: int = 64
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Settings so small that a run takes seconds."""
-        return cls(seconds=0.1, rounds=1, connections=4)
+    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
+    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
+    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
+    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
 
 
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """Median seconds of the victim's gets in each round, next to one kind of flood.
+class Bench(harness.Benchmark):
+    """Each flood with one connection and with many, in rounds; then the shares of two tenants."""
 
-    Attributes
-    ----------
-    kind : str
-        The flood; ``processor`` is a process that asks the node for nothing.
-    alone, flooded : tuple of float
-        Medians just before the flood, and next to it.
-    node : tuple of float
-        Processors that the node used during the flood.
-    """
+    name = "turns"
+    limit = "the same gets alone, and next to a process that only uses a processor"
+    Settings = Settings
 
-    kind: str
-    connections: int
-    alone: tuple[float, ...]
-    flooded: tuple[float, ...]
-    node: tuple[float, ...]
+    def open(self) -> None:
+        self._node = self.stack.enter_context(_node())
+        self._victim = self.stack.enter_context(connected(self._node.address, _VICTIM))
 
-    @property
-    def ratio(self) -> float:
-        """Time of a get next to the flood over its time alone, in the median of the rounds."""
-        return statistics.median(busy / idle for busy, idle in zip(self.flooded, self.alone, strict=True))
+    def cases(self) -> Iterable[tuple[str, int]]:
+        """Kinds and connections of the floods, once for each round; an empty kind measures the shares."""
+        counts = (1, self.settings.connections)
+        kinds = [("processor", 1), *((kind, count) for kind in (*KINDS, "") for count in counts)]
+        return told(self.progress, "Waiting", kinds * self.settings.rounds)
 
+    def measure(self, case: tuple[str, int]) -> tuple[tuple[str, int], tuple[float, ...]]:
+        kind, connections = case
+        _fill(self._node, self._victim)
+        seconds = self.settings.seconds
+        if not kind:
+            return case, (_share(self._node, connections, seconds),)
+        return case, _wait(self._node, self._victim, kind, connections, seconds)
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Share of a tenant with one connection in the bytes that both tenants received, in each round."""
+    def outcome(self, found: list[tuple[tuple[str, int], tuple[float, ...]]]) -> Row:
+        waited, shared = [], []
+        for kind, connections in dict.fromkeys(case for case, _ in found):
+            columns = tuple(zip(*(numbers for case, numbers in found if case == (kind, connections)), strict=True))
+            if kind:
+                alone, flooded, node = columns
+                waited.append(Row(kind=kind, connections=connections, alone=alone, flooded=flooded, node=node))
+            else:
+                shared.append(Row(connections=connections, shares=columns[0]))
+        return Row(waited=tuple(waited), shared=tuple(shared))
 
-    connections: int
-    shares: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run."""
-
-    waited: tuple[Waited, ...]
-    shared: tuple[Shared, ...]
-
-
-def run(settings: Settings, progress: Progress) -> Outcome:
-    """Run the benchmark against a node of its own.
-
-    Raises
-    ------
-    RuntimeError
-        The node or a flooding process ended.
-    """
-    counts = (1, settings.connections)
-    kinds = [("processor", 1), *((kind, connections) for kind in KINDS for connections in counts)]
-    taken: dict[tuple[str, int], list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
-    shares: dict[int, list[float]] = {connections: [] for connections in counts}
-    with _node() as node:
-        victim = connected(node.address, _VICTIM)
-        for number in range(settings.rounds):
-            for done, (kind, connections) in enumerate(kinds):
-                progress("Waiting", number * len(kinds) + done, settings.rounds * len(kinds))
-                taken[kind, connections].append(_wait(node, victim, kind, connections, settings.seconds))
-            for connections in counts:
-                _fill(node, victim)
-                shares[connections].append(_share(node, connections, settings.seconds))
-        victim.close()
-    progress("Waiting", 1, 1)
-    waited = tuple(Waited(*kind, *_columns(rounds)) for kind, rounds in taken.items())
-    return Outcome(waited, tuple(Shared(count, tuple(parts)) for count, parts in shares.items()))
-
-
-def _columns(
-    rounds: list[tuple[float, float, float]],
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    alone, flooded, node = zip(*rounds, strict=True)
-    return alone, flooded, node
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        rows = [
+            [
+                row.kind,
+                str(row.connections),
+                *(f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded)),
+                f"{median_ratio(row.flooded, row.alone):.1f}",
+                f"{statistics.median(row.node):.2f}",
+            ]
+            for row in outcome.waited
+        ]
+        heads = "<flood of another tenant|connections|alone, µs|next to it, µs|times|processors of the node"
+        yield Grid("A get of 4 KiB, median", heads, rows)
+        rows = [[str(one.connections), f"{statistics.median(one.shares):.2f}"] for one in outcome.shared]
+        yield Grid("Bytes of a tenant with one connection", "connections of the other tenant|share", rows)
 
 
 @contextmanager
@@ -185,10 +143,9 @@ def _wait(
     node: RunningNode, victim: socket.socket, kind: str, connections: int, seconds: float
 ) -> tuple[float, float, float]:
     """Median seconds of a get alone and next to a flood, and the processors that the node used then."""
-    _fill(node, victim)
     alone = _median_get(victim, seconds)
     with _flood(node, _FLOODING, kind, connections):
-        time.sleep(_BEGINNING)
+        time.sleep(_BEGINNING_S)
         clock = ~node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
         start, used = time.monotonic(), time.clock_gettime(clock)
         flooded = _median_get(victim, seconds)
@@ -201,7 +158,7 @@ def _share(node: RunningNode, connections: int, seconds: float) -> float:
         _flood(node, _FLOODING, "gets of 8 MiB", connections) as many,
         _flood(node, _VICTIM, "gets of 8 MiB", 1) as one,
     ):
-        time.sleep(_BEGINNING)
+        time.sleep(_BEGINNING_S)
         before = [_received(process) for process in (one, many)]
         time.sleep(3 * seconds)
         got = [_received(process) - first for process, first in zip((one, many), before, strict=True)]
@@ -210,7 +167,7 @@ def _share(node: RunningNode, connections: int, seconds: float) -> float:
 
 @contextmanager
 def _flood(node: RunningNode, key: str, kind: str, connections: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "farpool_bench.turns_flood", node.address, key, kind, str(connections)]
+    command = command_of("turns_flood", [node.address, key, kind, str(connections)])
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None or process.stdout.readline() != "begun\n":
@@ -227,25 +184,3 @@ def _received(process: subprocess.Popen[str]) -> int:
     process.stdin.write("\n")
     process.stdin.flush()
     return int(process.stdout.readline())
-
-
-def table(outcome: Outcome) -> Group:
-    """Format the outcome."""
-    waits = Table("A get of 4 KiB, median")
-    waits.add_texts("flood of another tenant")
-    waits.add_figures("connections", "alone, µs", "next to it, µs", "times", "processors of the node")
-    for row in outcome.waited:
-        alone, flooded = (f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded))
-        waits.add_row(
-            row.kind, str(row.connections), alone, flooded, f"{row.ratio:.1f}", f"{statistics.median(row.node):.2f}"
-        )
-    shares = Table("Bytes of a tenant with one connection")
-    shares.add_figures("connections of the other tenant", "share")
-    for shared in outcome.shared:
-        shares.add_row(str(shared.connections), f"{statistics.median(shared.shares):.2f}")
-    return Group(waits, shares)
-
-
-def figures(outcome: Outcome) -> dict[str, Any]:
-    """Draw nothing: the table has all results."""
-    return {}

@@ -1,6 +1,6 @@
 """Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
 
-``python -m farpool_bench.turns_flood ADDRESS KEY KIND CONNECTIONS`` prints a line when it has begun and goes on until
+With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints a line when it has begun and goes on until
 its standard input ends. For each line that it reads from there it prints how many bytes it has received.
 """
 
@@ -18,13 +18,11 @@ from farpool.cluster.wire.access import AccessKey
 from farpool.cluster.wire.frames import HEAD, LOOKUP, VERSION, Op, pack_frame
 from farpool.cluster.wire.handshake import ClientHandshake
 
-__all__ = ["KEYS", "KINDS", "connected", "lookup_of", "put_of", "received_whole"]
-
 KINDS = ("lookups found", "lookups missing", "gets of 64 KiB", "gets of 8 MiB", "puts of 4 KiB", "puts of 64 MiB")
 """Kinds of floods, and ``processor``, which asks the node for nothing."""
 KEYS = 4000
 """Keys of a lookup."""
-_TIMEOUT = 60.0
+_TIMEOUT_S = 60.0
 _PUT_TOGETHER = 16
 """Small puts that are sent at once."""
 _HEADER = struct.Struct("<4sBBHQIIQQQIIBB2s")
@@ -35,7 +33,7 @@ def connected(address: str, key: str) -> socket.socket:
     """Open an authenticated data connection; the key is ``NAME:SECRET``."""
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
     name, secret = key.split(":")
-    stream = socket.create_connection((host, int(port)), timeout=_TIMEOUT)
+    stream = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
     handshake = ClientHandshake(address, "data", AccessKey(name, secret.encode()), 0, secure=False)
     stream.sendall(handshake.start())
     while handshake.welcome is None:

@@ -9,20 +9,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from farpool.errors import FarpoolError
-from farpool_bench.ring import Ring, median_call
-
-__all__ = ["User", "serve"]
+from farpool_bench.measure import kept, median_call
+from farpool_bench.ring import Ring
 
 
 class User(ABC):
     """A user of a store that moves the objects of a ring, in calls with one or several.
 
-    Parameters
-    ----------
-    name : str
-        Name of the store, for messages.
-    ring : Ring
-        The objects, which are read into the ring's own buffers.
+    `name`: name of the store, for messages. `ring`: the objects, which are read into the ring's own buffers.
     """
 
     gets_what_is_there: ClassVar[bool] = False
@@ -53,13 +47,7 @@ class User(ABC):
         self.remove()
 
     def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
-        """Seconds per object, `batch` of them in a call, in passes over the ring of which the first does not count.
-
-        Raises
-        ------
-        FarpoolError
-            An object was not stored, not found, or read with other bytes.
-        """
+        """Seconds per object, `batch` of them in a call, in passes over the ring of which the first does not count."""
         self._put(batch)
         self._read_back(batch)
         taken, passes = 0.0, -1
@@ -74,32 +62,16 @@ class User(ABC):
         return taken / (passes * len(self.ring))
 
     def lookup_seconds(self, seconds: float) -> float:
-        """Seconds of a call that looks up all keys, in the median.
-
-        Raises
-        ------
-        FarpoolError
-            An object that was put was not found.
-        """
+        """Seconds of a call that looks up all keys, in the median."""
         self._put(len(self.ring))
-        found: list[int] = []
-
-        def work() -> None:
-            found[:] = [self.find()]
-
-        taken = median_call(work, seconds)
-        self._check_found(found[0])
+        taken, found = kept(self.find, median_call, seconds)
+        self._check_found(found)
         return taken
 
     def fetch_seconds(self) -> float:
         """Seconds of one call that gets all objects, and of one before it that looks them up where that is needed.
 
         Nothing is called before that is not counted: it is what a program pays that has computed something else.
-
-        Raises
-        ------
-        FarpoolError
-            An object was not found, or read with other bytes.
         """
         self.ring.wipe()
         start = time.perf_counter()
@@ -132,13 +104,7 @@ class User(ABC):
 
 
 def serve(make: Callable[[Ring], User]) -> None:
-    """Answer lines ``put|get|find|fetch NBYTES COUNT BATCH SECONDS`` with seconds, until the standard input ends.
-
-    Parameters
-    ----------
-    make : callable
-        Makes a user of a ring.
-    """
+    """Answer lines ``put|get|find|fetch NBYTES COUNT BATCH SECONDS`` with seconds, until the standard input ends."""
     print("ready", flush=True)
     user: User | None = None
     for line in sys.stdin:

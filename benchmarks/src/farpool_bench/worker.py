@@ -1,4 +1,4 @@
-"""Worker processes for peers that take over much of the process they run in; questions and answers are lines."""
+"""Processes that run a module of this package: workers that answer questions line by line, and one-shot children."""
 
 from __future__ import annotations
 
@@ -9,41 +9,58 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
 
 from farpool.errors import FarpoolError
+from farpool_bench.harness import rows_of
 
-__all__ = ["StorePeer", "Worker"]
+_ANSWER_TIMEOUT_S = 300.0
+"""Long, because some rivals compile parts of themselves when they first run."""
+_CHILD_TIMEOUT_S = 1800.0
+# Another interpreter need not have this package; with PYTHONPATH it would get all the others of this one's.
+_START = """
+import importlib.util, runpy, sys
+folder, sys.argv = sys.argv[1], sys.argv[2:]
+places = {"submodule_search_locations": [folder]}
+spec = importlib.util.spec_from_file_location("farpool_bench", folder + "/__init__.py", **places)
+sys.modules["farpool_bench"] = importlib.util.module_from_spec(spec)
+runpy.run_module("farpool_bench." + sys.argv[0], run_name="__main__")
+"""
 
-_PATIENCE = 300.0
-"""Seconds to wait for an answer; long, as some peers compile parts of themselves when they first run."""
+
+def command_of(module: str, arguments: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Command line of a process that runs a module of this package, with another interpreter if one is named."""
+    return [python or sys.executable, "-c", _START, str(Path(__file__).parent), module, *arguments]
+
+
+def run_child(module: str, *arguments: int) -> Any:
+    """Run a module that prints one row as JSON, and return the row.
+
+    Raises
+    ------
+    FarpoolError
+        It failed; the message has its last words.
+    """
+    command = command_of(module, [str(one) for one in arguments])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise FarpoolError(f"{module} failed (exit code {done.returncode}): {said[-1] if said else 'it said nothing'}")
+    return rows_of(msgspec.json.decode(done.stdout))
 
 
 class Worker:
-    """A worker process that runs a Python module and answers questions line by line.
-
-    Parameters
-    ----------
-    module : str
-        Prints ``ready``, then a line for each line on its standard input, until that ends.
-    arguments : sequence of str
-        Arguments of its command line.
-    environment : mapping of str to str
-        Variables beside those of this process.
-    python : str
-        Interpreter that runs it.
-    """
+    """A worker process; its module prints ``ready``, then a line for each line on its standard input."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        python: str = sys.executable,
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, python: str = ""
     ) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [python, "-m", module, *arguments],
+            command_of(module, arguments, python),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -52,13 +69,7 @@ class Worker:
         )
 
     def started(self, stack: ExitStack) -> Self:
-        """Wait until the worker is ready, and return it; `stack` closes it.
-
-        Raises
-        ------
-        ValueError
-            It has ended; the message has its last words.
-        """
+        """Wait until the worker is ready, and return it; `stack` closes it. ValueError has its last words."""
         stack.callback(self.close)
         self._answer("ready")
         return self
@@ -68,10 +79,8 @@ class Worker:
 
         Raises
         ------
-        OSError
-            It has ended before.
-        ValueError
-            It has ended instead of answering; the message has its last words.
+        OSError, ValueError
+            It has ended; the message of the latter has its last words.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(f"{question}\n")
@@ -86,7 +95,7 @@ class Worker:
 
     def _answer(self, word: str) -> str:
         assert self._process.stdout is not None
-        watchdog = threading.Timer(_PATIENCE, self._process.kill)
+        watchdog = threading.Timer(_ANSWER_TIMEOUT_S, self._process.kill)
         watchdog.start()
         try:
             for line in self._process.stdout:
@@ -100,32 +109,20 @@ class Worker:
 
 
 class StorePeer:
-    """A peer in which a worker puts, gets and looks up objects; a context manager that stops its processes.
+    """A rival in which a worker puts, gets and looks up objects; a context manager that stops its processes.
 
-    Parameters
-    ----------
-    name : str
-        Name of the peer, for messages.
-    start : callable
-        Starts its processes, which the stack stops, and returns the worker, which `farpool_bench.users.serve` serves.
-
-    Raises
-    ------
-    FarpoolError
-        One of them did not start; the message has its last words.
+    `start` starts them and returns the worker, which runs `farpool_bench.users.serve`. FarpoolError tells which of them
+    did not start, or failed later.
     """
 
     def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
         self._name = name
-        self._stack = ExitStack()
-        try:
-            self._worker = start(self._stack)
-        except (OSError, ValueError) as error:
-            self.close()
-            raise FarpoolError(f"{name} did not start: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as stack:
+            try:
+                self._worker = start(stack)
+            except (OSError, ValueError) as error:
+                raise FarpoolError(f"{name} did not start: {error}") from error
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -134,33 +131,15 @@ class StorePeer:
         self.close()
 
     def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        """Seconds per object to put or get `count` objects, `batch` of them in a call.
-
-        Raises
-        ------
-        FarpoolError
-            It failed; the message has its last words.
-        """
+        """Seconds per object to put or get `count` objects, `batch` of them in a call."""
         return self._ask("put" if write else "get", nbytes, count, batch, seconds)
 
     def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds of a call that looks up `count` keys, in the median.
-
-        Raises
-        ------
-        FarpoolError
-            As for `seconds_each`.
-        """
+        """Seconds of a call that looks up `count` keys, in the median."""
         return self._ask("find", nbytes, count, count, seconds)
 
     def fetch_seconds(self, nbytes: int, count: int) -> float:
-        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`.
-
-        Raises
-        ------
-        FarpoolError
-            As for `seconds_each`.
-        """
+        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`."""
         return self._ask("fetch", nbytes, count, count, 0.0)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
-from farpool_bench.lmcache_peer import LMCachePeer, Tier
+from farpool_bench.kv_peers import LMCachePeer, Tier
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 from tests.nodes import PATIENCE
 
