@@ -108,7 +108,7 @@ def test_turns_measures_each_flood_and_both_tenants() -> None:
     outcome = result_of("turns", bench("turns", "--quick", "--connections", "2", "--json"))
     floods = [("processor", 1), *((kind, connections) for kind in FLOODS for connections in (1, 2))]
     assert [(row.kind, row.connections) for row in outcome.waited] == floods
-    assert all(time > 0 for row in outcome.waited for time in (*row.alone, *row.flooded, row.ratio))
+    assert all(time > 0 for row in outcome.waited for time in (*row.alone, *row.flooded, *row.node))
     assert [shared.connections for shared in outcome.shared] == [1, 2]
     assert all(0 < share < 1 for shared in outcome.shared for share in shared.shares)
 

@@ -24,8 +24,6 @@ from farpool.observe.provenance import Provenance
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from farpool_bench.render import Grid
-
 # In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.
 NAMES = (
     "streaming",
@@ -126,8 +124,8 @@ class Benchmark(ABC):
 
     @staticmethod
     @abstractmethod
-    def tables(outcome: Any) -> Iterable[Grid | str]:
-        """Tables and lines of text that show the result."""
+    def tables(outcome: Any) -> Iterable[Any]:
+        """Tables (`farpool_bench.render.Grid`) and lines of text that show the result."""
 
     @staticmethod
     def figures(outcome: Any) -> dict[str, Figure]:

@@ -1,7 +1,7 @@
 """KV generation: keys and values four times as large as the fast budget.
 
 A language model generates token after token over a long context, whose keys and values are four times as large as the
-budget; the rest lies behind a link of a known rate. The weights are resident. The budget counts everything that
+budget; the rest is behind a link of a known rate. The weights are resident. The budget counts everything that
 `FarpoolCache` holds in fast memory: the pool's arena, and next to it one layer's keys and values, which attention gets.
 
 The limit of a token is the longer of two times: that of computing it with transformers' own `DynamicCache`, all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -19,9 +19,6 @@ from farpool_bench.link import Copier, Pooled, lower_tier
 from farpool_bench.measure import Candidate, median_ratio
 from farpool_bench.render import rate_text
 
-if TYPE_CHECKING:
-    from farpool_bench.kv_generate import Settings
-
 _SHARE = 4
 """Keys and values are this many times as large as the budget."""
 _SETTLE = 12
@@ -32,7 +29,7 @@ _VOCABULARY = 1024
 class _Tokens:
     """Generation of two tokens in each round, with each cache; the resident one gives the logits of all."""
 
-    def __init__(self, settings: Settings, caches: dict[str, Any], model: Any) -> None:
+    def __init__(self, settings: Any, caches: dict[str, Any], model: Any) -> None:
         self._caches, self._model = caches, model
         self._argument = cache_argument(model)
         self._numbers = dict.fromkeys(caches, 0)
@@ -56,7 +53,7 @@ class _Tokens:
         return seconds
 
 
-def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
+def measure_case(settings: Any, rate: float, progress: Progress) -> Row:
     """Measure the pool, and demand fetching, in turn with a cache that is wholly resident."""
     model = _model(settings)
     kv_bytes = settings.layers * 2 * settings.kv_heads * settings.context * settings.head_dim * torch.float32.itemsize
@@ -66,7 +63,7 @@ def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
     operands = kv_bytes // settings.layers // settings.context * most * 33 // 32
     fewest = kv_bytes - budget
     transfer = fewest / rate
-    resident, beside = [], []
+    resident, with_copies = [], []
     with (
         Copier(rate) as copier,
         Pool(budget - operands, [lower_tier(kv_bytes * 3 // 2, rate)]) as pool,
@@ -83,11 +80,11 @@ def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
         for done in range(-_SETTLE // 2, settings.rounds):
             progress(rate_text(rate), max(0, done), settings.rounds)
             resident.append(tokens.next("resident"))
-            beside.append(copier.beside(lambda: tokens.next("resident"), fewest))
+            with_copies.append(copier.while_copying(lambda: tokens.next("resident"), fewest))
             ours.measure()
             rival.measure()
             if done < 0:
-                for samples in (resident, beside, ours, rival.samples):
+                for samples in (resident, with_copies, ours, rival.samples):
                     samples.clear()
         progress(rate_text(rate), settings.rounds, settings.rounds)
         peak = pool.stats().fast.peak
@@ -95,7 +92,7 @@ def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
         if booked > operands:
             raise RuntimeError(f"operands take {booked} bytes, {operands} are counted against the budget")
         caches.clear()  # the caches must not outlive the pools
-    limits = [max(seconds, transfer) for seconds in beside]
+    limits = [max(seconds, transfer) for seconds in with_copies]
     rivals = (rival, Candidate("transformers' offloaded cache", None, "needs CUDA"))
     return Row(
         rate=rate,
@@ -107,7 +104,7 @@ def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
         moved_bytes=ours.moved("read"),
         transfer_seconds=transfer,
         resident_seconds=tuple(resident),
-        beside_copies_seconds=tuple(beside),
+        beside_copies_seconds=tuple(with_copies),
         paged_seconds=tuple(ours.seconds),
         stall_seconds=statistics.median(ours.stalled),
         efficiency=median_ratio(limits, ours.seconds),
@@ -116,7 +113,7 @@ def measure_case(settings: Settings, rate: float, progress: Progress) -> Row:
     )
 
 
-def _model(settings: Settings) -> Any:
+def _model(settings: Any) -> Any:
     width = settings.query_heads * settings.head_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -135,7 +132,7 @@ def _model(settings: Settings) -> Any:
         return model.eval()  # type: ignore[no-untyped-call]
 
 
-def _fill(cache: Any, settings: Settings) -> None:
+def _fill(cache: Any, settings: Any) -> None:
     """Put a context of random keys and values into a cache, the same into each.
 
     To compute one of this length would take many times as long as all that is measured.

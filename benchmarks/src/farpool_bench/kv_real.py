@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from farpool_bench.harness import Progress
 
 _BESIDE_PAYLOAD = HEADER_BYTES + 256
-"""Bytes that a block takes beside its payload: headers of block and object, its key, and its place in the index."""
+"""Bytes that a block takes besides its payload: headers of block and object, its key, and its place in the index."""
 
 
 @dataclass(frozen=True, slots=True)

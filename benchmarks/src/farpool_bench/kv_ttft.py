@@ -2,7 +2,7 @@
 
 A model of Llama's shape with weights by seed gets a prompt whose first tokens' KV was computed before. Computing again
 is one pass over the whole prompt with transformers' `DynamicCache`. Everything else gets the KV of the prefix and
-computes the last token alone, with the same class of cache. The KV lies in blocks of 16 tokens, the same for all. The
+computes the last token alone, with the same class of cache. The KV is in blocks of 16 tokens, the same for all. The
 rows run in turn; ratios are medians of those of each round.
 
 farpool's time is the time of `PrefixCache.lookup` and `PrefixCache.load`, straight into the engine's memory: hashes,

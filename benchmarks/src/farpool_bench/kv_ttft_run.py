@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool.cluster.wire.channel import Transport
-    from farpool_bench.kv_ttft import Bench, Settings
 
 _BLOCK = 16
 _HEAD = 64
@@ -40,7 +39,7 @@ _CALL_TIMEOUT_S = 30.0
 class Model:
     """A model of Llama's shape with weights by seed, and memory for the KV of its longest prefix."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Any) -> None:
         torch.manual_seed(0)
         heads = settings.hidden // _HEAD
         self._model = LlamaForCausalLM(
@@ -141,7 +140,7 @@ def _missing(name: str, remark: str) -> Row:
     return Row(name=name, seconds=None, fetching=None, speedup=None, share=None, equal=None, remark=remark)
 
 
-def measure_point(bench: Bench, tokens: int) -> Row:
+def measure_point(bench: Any, tokens: int) -> Row:
     """Measure all ways to the KV of a prefix of so many tokens; the prompt has one more."""
     model, settings = bench.model, bench.settings
     ring = Ring(model.token_bytes * _BLOCK, tokens // _BLOCK)

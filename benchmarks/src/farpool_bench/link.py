@@ -71,7 +71,7 @@ class Copier:
     def __exit__(self, *error: object) -> None:
         self._tier.close()
 
-    def beside(self, work: Callable[[], float], nbytes: int) -> float:
+    def while_copying(self, work: Callable[[], float], nbytes: int) -> float:
         """Run `work` and return its result, while at most `nbytes` bytes are copied."""
         ended = threading.Event()
 

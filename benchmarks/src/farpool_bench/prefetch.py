@@ -161,7 +161,7 @@ def _branching(rng: random.Random, blocks: int) -> Iterator[int]:
 
 
 def _chasing(rng: random.Random, blocks: int) -> Iterator[int]:
-    """Blocks along a random permutation, starting anew after some hops."""
+    """Blocks along a random permutation, starting again after some hops."""
     following = rng.sample(range(blocks), blocks)
     hops = rng.choice([blocks, 20, 50, 10**9])
     at = rng.randrange(blocks)

@@ -19,7 +19,6 @@ from farpool_bench.stack import Stack, seconds_of, synchronize, tokens_for
 
 if TYPE_CHECKING:
     from farpool_bench.harness import Progress
-    from farpool_bench.overhead import Settings
 
 _WIDTH = 64
 _ROWS = 8
@@ -43,7 +42,7 @@ class _Case(NamedTuple):
     calls: tuple[Callable[[], object], ...]
 
 
-def measure_operations(settings: Settings, progress: Progress) -> tuple[Row, ...]:
+def measure_operations(settings: Any, progress: Progress) -> tuple[Row, ...]:
     """Measure the seconds of a call of each operation: plain, bare and paged in turn."""
     device, rows = settings.device, []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
@@ -106,7 +105,7 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     restore(paged)
 
 
-def measure_layers(settings: Settings, seconds: float, progress: Progress) -> Row:
+def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
     """Measure passes through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
     device, layers, width = settings.device, settings.layers, settings.width
     plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
@@ -138,7 +137,7 @@ def measure_layers(settings: Settings, seconds: float, progress: Progress) -> Ro
     )
 
 
-def measure_training(settings: Settings, progress: Progress) -> Row:
+def measure_training(settings: Any, progress: Progress) -> Row:
     """Measure training steps of small linear layers with fused AdamW: plain and paged in turn, all resident."""
     device = settings.device
     with torch.random.fork_rng(devices=[]):
@@ -174,7 +173,7 @@ def measure_training(settings: Settings, progress: Progress) -> Row:
     return Row(parameters=parameters, plain=on_plain, paged=on_paged, seconds_per_parameter=more, equal=equal)
 
 
-def measure_rows(settings: Settings, picked: int, progress: Progress) -> Row:
+def measure_rows(settings: Any, picked: int, progress: Progress) -> Row:
     """Pick rows of a large table at random, `picked` in a call, paged and plain in turn, with one thread."""
     device, count = settings.device, settings.table_rows
     generator = torch.Generator().manual_seed(0)

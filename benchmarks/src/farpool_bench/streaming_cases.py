@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower
 from farpool_bench.measure import Candidate, median_ratio
 from farpool_bench.stack import Stack, block_bytes, seconds_of, tokens_for
 from farpool_bench.strip import record_strip
-
-if TYPE_CHECKING:
-    from farpool_bench.streaming import Settings
 
 _SHARE = 4
 """The weights are this many times as large as the budget."""
@@ -34,7 +31,7 @@ _PROBE_TOKENS = 8
 class _Model:
     """The resident model of a case, with its inputs and the outputs that all others have to give."""
 
-    def __init__(self, settings: Settings, rate: float | None, ratio: float) -> None:
+    def __init__(self, settings: Any, rate: float | None, ratio: float) -> None:
         self.device = settings.device
         self.link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
         self.plain = Stack(*_shape(settings, self.link, ratio)).to(self.device).eval()
@@ -71,7 +68,7 @@ class _Model:
             return fewest.fetched
 
 
-def _shape(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
+def _shape(settings: Any, rate: float, ratio: float) -> tuple[int, int]:
     """Choose layers and width so that a layer computes long enough and everything fits into memory."""
     wanted = settings.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
     width = _WIDTHS
@@ -81,19 +78,19 @@ def _shape(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
     return max(_SHARE, layers // _SHARE * _SHARE), width
 
 
-def _most_bytes(settings: Settings) -> int:
+def _most_bytes(settings: Any) -> int:
     if settings.device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory) // settings.gpu_share
-    return settings.weight_bytes
+        return int(torch.cuda.get_device_properties(0).total_memory // settings.gpu_share)
+    return int(settings.weight_bytes)
 
 
-def measure_case(settings: Settings, rate: float | None, ratio: float, step: str, progress: Progress) -> Row:
+def measure_case(settings: Any, rate: float | None, ratio: float, step: str, progress: Progress) -> Row:
     """Measure the pool and its rivals in turn with the resident model; without a rate the link is the real one."""
     model = _Model(settings, rate, ratio)
     plain, device = model.plain, model.device
     capacity = plain.nbytes * 5 // 4
     rival = _accelerate(model, rate)
-    resident, beside = [], []
+    resident, with_copies = [], []
     with (
         nullcontext() if rate is None else Copier(rate) as copier,
         Pool(model.budget, [lower_tier(capacity, rate)], device=device) as pool,
@@ -113,14 +110,14 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, step: str
         for _ in told(progress, step, range(settings.rounds)):
             resident.append(model.run(plain, "resident"))
             if copier is not None:
-                beside.append(copier.beside(lambda: model.run(plain, "resident"), model.fewest))
+                with_copies.append(copier.while_copying(lambda: model.run(plain, "resident"), model.fewest))
             ours.measure()
             on_demand.measure()
             rival.measure()
         strip = record_strip(pool, lambda mark: ours.step(mark), passes=2)
         stats = pool.stats()
         paged = demand = plain  # the copies' weights must not outlive the pools
-    limits = [max(seconds, model.transfer) for seconds in beside or resident]
+    limits = [max(seconds, model.transfer) for seconds in with_copies or resident]
     return Row(
         rate=model.link,
         wanted=ratio,  # time on the link over time to compute: as asked for, and measured
@@ -144,7 +141,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, step: str
         strip=strip,
         prefetches_used=stats.prefetches_used,
         prefetches_wasted=stats.prefetches_wasted,
-        beside_copies_seconds=tuple(beside) or None,  # none on a GPU, where copies cost no computing
+        beside_copies_seconds=tuple(with_copies) or None,  # none on a GPU, where copies cost no computing
     )
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import torch
 
@@ -21,9 +21,6 @@ from farpool_bench.measure import Candidate, median_ratio
 from farpool_bench.stack import LEARNING_RATE, Stack, Step, Trainer, block_bytes, tokens_for
 from farpool_bench.strip import record_strip
 from farpool_bench.worker import Worker
-
-if TYPE_CHECKING:
-    from farpool_bench.training import Settings
 
 _STATE, _SHARE = 4, 6
 """Size of weights, gradients and two moments as a multiple of the weights; the budget is that divided by the second."""
@@ -38,7 +35,7 @@ _GPU_ONLY = "needs a GPU: it keeps the optimizer's state in page-locked or manag
 _NO_LINK = "not comparable: host and device are the same memory here, it moves nothing over the link"
 
 
-def shape_of(settings: Settings) -> tuple[int, int]:
+def shape_of(settings: Any) -> tuple[int, int]:
     """Number of layers and width of the stack."""
     if settings.device != "cuda":
         return settings.layers, settings.width
@@ -46,14 +43,14 @@ def shape_of(settings: Settings) -> tuple[int, int]:
     return max(1, memory // settings.gpu_share // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
 
 
-def link_of(settings: Settings) -> float:
+def link_of(settings: Any) -> float:
     """Bytes per second of the link, in each direction."""
     if settings.device != "cuda":
-        return settings.rate
+        return float(settings.rate)
     return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
 
 
-def fewest_of(settings: Settings, *, in_backward: bool) -> tuple[Moved, ...]:
+def fewest_of(settings: Any, *, in_backward: bool) -> tuple[Moved, ...]:
     """Fewest bytes that each phase of a step has to move, in steady state; the tokens make no difference."""
     model = Stack(*shape_of(settings)).to(settings.device)
     inputs = model.inputs(_PROBE_TOKENS)
@@ -75,7 +72,7 @@ class _Paged:
     """A trainer in a pool of its own, with the losses of all its steps."""
 
     def __init__(
-        self, settings: Settings, plain: Stack, inputs: torch.Tensor, fewest: Moved, rate: float, *, in_backward: bool
+        self, settings: Any, plain: Stack, inputs: torch.Tensor, fewest: Moved, rate: float, *, in_backward: bool
     ) -> None:
         self.fewest = fewest
         self.link_seconds = max(fewest.fetched, fewest.written) / rate
@@ -124,7 +121,7 @@ class Case:
     """
 
     def __init__(
-        self, settings: Settings, rate: float, fewest: tuple[Sequence[Moved], Sequence[Moved]], ratio: float
+        self, settings: Any, rate: float, fewest: tuple[Sequence[Moved], Sequence[Moved]], ratio: float
     ) -> None:
         self._settings, self._rate, self._phases, self._ratio = settings, rate, fewest[0], ratio
         after, inside = map(total_of, fewest)
