@@ -18,7 +18,8 @@ export PIP_REQUIRE_VIRTUALENV := 0
 
 CXX_SOURCES := $(wildcard native/*/*.cpp native/*/*.hpp)
 NATIVE := pyproject.toml CMakeLists.txt native/ccache.cmake $(CXX_SOURCES)
-PLUGINS := plugins/farpool-nixl
+# Packages of their own that farpool finds by entry points.
+PLUGINS := plugins/farpool-nixl benchmarks
 # Empty files that say what the environment holds; make compares their times.
 BASE   := $(VENV)/.stamp-base
 DEMO   := $(VENV)/.stamp-demo

@@ -197,7 +197,9 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="do what can be done without a GPU")
     parser.add_argument("--fetch-wheels", action="store_true", help="only download wheels for CPython 3.12")
     parser.add_argument("--wheels", type=Path, default=WHEELS, metavar="FOLDER", help="default: wheels/")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="default: gpu-check.jsonl in $OUT or bench/results")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="default: gpu-check.jsonl in $OUT or benchmarks/results"
+    )
     parser.add_argument("--seconds", type=float, default=570.0, metavar="N", help="for everything; default: 570")
     parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", metavar="FOLDER", help="to build in")
     given = parser.parse_args()
@@ -206,7 +208,7 @@ def main() -> int:
     if given.fetch_wheels:
         fetch_wheels(given.wheels)
         return 0
-    results = Path(os.environ.get("OUT") or os.environ.get("RESULTS") or ROOT / "bench/results")
+    results = Path(os.environ.get("OUT") or os.environ.get("RESULTS") or ROOT / "benchmarks/results")
     report = Report((given.report or results / "gpu-check.jsonl").resolve())
     report.add(
         report="gpu-check",

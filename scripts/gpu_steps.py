@@ -87,6 +87,7 @@ def build(device: str) -> dict[str, Any]:
     subprocess.run(
         [*pip, "--no-build-isolation", "--verbose", "-C", f"build-dir={work / 'cmake'}", str(ROOT)], check=True
     )
+    subprocess.run([*pip, "--no-build-isolation", str(ROOT / "benchmarks")], check=True)
     return {"wheels": [Path(wheel).name for wheel in brought], "compilers": shutil.which("c++")}
 
 
@@ -210,7 +211,7 @@ def _pytest(*arguments: str) -> dict[str, Any]:
 
 def streaming(device: str) -> dict[str, Any]:
     """A model four times as large as the pool, where transfers take 0.5, 1 and 2 times as long as computing."""
-    from farpool.bench.streaming import Settings
+    from farpool_bench.streaming import Settings
 
     settings = Settings.quick() if device == "cpu" else Settings(rounds=9, layers=16, layer_seconds=0.002, gpu_share=64)
     names = "wanted ratio efficiency first_efficiency weight_bytes budget_bytes fewest_bytes moved_bytes stall_seconds"
@@ -219,7 +220,7 @@ def streaming(device: str) -> dict[str, Any]:
 
 def training(device: str) -> dict[str, Any]:
     """AdamW with a sixth of its state resident."""
-    from farpool.bench.training import Settings
+    from farpool_bench.training import Settings
 
     settings = Settings.quick() if device == "cpu" else Settings(ratios=(0.5, 2.0), rounds=5, gpu_share=256)
     names = "wanted ratio efficiency first_efficiency state_bytes budget_bytes moved_read moved_written stall_seconds"
@@ -228,10 +229,8 @@ def training(device: str) -> dict[str, Any]:
 
 def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     """Run a benchmark; keeps the whole result beside the log, and returns what these names say of each case."""
-    from farpool.bench import results
-    from farpool.bench.benchmark import load
-    from farpool.bench.page import Section
     from farpool.observe.provenance import provenance
+    from farpool_bench.harness import Result, load
 
     benchmark = load(name)
 
@@ -241,10 +240,10 @@ def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     outcome = benchmark.run(settings, told)
     made = replace(provenance(), command=f"scripts/gpu-check {name}")
     whole = Path(sys.argv[3]).with_name(f"{name}-{settings.device}.json")
-    whole.write_text(results.encode(Section(name, benchmark, outcome, made)) + "\n")
+    whole.write_text(Result(benchmark, outcome, made).encode() + "\n")
     cases = [
         {**{key: getattr(case, key) for key in names.split()}, "peers": {p.name: p.efficiency for p in case.peers}}
-        for case in outcome.cases  # type: ignore[attr-defined]
+        for case in outcome.cases
     ]
     return {"cases": cases, "whole": whole.name}
 

@@ -11,17 +11,11 @@ import sys
 
 import farpool
 
-# Import names of what other extras bring (bench, testing), and of engines that bring farpool's connectors to life.
+# Import names of what the extra testing brings, and of engines that bring farpool's connectors to life.
 OTHER_EXTRAS = {
-    "accelerate",
-    "deepspeed",
-    "hiredis",
     "hypothesis",
     "lmcache",
-    "lz4",
-    "mooncake",
     "pytest",
-    "redis",
     "sglang",
     "vllm",
 }

@@ -1,11 +1,12 @@
 """Write the result files of engines that run in environments of their own (``scripts/kv-envs``).
 
-``scripts/kv-results lmcache-bench > bench/results/kv-lmcache-bench.json``: LMCache's own benchmark of second levels,
-with farpool mapped and over TCP, and LMCache's files in shared memory. (Its level for Mooncake Store needs a build of
-LMCache that is not on PyPI.) Each level has a process, and a node or folder, of its own; levels take turns in an order
-that moves on with each pass. Figures are medians, over the passes, of the benchmark's own medians.
+``scripts/kv-results lmcache-bench > benchmarks/results/kv-lmcache-bench.json``: LMCache's own benchmark of second
+levels, with farpool mapped and over TCP, and LMCache's files in shared memory. (Its level for Mooncake Store needs a
+build of LMCache that is not on PyPI.) Each level has a process, and a node or folder, of its own; levels take turns in
+an order that moves on with each pass. Figures are medians, over the passes, of the benchmark's own medians.
 
-``scripts/kv-results vllm-engine > bench/results/kv-vllm-engine.json``: what the test of the whole vLLM engine finds.
+``scripts/kv-results vllm-engine > benchmarks/results/kv-vllm-engine.json``: results of the test of the whole vLLM
+engine.
 """
 
 from __future__ import annotations

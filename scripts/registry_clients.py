@@ -1,9 +1,9 @@
 """Measure ways to talk to an etcd, and the registry in a file.
 
-``scripts/registry-clients > bench/results/registry.json``, in an environment that also has httpx, aetcd and grpcio with
-grpcio-tools (which is asked for nothing but to translate the messages below). All clients take turns in one run against
-the same cluster of three members; figures are medians in milliseconds. A watch is timed from before the put of another
-connection until the watcher has the value.
+``scripts/registry-clients > benchmarks/results/registry.json``, in an environment that also has httpx, aetcd and grpcio
+with grpcio-tools (which is asked for nothing but to translate the messages below). All clients take turns in one run
+against the same cluster of three members; figures are medians in milliseconds. A watch is timed from before the put of
+another connection until the watcher has the value.
 """
 
 from __future__ import annotations

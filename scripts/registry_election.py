@@ -1,9 +1,9 @@
 """Measure how long a publish takes that begins right after the leader of an etcd was killed or stopped.
 
-``scripts/registry-election > bench/results/registry-election.json``. The cluster has three members with etcd's default
-settings. Each round finds the leader, kills it (SIGKILL) or stops it (SIGSTOP), publishes once under a name that was
-published before, and brings the member back. The client has the members in an order drawn at random, so it talks to the
-leader in about a third of the rounds. Figures are seconds.
+``scripts/registry-election > benchmarks/results/registry-election.json``. The cluster has three members with etcd's
+default settings. Each round finds the leader, kills it (SIGKILL) or stops it (SIGSTOP), publishes once under a name
+that was published before, and brings the member back. The client has the members in an order drawn at random, so it
+talks to the leader in about a third of the rounds. Figures are seconds.
 """
 
 from __future__ import annotations

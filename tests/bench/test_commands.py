@@ -9,24 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from farpool._native import policy_names
-from farpool.bench.benchmark import NAMES, load, title_of
-from farpool.bench.growth import Outcome as Growth
-from farpool.bench.kv_codecs import Outcome as KvCodecs
-from farpool.bench.nvme import Outcome as NvmeOutcome
-from farpool.bench.overhead import Outcome as Overhead
-from farpool.bench.patterns import KINDS
-from farpool.bench.policies import Outcome as Policies
-from farpool.bench.prefetch import Outcome as Prefetch
-from farpool.bench.turns import Outcome as Turns
-from farpool.bench.turns_flood import KINDS as FLOODS
-from farpool.cli.bench import app
 from farpool.errors import ConfigError, FarpoolError
+from farpool_bench.command import app
+from farpool_bench.harness import NAMES, Row, load, rows_of
+from farpool_bench.prefetch import KINDS
+from farpool_bench.turns_flood import KINDS as FLOODS
 from tests.bench.pages import check_page
 
 
@@ -43,21 +35,21 @@ def result_of(name: str, printed: str) -> Any:
     file = json.loads(printed)
     assert file["benchmark"] == name
     assert set(file) == {"benchmark", "provenance", "result"}
-    return msgspec.convert(file["result"], load(name).Outcome)
+    return rows_of(file["result"])
 
 
 def test_every_benchmark_has_a_command_and_a_title() -> None:
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     assert commands == {*NAMES, "report"}
     for name in NAMES:
-        assert title_of(load(name))
+        assert load(name).title()
 
 
 def test_the_help_needs_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
-from farpool.bench.benchmark import NAMES, load
-import farpool.cli.bench
+from farpool_bench.harness import NAMES, load
+import farpool_bench.command
 for name in NAMES:
     load(name).Settings()
 sys.exit(bool({"torch", "matplotlib"} & set(sys.modules)))
@@ -69,7 +61,6 @@ sys.exit(bool({"torch", "matplotlib"} & set(sys.modules)))
 def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
     report = tmp_path / "overhead.html"
     outcome = result_of("overhead", bench("overhead", "--quick", "--json", "--report", str(report)))
-    assert isinstance(outcome, Overhead)
     assert {operation.name: operation.paged_arguments for operation in outcome.operations} == {
         "linear 64×64": 2,
         "layer_norm": 2,
@@ -94,7 +85,6 @@ def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
 def test_prefetch_runs_every_kind_of_program_in_pairs(tmp_path: Path) -> None:
     report = tmp_path / "prefetch.html"
     outcome = result_of("prefetch", bench("prefetch", "--quick", "--json", "--report", str(report)))
-    assert isinstance(outcome, Prefetch)
     assert [program.kind for program in outcome.programs] == list(KINDS)
     for program in outcome.programs:
         assert len(program.ahead) == len(program.on_demand) == 1
@@ -106,7 +96,6 @@ def test_prefetch_runs_every_kind_of_program_in_pairs(tmp_path: Path) -> None:
 def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
     report = tmp_path / "growth.html"
     outcome = result_of("growth", bench("growth", "--quick", "--most", "2500", "--json", "--report", str(report)))
-    assert isinstance(outcome, Growth)
     assert [point.blocks for point in outcome.points] == [1000, 2500]
     assert all(len(point.loop) == len(point.shuffled) == 1 for point in outcome.points)
     assert outcome.resize.smaller * 2 == outcome.resize.fast
@@ -117,10 +106,9 @@ def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_turns_measures_each_flood_and_both_tenants() -> None:
     outcome = result_of("turns", bench("turns", "--quick", "--connections", "2", "--json"))
-    assert isinstance(outcome, Turns)
     floods = [("processor", 1), *((kind, connections) for kind in FLOODS for connections in (1, 2))]
     assert [(row.kind, row.connections) for row in outcome.waited] == floods
-    assert all(time > 0 for row in outcome.waited for time in (*row.alone, *row.flooded, row.ratio))
+    assert all(time > 0 for row in outcome.waited for time in (*row.alone, *row.flooded, *row.node))
     assert [shared.connections for shared in outcome.shared] == [1, 2]
     assert all(0 < share < 1 for shared in outcome.shared for share in shared.shares)
 
@@ -130,7 +118,6 @@ def test_policies_are_compared_on_a_file_and_on_a_generated_trace(tmp_path: Path
     file.write_text("".join(f"{time},{time % 7},{1024 * (time % 7 + 1)}\n" for time in range(500)))
     options = ("--trace", str(file), "--size", "12KiB", "--size", "1MiB", "--policy", "lru", "--policy", "belady")
     outcome = result_of("policies", bench("policies", *options, "--rounds", "2", "--json", "--report", str(report)))
-    assert isinstance(outcome, Policies)
     assert (outcome.trace, outcome.requests, outcome.objects, outcome.left_out) == ("trace.csv", 500, 7, 0)
     assert outcome.footprint == 28 * 1024
     runs = {(one.policy, one.size): one for one in outcome.runs}
@@ -150,7 +137,6 @@ def test_policies_are_compared_on_a_file_and_on_a_generated_trace(tmp_path: Path
 def test_codecs_of_kv_are_measured_on_every_type(tmp_path: Path) -> None:
     report = tmp_path / "codecs.html"
     outcome = result_of("kv-codecs", bench("kv-codecs", "--quick", "--json", "--report", str(report)))
-    assert isinstance(outcome, KvCodecs)
     rows = {(row.dtype, row.codec): row for row in outcome.rows}
     assert set(rows) == {
         (dtype, codec)
@@ -169,9 +155,9 @@ def test_codecs_of_kv_are_measured_on_every_type(tmp_path: Path) -> None:
     assert page.counts["figure"] == 1
 
 
-def nvme(tmp_path: Path, *arguments: str) -> NvmeOutcome:
+def nvme(tmp_path: Path, *arguments: str) -> Row:
     outcome = result_of("nvme", bench("nvme", "--quick", "--folder", str(tmp_path), "--json", *arguments))
-    assert isinstance(outcome, NvmeOutcome)
+    assert isinstance(outcome, Row)
     return outcome
 
 
@@ -227,7 +213,7 @@ def test_results_are_put_on_one_page(tmp_path: Path) -> None:
     read = check_page(page.read_text())
     assert read.counts["section"] == 2
     words = "".join(read.words)
-    assert words.index(title_of(load("prefetch"))) < words.index(title_of(load("nvme")))
+    assert words.index(load("prefetch").title()) < words.index(load("nvme").title())
 
 
 @pytest.mark.parametrize(

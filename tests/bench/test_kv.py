@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from farpool.bench import kv_peers
-from farpool.bench.kv_blocks import Outcome as Blocks
-from farpool.bench.kv_blocks import Settings as BlockSettings
-from farpool.bench.kv_blocks import run
-from farpool.bench.kv_ttft import Outcome as FirstTokens
-from farpool.bench.kv_users import BlockUser, StoreUser
-from farpool.bench.lmcache_peer import find_lmcache
-from farpool.bench.measure import median_interval
-from farpool.bench.ring import Ring, median_call
-from farpool.bench.users import User
 from farpool.cluster.node.process import running_node
 from farpool.cluster.wire.channel import Transport
 from farpool.errors import ConfigError, FarpoolError
+from farpool_bench import kv_peers
+from farpool_bench.kv_blocks import Bench, BlockUser, StoreUser
+from farpool_bench.kv_blocks import Settings as BlockSettings
+from farpool_bench.kv_peers import find_lmcache
+from farpool_bench.measure import median_call, median_interval
+from farpool_bench.ring import Ring
+from farpool_bench.users import User
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 
@@ -130,7 +127,7 @@ def test_a_python_for_lmcache_has_to_exist_and_to_have_it(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="nowhere is no Python that can be run"):
         find_lmcache(str(tmp_path / "nowhere"))
     name, reason = find_lmcache(sys.executable)
-    assert (name is None) == ("has no LMCache beside farpool" in reason) == ("--lmcache" in reason)
+    assert (name is None) == ("has no LMCache next to farpool" in reason) == ("--lmcache" in reason)
 
 
 def test_without_peers_the_rows_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +135,7 @@ def test_without_peers_the_rows_say_why(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "no Mooncake"))
     monkeypatch.setattr(kv_peers, "find_lmcache", lambda python: (None, f"no LMCache in {python}"))
     settings = BlockSettings(rounds=1, seconds=1e-9, lookups=(64, 8), blocks=((4096, 2),), lmcache="there")
-    outcome = run(settings, lambda *_: None)
+    outcome = Bench.run(settings, lambda *_: None)
     assert outcome.peers == ()
     assert [(race.what, race.way) for race in (*outcome.lookups, *outcome.blocks)] == [
         ("lookup of 8 keys", "tcp"),
@@ -176,7 +173,6 @@ def test_each_tier_of_lmcache_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_blocks_are_compared_with_every_peer_that_is_installed(tmp_path: Path) -> None:
     report = tmp_path / "kv-blocks.html"
     outcome = result_of("kv-blocks", bench("kv-blocks", "--quick", "--json", "--report", str(report)))
-    assert isinstance(outcome, Blocks)
     for race in (*outcome.lookups, *outcome.blocks):
         assert len(race.ours) == 2
         assert min(race.ours) > 0
@@ -189,7 +185,6 @@ def test_blocks_are_compared_with_every_peer_that_is_installed(tmp_path: Path) -
 def test_a_first_token_from_a_loaded_prefix_is_the_computed_one(tmp_path: Path) -> None:
     report = tmp_path / "kv-ttft.html"
     outcome = result_of("kv-ttft", bench("kv-ttft", "--quick", "--json", "--report", str(report)))
-    assert isinstance(outcome, FirstTokens)
     assert [point.tokens for point in outcome.points] == [16, 64]
     for point in outcome.points:
         own = [row for row in point.rows if row.name.startswith("farpool")]

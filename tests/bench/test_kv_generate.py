@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farpool.bench import results
-from farpool.bench.kv_generate import Settings, run
 from farpool.errors import ConfigError
+from farpool_bench.harness import Result
+from farpool_bench.kv_generate import Bench, Settings
 from tests.bench.command import command
 
 
@@ -18,8 +18,8 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     file = tmp_path / "result.json"
     file.write_text(done.stdout)
-    section = results.read(file)
-    assert section.name == "kv-generate"
+    section = Result.read(file)
+    assert section.benchmark.name == "kv-generate"
     (case,) = section.outcome.cases
     assert case.equal
     assert case.budget_bytes == case.kv_bytes // 4
@@ -37,4 +37,4 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="cpu"):
-        run(Settings(device="gpu"), lambda step, done, total: None)
+        Bench.run(Settings(device="gpu"), lambda step, done, total: None)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from farpool.bench import kv, kv_request_lines, kv_requests
-from farpool.cli.bench import app
 from farpool.errors import ConfigError
+from farpool_bench import kv_request_lines, kv_requests
+from farpool_bench.command import app
+from farpool_bench.harness import Row, rows_of
 
 # Two conversations over one system prompt (block 0); the first has a second turn after the other one's.
 CHAINS = [[0, 1, 2], [0, 10, 11], [0, 1, 2, 3], [0, 10, 11, 12]]
@@ -39,10 +39,10 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "small.jsonl", lines)
 
 
-def run(path: Path, *arguments: str) -> kv.Outcome:
+def run(path: Path, *arguments: str) -> Row:
     done = CliRunner().invoke(app, ["kv", "--trace", str(path), "--json", *arguments])
     assert done.exit_code == 0, done.output
-    return msgspec.convert(json.loads(done.stdout)["result"], kv.Outcome)
+    return rows_of(json.loads(done.stdout)["result"])
 
 
 def test_hits_tokens_bytes_and_times_are_those_worked_out_by_hand(trace: Path) -> None:
@@ -98,11 +98,11 @@ def test_a_dry_run_replays_the_policy_of_nodes_unless_it_is_told_another(trace: 
     log = write(tmp_path / "prompts.jsonl", [prompt, {"prompt_token_ids": [*prompt, 7, 8]}, {"tokens": [1, *prompt]}])
     done = CliRunner().invoke(app, ["kv", "--dry-run", str(log), "--size", "1GiB", "--json"])
     assert done.exit_code == 0, done.output
-    outcome = msgspec.convert(json.loads(done.stdout)["result"], kv.Outcome)
+    outcome = rows_of(json.loads(done.stdout)["result"])
     assert [(one.policy, one.nodes, one.hits) for one in outcome.runs] == [("node", 1, 2)]
     assert (outcome.blocks, outcome.distinct, outcome.tokens, outcome.plain) == (6, 4, 123, ())
     done = CliRunner().invoke(app, ["kv", "--dry-run", str(log), "--policy", "pool", "--json"])
-    outcome = msgspec.convert(json.loads(done.stdout)["result"], kv.Outcome)
+    outcome = rows_of(json.loads(done.stdout)["result"])
     assert {one.policy for one in outcome.runs} == {"pool"}
     both = CliRunner().invoke(app, ["kv", "--dry-run", str(log), "--trace", str(trace)])
     assert isinstance(both.exception, ConfigError)
@@ -139,7 +139,7 @@ def test_real_nodes_of_each_size_have_about_the_hits_of_simulated_ones_and_a_poo
         ],
     )
     assert done.exit_code == 0, done.output
-    outcome = msgspec.convert(json.loads(done.stdout)["result"], kv.Outcome)
+    outcome = rows_of(json.loads(done.stdout)["result"])
     assert {(one.policy, one.nodes) for one in outcome.real} == {("node", 1), ("node", 2), ("pool", 1)}
     assert len({one.size for one in outcome.real}) == 5
     simulated = {(one.policy, one.nodes, one.size): one.hits for one in outcome.runs}
@@ -162,7 +162,7 @@ def test_real_bytes_of_a_part_of_the_requests_have_the_hits_of_that_part(trace: 
 
 def test_nodes_keep_more_of_prefixes_than_policies_on_blocks_where_memory_is_short() -> None:
     done = CliRunner().invoke(app, ["kv", "--json", "--nodes", "1", "--policy", "node", "--policy", "lru"])
-    outcome = msgspec.convert(json.loads(done.stdout)["result"], kv.Outcome)
+    outcome = rows_of(json.loads(done.stdout)["result"])
     for size in {one.size for one in outcome.runs}:
         hits = {one.policy: one.hits for one in outcome.runs if one.size == size}
         plain = {one.policy: one.hits for one in outcome.plain if one.size == size}

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from farpool.bench.measure import in_turn, mean_seconds, median_ratio, warm
+from farpool_bench.measure import in_turn, mean_seconds, median_ratio, warm
 
 
 def test_the_median_is_of_the_ratios_not_the_ratio_of_the_medians() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
-from farpool.bench.benchmark import Benchmark
-from farpool.bench.figures import INK, new_figure, svg
-from farpool.bench.page import Section, page
 from farpool.observe.provenance import provenance
+from farpool_bench.harness import Benchmark, Result, Row, Settings
+from farpool_bench.render import INK, Grid, new_figure, page, svg, table_of
 from tests.bench.pages import check_page
+from tests.observe.test_tables import shown
 
 
 def line() -> Figure:
@@ -25,39 +21,52 @@ def line() -> Figure:
     return figure
 
 
-@dataclass(frozen=True)
-class Outcome:
-    cell: str
+class Sample(Benchmark):
+    """A sample."""
 
+    name = "sample"
+    limit = "the <sky>"
+    rivals = ("this", "that")
+    Settings = Settings
 
-def benchmark() -> Benchmark:
-    module = ModuleType("sample")
-    module.__doc__ = "A sample.\n\nHow it <was> measured.\n"
+    def cases(self) -> Iterable[int]:
+        return [1, 2]
 
-    def table(outcome: Outcome) -> Group:
-        made = Table(title="Cells [bold]here[/]")
-        made.add_column("name")
-        made.add_column("value", justify="right")
-        made.add_row(outcome.cell, "[green]1[/]")
-        return Group(made, Text("[not markup]"))
+    def measure(self, case: int) -> Row:
+        self.progress("measuring", case, 2)
+        return Row(twice=2 * case)
 
+    def outcome(self, found: list[Row]) -> Row:
+        return Row(cell="<b>", rows=tuple(found))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        yield Grid("Cells [here]", "<name|value", [[outcome.cell, "1"], []])
+        yield "[not markup]"
+
+    @staticmethod
     def figures(outcome: Any) -> dict[str, Figure]:
         return {"One <line>": line(), "The same": line()}
 
-    module.table, module.figures = table, figures  # type: ignore[attr-defined]
-    return cast(Benchmark, module)
+    @classmethod
+    def _about(cls) -> list[str]:  # type: ignore[misc]
+        return ["A sample.", "How it <was> measured."]
+
+
+def result() -> Result:
+    return Result(Sample, Sample.run(Settings.quick(), lambda *_: None), provenance())
 
 
 def test_a_page_shows_tables_texts_figures_and_where_they_come_from() -> None:
-    text = page("Title & more", [Section("sample", benchmark(), Outcome("<b>"), provenance())])
-    read = check_page(text)
+    read = check_page(page("Title & more", [result()]))
     assert read.counts["svg"] == 2
     assert read.counts["td"] == 2
     words = "".join(read.words)
     for said in (
         "Title & more",
         "How it <was> measured.",
-        "Cells here",
+        "Limit: the <sky>. Compared with: this, that.",
+        "Cells [here]",
         "<b>",
         "[not markup]",
         "One <line>",
@@ -66,9 +75,25 @@ def test_a_page_shows_tables_texts_figures_and_where_they_come_from() -> None:
         assert said in words
 
 
+def test_the_terminal_shows_the_same_tables_and_texts(monkeypatch: Any) -> None:
+    text = shown(table_of(Sample, result().outcome), monkeypatch)
+    assert all(said in text for said in ("Cells [here]", "<b>", "[not markup]"))
+
+
+def test_a_run_measures_each_case_and_closes_what_it_opened(monkeypatch: Any) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Sample, "open", lambda self: self.stack.callback(closed.append, "closed"))
+    steps: list[tuple[str, int, int]] = []
+    outcome = Sample.run(Settings.quick(), lambda *step: steps.append(step))
+    assert [row.twice for row in outcome.rows] == [2, 4]
+    assert steps == [("measuring", 1, 2), ("measuring", 2, 2)]
+    assert closed == ["closed"]
+
+
 def test_a_page_of_several_benchmarks_links_to_each() -> None:
-    sections = [Section(name, benchmark(), Outcome(name), provenance()) for name in ("first", "second")]
-    read = check_page(page("All", sections))
+    kinds = [type(name, (Sample,), {"name": name}) for name in ("first", "second")]
+    first, second = (Result(kind, Row(cell=kind.name), provenance()) for kind in kinds)
+    read = check_page(page("All", [first, second]))
     assert read.references[:2] == ["#first", "#second"]
     assert read.counts["h2"] == 2
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from farpool.bench import results, streaming
-from farpool.bench.stack import Stack
-from farpool.bench.streaming import Settings
 from farpool.errors import ConfigError
+from farpool_bench import harness
+from farpool_bench.stack import Stack
+from farpool_bench.streaming import Bench, Settings
 from tests.bench.command import command
 
 needs_accelerate = pytest.mark.skipif(
@@ -39,8 +39,8 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     file = tmp_path / "result.json"
     file.write_text(done.stdout)
-    section = results.read(file)
-    assert section.name == "streaming"
+    section = harness.Result.read(file)
+    assert section.benchmark.name == "streaming"
     (case,) = section.outcome.cases
     assert case.equal
     assert case.peak_bytes <= case.budget_bytes == case.weight_bytes // 4
@@ -54,7 +54,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
 
 
 def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
-    (case,) = streaming.run(Settings.quick(), silent).cases
+    (case,) = Bench.run(Settings.quick(), silent).cases
     demand = case.peers[0]
     assert demand.seconds is not None
     assert min(demand.seconds) > (case.weight_bytes - case.budget_bytes) / case.rate
@@ -62,7 +62,7 @@ def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
 
 @needs_accelerate
 def test_accelerate_runs_in_the_same_round() -> None:
-    (case,) = streaming.run(Settings.quick(), silent).cases
+    (case,) = Bench.run(Settings.quick(), silent).cases
     peer = case.peers[1]
     assert peer.name.startswith("accelerate ")
     assert peer.seconds is not None
@@ -72,7 +72,7 @@ def test_accelerate_runs_in_the_same_round() -> None:
 
 @needs_accelerate
 def test_accelerate_gives_the_same_bits_and_holds_no_weight_between_passes() -> None:
-    from farpool.bench.accelerated import accelerated
+    from farpool_bench.streaming_cases import accelerated
 
     plain = Stack(2, 128)
     inputs = plain.inputs(16)
@@ -84,7 +84,7 @@ def test_accelerate_gives_the_same_bits_and_holds_no_weight_between_passes() -> 
 
 
 def test_a_paced_weight_takes_its_bytes_over_the_rate() -> None:
-    from farpool.bench.accelerated import PacedWeights
+    from farpool_bench.streaming_cases import PacedWeights
 
     weights = PacedWeights({"weight": torch.arange(25_000, dtype=torch.float32)}, 1e6)
     start = time.perf_counter()
@@ -97,26 +97,26 @@ def test_a_peer_that_is_not_installed_is_null_with_the_reason(monkeypatch: pytes
     def not_there(*arguments: object) -> Stack:
         raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
 
-    monkeypatch.setattr("farpool.bench.streaming_cases.accelerated", not_there)
-    (case,) = streaming.run(Settings.quick(), silent).cases
+    monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", not_there)
+    (case,) = Bench.run(Settings.quick(), silent).cases
     peer = case.peers[1]
     assert (peer.seconds, peer.speedup, peer.efficiency) == (None, None, None)
     assert peer.remark is not None
     assert "accelerate" in peer.remark
-    streaming.table(streaming.Outcome("cpu", 1, (case,)))
-    assert len(streaming.figures(streaming.Outcome("cpu", 1, (case,)))) == 2
+    assert len(Bench.figures(harness.Row(cases=(case,)))) == 2
+    assert any("accelerate" in part for part in Bench.tables(harness.Row(cases=(case,))) if isinstance(part, str))
 
 
 def test_outputs_that_differ_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(plain: Stack, *rest: object) -> Stack:
         return Stack(len(plain.blocks), plain.width, seed=7)
 
-    monkeypatch.setattr("farpool.bench.streaming_cases.accelerated", wrong)
+    monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", wrong)
     with pytest.raises(RuntimeError, match="accelerate: the outputs differ"):
-        streaming.run(Settings.quick(), silent)
+        Bench.run(Settings.quick(), silent)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda"):
-        streaming.run(Settings(device="cuda"), silent)
+        Bench.run(Settings(device="cuda"), silent)

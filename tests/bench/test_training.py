@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from farpool.bench import results, training
-from farpool.bench.stack import Stack
-from farpool.bench.trainer import Trainer
-from farpool.bench.training import Settings
-from farpool.bench.training_peers import open_candidates
 from farpool.errors import ConfigError
+from farpool_bench import harness
+from farpool_bench.stack import Stack, Trainer
+from farpool_bench.training import Bench, Settings
+from farpool_bench.training_cases import open_candidates
 from tests.bench.command import command
 
 
@@ -36,8 +35,8 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     file = tmp_path / "result.json"
     file.write_text(done.stdout)
-    section = results.read(file)
-    assert section.name == "training"
+    section = harness.Result.read(file)
+    assert section.benchmark.name == "training"
     (case,) = section.outcome.cases
     assert case.equal
     assert case.peak_bytes <= case.budget_bytes
@@ -63,12 +62,12 @@ def test_a_loss_that_differs_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch)
             next(module.parameters()).mul_(1.5)
         return offload(module, pool)
 
-    from farpool.bench import training_cases
+    from farpool_bench import training_cases
 
     offload = training_cases.offload
     monkeypatch.setattr(training_cases, "offload", wrong)
     with pytest.raises(RuntimeError, match="the loss of step 0"):
-        training.run(Settings.quick(), silent)
+        Bench.run(Settings.quick(), silent)
 
 
 def test_a_trainer_makes_the_loss_smaller() -> None:
@@ -94,4 +93,4 @@ def test_peers_that_need_a_gpu_are_null_with_the_reason() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda"):
-        training.run(Settings(device="cuda"), silent)
+        Bench.run(Settings(device="cuda"), silent)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench/results"
+RESULTS = ROOT / "benchmarks/results"
 
 
 def result(name: str) -> Any:

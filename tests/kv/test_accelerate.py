@@ -13,10 +13,10 @@ from accelerate import cpu_offload
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 
 from farpool import Dram, Pool, Store
-from farpool.bench.link import fetched
 from farpool.cluster.node.process import running_node
 from farpool.errors import ArgumentError, NameMissingError, PoolFullError
 from farpool.kv.engines.accelerate import PooledWeights
+from farpool_bench.link import fetched
 from tests.kv import zoo
 
 

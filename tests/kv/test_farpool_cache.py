@@ -19,7 +19,6 @@ import torch
 from transformers import DynamicCache
 
 from farpool import Dram, Pool
-from farpool.bench.link import fetched, written
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, PoolClosedError, PoolFullError, UnsupportedError
 from farpool.kv import BlockCache, Judge
@@ -27,6 +26,7 @@ from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.kv.journal import recorded
+from farpool_bench.link import fetched, written
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 

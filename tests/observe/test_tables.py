@@ -14,7 +14,6 @@ from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from farpool.bench.benchmark import NAMES, load
 from farpool.cli.kv import _namespaces_table, _steps_by_request
 from farpool.demo.job import Outcome as DemoOutcome
 from farpool.demo.report import report as demo_report
@@ -29,9 +28,11 @@ from farpool.observe import tables
 from farpool.observe.tables import Table
 from farpool.observe.tape_report import report as tape_report
 from farpool.observe.tape_summary import ClassSummary, LeastMoved, OpSummary, Reuse, TapeSummary
+from farpool_bench.harness import NAMES, load, rows_of
+from farpool_bench.render import table_of
 
 ROOT = Path(__file__).parents[2]
-RESULTS = {name: ROOT / f"bench/results/{'kv-trace' if name == 'kv' else name}.json" for name in NAMES}
+RESULTS = {name: ROOT / f"benchmarks/results/{'kv-trace' if name == 'kv' else name}.json" for name in NAMES}
 LONG = "meta-llama/Llama-3.1-70B-Instruct:revision-with-a-long-name"
 
 
@@ -86,10 +87,7 @@ def widened(value: Any) -> Any:
 
 
 def benchmark_table(name: str, change: Any) -> RenderableType:
-    benchmark = load(name)
-    result = json_of(RESULTS[name])["result"]
-    made: RenderableType = benchmark.table(msgspec.convert(change(result), benchmark.Outcome))
-    return made
+    return table_of(load(name), rows_of(change(json_of(RESULTS[name])["result"])))
 
 
 def json_of(path: Path) -> Any:
@@ -114,7 +112,7 @@ def test_the_reports_of_the_demo_fit_80_columns(monkeypatch: pytest.MonkeyPatch)
         "mapped": start,
     }
     for change in (lambda result: result, widened):
-        result = change(json_of(ROOT / "bench/results/demo.json")["result"])
+        result = change(json_of(ROOT / "benchmarks/results/demo.json")["result"])
         outcome = msgspec.convert({**result, "nodes": ["tcp://" + LONG], "start_up": start_up}, DemoOutcome)
         check(demo_report(outcome), shown(demo_report(outcome), monkeypatch))
     shared = context_report(
@@ -215,8 +213,8 @@ def test_a_table_that_fits_keeps_its_frame_and_one_that_does_not_loses_it_first(
 
 
 def test_every_table_of_the_package_is_one_of_these() -> None:
-    for path in (ROOT / "src/farpool").rglob("*.py"):
-        if path.parts[-2:] not in (("observe", "tables.py"), ("bench", "page.py")):
+    for path in [*(ROOT / "src/farpool").rglob("*.py"), *(ROOT / "benchmarks/src").rglob("*.py")]:
+        if path.parts[-2:] not in (("observe", "tables.py"), ("farpool_bench", "render.py")):
             text = path.read_text()
             assert "from rich.table" not in text, f"{path}: use farpool.observe.tables.Table"
             assert "Console().print" not in text, f"{path}: use farpool.observe.tables.show"

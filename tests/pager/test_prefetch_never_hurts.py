@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
-from farpool.bench.patterns import KINDS, pattern
 from farpool.memory.pager import Mode, Pager, Run
+from farpool_bench.prefetch import KINDS, pattern
 from tests.pager.harness import SimulatedSpace
 from tests.pager.virtual_executor import Link, VirtualExecutor
 

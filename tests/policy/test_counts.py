@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farpool._native import CacheSimulation, RequestTrace, policy_names
-from farpool.bench import request_traces
+from farpool_bench import request_traces
 
 ROOT = Path(__file__).parents[2]
 COUNTED: dict[str, Any] = json.loads((Path(__file__).parent / "counts.json").read_text())
@@ -83,7 +83,7 @@ def test_every_pattern_and_unit_was_counted() -> None:
 
 
 def test_the_committed_benchmark_on_a_public_trace_has_the_counts_of_libcachesim() -> None:
-    result = json.loads((ROOT / "bench/results/policies.json").read_text())["result"]
+    result = json.loads((ROOT / "benchmarks/results/policies.json").read_text())["result"]
     [counted] = [one for one in COUNTED["traces"] if one["trace"] == result["trace"]]
     theirs = {
         (policy, size): count

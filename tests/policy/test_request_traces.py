@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farpool._native import CacheSimulation, RequestTrace
-from farpool.bench import request_traces
 from farpool.errors import ConfigError
+from farpool_bench import request_traces
 
 
 def misses(trace: RequestTrace, policy: str = "belady", capacity: int = 20) -> int:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from farpool import Store
-from farpool.bench.lmcache_peer import LMCachePeer, Tier
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
+from farpool_bench.kv_peers import LMCachePeer, Tier
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 from tests.nodes import PATIENCE
 

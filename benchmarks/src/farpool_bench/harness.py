@@ -1,0 +1,255 @@
+"""The harness of all benchmarks: a benchmark measures its cases and gives rows; files, tables and pages come from rows.
+
+The method is the same everywhere. Memory is warmed first; what is compared runs in turn, in one run; the median of the
+ratios of each round is quoted, and the samples stay in the result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, final
+
+import msgspec
+
+from farpool.errors import ConfigError
+from farpool.observe.provenance import Provenance
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.
+NAMES = (
+    "streaming",
+    "training",
+    "prefetch",
+    "nvme",
+    "overhead",
+    "growth",
+    "policies",
+    "remote",
+    "turns",
+    "kv",
+    "kv-blocks",
+    "kv-ttft",
+    "kv-codecs",
+    "kv-generate",
+)
+
+Progress = Callable[[str, int, int], None]
+"""Callback that is told the name of a step, how much of it is done, and how much there is."""
+
+
+class Row(dict[str, Any]):
+    """A row of results: a JSON object whose fields are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"a row of results has no field {name!r}", name=name) from None
+
+
+def rows_of(value: Any) -> Any:
+    """Turn the objects and lists of decoded JSON into rows and tuples."""
+    if isinstance(value, dict):
+        return Row({name: rows_of(one) for name, one in value.items()})
+    return tuple(map(rows_of, value)) if isinstance(value, list) else value
+
+
+class Option(NamedTuple):
+    """Description of a field of `Settings` that the command line can change; the flag is its name unless given."""
+
+    text: str
+    metavar: str = "N"
+    flag: str = ""
+    least: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes and choices of a run."""
+
+    QUICK: ClassVar[dict[str, Any]] = {}
+    """Settings so small that a run takes seconds: to see that everything works, not to measure."""
+    device: str = "cpu"
+
+    @classmethod
+    def quick(cls) -> Self:
+        """Make the settings of `QUICK`."""
+        return cls(**cls.QUICK)
+
+
+class Benchmark(ABC):
+    """A run of a benchmark; each benchmark is a subclass, and the docstring of its module describes the method.
+
+    The first line of that docstring is the title, and the paragraphs behind it are shown on pages.
+    """
+
+    name: ClassVar[str]
+    limit: ClassVar[str]
+    """The bound that the machine itself sets."""
+    rivals: ClassVar[tuple[str, ...]] = ()
+    """Other ways to do the same task."""
+    Settings: ClassVar[type[Any]]
+    picture: ClassVar[bool] = False
+    """True if the command can draw its figure into a file."""
+
+    def __init__(self, settings: Any, progress: Progress) -> None:
+        self.settings = settings
+        self.progress = progress
+        self.stack = ExitStack()
+        """Closes at the end of the run whatever the run has opened."""
+
+    def open(self) -> None:  # noqa: B027 - not every benchmark has something that all cases share
+        """Start all that the cases share; `self.stack` closes it."""
+
+    @abstractmethod
+    def cases(self) -> Iterable[Any]:
+        """List the cases, one after the other."""
+
+    @abstractmethod
+    def measure(self, case: Any) -> Any:
+        """Measure one case; returns its row, or several."""
+
+    @abstractmethod
+    def outcome(self, found: list[Any]) -> Row:
+        """Put together the whole result from what `measure` returned for each case."""
+
+    @staticmethod
+    @abstractmethod
+    def tables(outcome: Any) -> Iterable[Any]:
+        """Tables (`farpool_bench.render.Grid`) and lines of text that show the result."""
+
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        """Figures of the result, by caption."""
+        return {}
+
+    @final
+    @classmethod
+    def run(cls, settings: Any, progress: Progress) -> Row:
+        """Measure all cases and return the result.
+
+        Raises
+        ------
+        ConfigError
+            A setting is wrong, or the device does not exist.
+        FarpoolError, RuntimeError
+            Something failed, or two that are compared do not have the same bytes or bits.
+        """
+        check_device(settings.device)
+        one = cls(settings, progress)
+        with one.stack:
+            one.open()
+            return one.outcome([one.measure(case) for case in one.cases()])
+
+    @final
+    @classmethod
+    def title(cls) -> str:
+        """Title for pages."""
+        return cls._about()[0].rstrip(".")
+
+    @final
+    @classmethod
+    def paragraphs(cls) -> list[str]:
+        """Paragraphs that describe how it measures."""
+        return cls._about()[1:]
+
+    @final
+    @classmethod
+    def _about(cls) -> list[str]:
+        return (sys.modules[cls.__module__].__doc__ or "").strip().split("\n\n")
+
+
+def load(name: str) -> type[Benchmark]:
+    """Import a benchmark.
+
+    Raises
+    ------
+    ConfigError
+        There is no benchmark of this name.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"benchmark {name!r} is not known; expected one of {', '.join(NAMES)}")
+    found: type[Benchmark] = importlib.import_module(f"farpool_bench.{name.replace('-', '_')}").Bench
+    return found
+
+
+def check_device(device: str) -> None:
+    """Check before a long run that the device exists, and make it compute the same bits each time.
+
+    Raises
+    ------
+    ConfigError
+        The device is unknown or does not exist.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {device!r} is not known; expected cpu or cuda")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use --device cpu")
+        # What is compared must be computed in one way: by default cuBLAS and the gradient of attention choose freely.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a run, with the place and time of the run."""
+
+    benchmark: type[Benchmark]
+    outcome: Row
+    provenance: Provenance
+
+    def encode(self) -> str:
+        """Encode as indented JSON."""
+        parts = {"benchmark": self.benchmark.name, "provenance": self.provenance, "result": self.outcome}
+        return msgspec.json.format(msgspec.json.encode(parts)).decode()
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Read a result file that ``farpool bench NAME --json`` wrote.
+
+        Raises
+        ------
+        ConfigError
+            The file cannot be read or is not a result file of this version.
+        """
+        try:
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            result = cls(load(file.benchmark), rows_of(file.result), file.provenance)
+            for _ in result.benchmark.tables(result.outcome):
+                pass  # a field that is missing is noticed now
+        except OSError as error:
+            raise ConfigError(f"result {path} cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, AttributeError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"result {path} is not what 'farpool bench NAME --json' writes in this version: {error}; run it again"
+            ) from error
+        return result
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    benchmark: str
+    provenance: Provenance
+    result: dict[str, Any]
+
+
+def told(progress: Progress, step: str, items: Sequence[Any]) -> Iterable[Any]:
+    """Go through the items of a step and report how many are done."""
+    for number, item in enumerate(items):
+        progress(step, number, len(items))
+        yield item
+    progress(step, len(items), len(items))

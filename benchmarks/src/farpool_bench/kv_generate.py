@@ -1,0 +1,100 @@
+"""KV generation: keys and values four times as large as the fast budget.
+
+A language model generates token after token over a long context, whose keys and values are four times as large as the
+budget; the rest is behind a link of a known rate. The weights are resident. The budget counts everything that
+`FarpoolCache` holds in fast memory: the pool's arena, and next to it one layer's keys and values, which attention gets.
+
+The limit of a token is the longer of two times: that of computing it with transformers' own `DynamicCache`, all
+resident, while a dummy thread copies as many bytes as the link carries, and that of the fewest bytes at the link's
+rate. Each token needs every key and value once and no more than the budget can have stayed, so the fewest bytes are
+those that do not fit. The efficiency is the limit over the measured time, in steady state.
+
+Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because while the others
+run the pool could fetch without anyone waiting. All logits must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row
+from farpool_bench.render import DOTTED, Grid, against_limit, megabytes, milliseconds, new_figure, rate_text, times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(harness.Settings):
+    """Sizes; the link is a throttled DRAM tier."""
+
+    rounds: Annotated[int, Option("Tokens of each cache", least=1)] = 15
+    rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the link
+    layers: int = 32
+    kv_heads: int = 4
+    query_heads: int = 8
+    head_dim: int = 64
+    context: int = 8192  # tokens whose keys and values are there before the first token is generated
+    QUICK: ClassVar = {"rates": (0.5e9,), "rounds": 2, "layers": 8, "context": 512}
+
+
+class Bench(harness.Benchmark):
+    """Each rate of the link."""
+
+    name = "kv-generate"
+    limit = "a resident cache while as many bytes are copied, or the fewest bytes over the link"
+    rivals = ("demand fetching",)
+    Settings = Settings
+
+    def open(self) -> None:
+        from farpool_bench.link import core_for_link
+
+        self.threads = self.stack.enter_context(core_for_link("cpu"))
+
+    def cases(self) -> Iterable[float]:
+        return self.settings.rates  # type: ignore[no-any-return]
+
+    def measure(self, case: float) -> Row:
+        from farpool_bench.kv_generate_cases import measure_case
+
+        return measure_case(self.settings, case, self.progress)
+
+    def outcome(self, found: list[Row]) -> Row:
+        shape = {"layers": self.settings.layers, "context": self.settings.context}
+        return Row(threads=self.threads, **shape, cases=tuple(found))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        title = "Limit over measured time, and how much faster farpool is"
+        first, *remarks = against_limit(
+            title, "=link|farpool", outcome.cases, lambda case: [rate_text(case.rate), f"{case.efficiency:.0%}"]
+        )
+        rows = [
+            [
+                rate_text(case.rate),
+                *map(megabytes, (case.kv_bytes, case.budget_bytes)),
+                *map(milliseconds, (case.resident_seconds, case.beside_copies_seconds, [case.transfer_seconds])),
+                *map(milliseconds, (case.paged_seconds, [case.stall_seconds])),
+                times(case.moved_bytes, case.fewest_bytes),
+            ]
+            for case in outcome.cases
+        ]
+        title = f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state"
+        heads = "=link|KV|budget|resident|next to copies|link|farpool|waiting|bytes moved"
+        return [first, Grid(title, heads, rows), *remarks]
+
+    @staticmethod
+    def figures(outcome: Any) -> dict[str, Figure]:
+        result = {}
+        for case in outcome.cases:
+            figure, axes = new_figure("round", "milliseconds")
+            limits = [max(seconds, case.transfer_seconds) * 1e3 for seconds in case.beside_copies_seconds]
+            axes.plot(limits, label="limit", **DOTTED)
+            axes.plot([seconds * 1e3 for seconds in case.paged_seconds], marker="o", label="farpool")
+            axes.set_ylim(bottom=0)
+            axes.legend(loc="lower left")
+            result[f"Time of a token over a link of {rate_text(case.rate)}."] = figure
+        return result

@@ -1,0 +1,205 @@
+"""The rivals of the benchmarks of KV, Mooncake, LMCache and Redis, with the same calls.
+
+Mooncake Store is a master, a client that lends memory, and one that puts and gets. LMCache is in an environment of its
+own: it wants other packages than farpool.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Literal, NamedTuple, Self, TypeVar
+
+from farpool.cluster.wire.channel import Transport
+from farpool.errors import ConfigError
+from farpool_bench.measure import opened
+from farpool_bench.redis_peer import RedisPeer, RedisUser, find_redis, free_port
+from farpool_bench.ring import Ring
+from farpool_bench.users import User
+from farpool_bench.worker import StorePeer, Worker
+
+Tier = Literal["fs", "L1"]
+"""Files in a folder in shared memory, or memory of the process."""
+
+_UserT = TypeVar("_UserT", bound=User)
+_ASK_TIMEOUT_S = 60.0
+_MASTER_TIMEOUT_S = 10.0
+_MOONCAKE = {
+    "GLOG_minloglevel": "1",
+    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+    # Without it each transfer opens a connection of its own, and reads take two to four times as long.
+    "MC_TCP_ENABLE_CONNECTION_POOL": "true",
+}
+_NO_MOONCAKE = "the package 'mooncake' is not installed; pip install mooncake-transfer-engine-non-cuda"
+
+
+def find_mooncake() -> tuple[str | None, str]:
+    """Name and version of the installed Mooncake; else None and advice on what to do about that."""
+    if importlib.util.find_spec("mooncake") is None:
+        return None, _NO_MOONCAKE
+    (package, *_) = packages_distributions()["mooncake"]
+    return f"Mooncake Store {version(package)} over TCP", ""
+
+
+def find_lmcache(python: str) -> tuple[str | None, str]:
+    """Name and version of the LMCache of an interpreter (this one if empty); else None and advice about that.
+
+    Raises
+    ------
+    ConfigError
+        The interpreter cannot be run.
+    """
+    ask = "from importlib.metadata import version; import farpool.errors; print(version('lmcache'))"
+    command = [python or sys.executable, "-c", ask]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+    except OSError as error:
+        raise ConfigError(f"{python} is no Python that can be run: {error.strerror}", setting="lmcache") from error
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return None, (
+            f"{python or 'this environment'} has no LMCache next to farpool ({said[-1] if said else 'no message'}); "
+            "name a Python that has both with --lmcache"
+        )
+    return f"LMCache {done.stdout.strip()}", ""
+
+
+class MooncakePeer(StorePeer):
+    """The three processes of a Mooncake Store; its segment has `lent` bytes."""
+
+    def __init__(self, lent: int) -> None:
+        super().__init__("Mooncake", partial(_start_mooncake, lent))
+
+
+class LMCachePeer(StorePeer):
+    """A process with a tier of LMCache, whose L1 has `lent` bytes; the folder of its fs tier is removed at the end."""
+
+    def __init__(self, python: str, tier: Tier, lent: int) -> None:
+        super().__init__("LMCache", partial(_start_lmcache, python, tier, lent))
+
+
+def _start_lmcache(python: str, tier: Tier, lent: int, stack: ExitStack) -> Worker:
+    place = str(lent)
+    if tier == "fs":
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir="/dev/shm"))
+    return Worker("lmcache_worker", [tier, place], {"LMCACHE_LOG_LEVEL": "ERROR"}, python).started(stack)
+
+
+def _start_mooncake(lent: int, stack: ExitStack) -> Worker:
+    master = _start_master(stack)
+    Worker("mooncake_worker", ["lend", master, str(lent)], _MOONCAKE).started(stack)
+    return Worker("mooncake_worker", ["use", master], _MOONCAKE).started(stack)
+
+
+def _start_master(stack: ExitStack) -> str:
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    program = Path(spec.submodule_search_locations[0], "mooncake_master")
+    port = free_port()
+    log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+    options = {
+        "rpc_address": "127.0.0.1",
+        "rpc_port": port,
+        "metrics_port": free_port(),
+        "enable_metric_reporting": "false",
+        "logtostderr": "true",
+    }
+    command = [str(program), *(f"--{key}={value}" for key, value in options.items())]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    # If it does not listen in time, those that connect to it fail with a reason.
+    end = time.monotonic() + _MASTER_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    if process.poll() is not None:
+        log.seek(0)
+        lines = log.read().splitlines()
+        raise ValueError(f"its master ended: {lines[-1] if lines else 'no message'}")
+    return f"127.0.0.1:{port}"
+
+
+def closed(stack: ExitStack, user: _UserT) -> _UserT:
+    """Close a user at the end."""
+    stack.callback(user.close)
+    return user
+
+
+class Contender(NamedTuple):
+    """One that runs in turn with farpool's cache of blocks, or the reason why it cannot."""
+
+    name: str
+    each: Callable[[bool], float] | None = None  # seconds for one object, all of a ring put (True) or got in one call
+    find: Callable[[], float] | None = None  # seconds for a call that looks up all keys of the ring
+    fetch: Callable[[], float] | None = None  # see `User.fetch_seconds`
+    reason: str = ""
+
+    @classmethod
+    def of(cls, name: str, user: User, seconds: float) -> Contender:
+        """Make one of a user that moves its whole ring in one call, for so many seconds a sample."""
+        each = partial(user.seconds_each, batch=len(user.ring), seconds=seconds)
+        return cls(name, each, partial(user.lookup_seconds, seconds), user.fetch_seconds)
+
+
+class KVPeers:
+    """The rivals that run here, with their names and versions in `names`; a context manager that stops them.
+
+    `lmcache` is a Python that has farpool and LMCache (this one if empty), `seconds` the length of a sample, and `lent`
+    the least size of Mooncake's segment and of LMCache's L1. Each of the tiers of LMCache is a rival.
+    """
+
+    def __init__(self, lmcache: str, seconds: float, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
+        lent = max(64 << 20, lent)
+        self._seconds = seconds
+        redis, why_no_redis = find_redis()
+        mooncake, why_no_mooncake = find_mooncake()
+        other, why_no_lmcache = find_lmcache(lmcache)
+        self.names = tuple(name for name in (mooncake, other and f"{other}, {' and '.join(tiers)}", redis) if name)
+        with ExitStack() as stack:
+            self._redis, self._why_no_redis = opened(stack, RedisPeer if redis else None, why_no_redis)
+            stores = [("Mooncake, TCP", partial(MooncakePeer, lent) if mooncake else None, why_no_mooncake)]
+            for tier in tiers:
+                make = partial(LMCachePeer, lmcache, tier, lent) if other else None
+                stores.append((f"LMCache, {tier}", make, why_no_lmcache))  # type: ignore[arg-type]
+            self._stores = [(name, *opened(stack, make, reason)) for name, make, reason in stores]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def contenders(self, stack: ExitStack, way: Transport, ring: Ring) -> Iterator[Contender]:
+        """Make each rival ready to move a ring's objects, until the stack is closed.
+
+        Redis goes over TCP when farpool goes over TCP, and else over its UNIX socket.
+        """
+        nbytes, count, seconds = ring.nbytes, len(ring), self._seconds
+        for name, peer, reason in self._stores:
+            if peer is None:
+                yield Contender(name, reason=reason)
+            else:
+                each = partial(peer.seconds_each, nbytes=nbytes, count=count, batch=count, seconds=seconds)
+                find = partial(peer.lookup_seconds, nbytes, count, seconds)
+                yield Contender(name, each, find, partial(peer.fetch_seconds, nbytes, count))
+        name = "Redis, TCP" if way == "tcp" else "Redis, UNIX socket"
+        if self._redis is None:
+            yield Contender(name, reason=self._why_no_redis)
+        else:
+            client = self._redis.tcp if way == "tcp" else self._redis.unix
+            yield Contender.of(name, closed(stack, RedisUser(client, ring)), seconds)

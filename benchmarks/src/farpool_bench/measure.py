@@ -1,0 +1,215 @@
+"""Tools for fair comparisons: samples taken in turn, ratios of pairs, rivals that may be missing, warm memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from farpool.errors import FarpoolError
+from farpool_bench.harness import Progress, Row
+
+_PAGE = 4096
+_T = TypeVar("_T")
+_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
+
+
+def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
+    """Median of the ratios of samples taken side by side.
+
+    Raises
+    ------
+    ValueError
+        There are no samples, or not as many of the one as of the other.
+    """
+    if not ours or len(ours) != len(other):
+        raise ValueError(f"expected as many samples of both, at least one; got {len(ours)} and {len(other)}")
+    return statistics.median(a / b for a, b in zip(ours, other, strict=True))
+
+
+def median_difference(ours: Sequence[float], other: Sequence[float]) -> float:
+    """Median of the differences of samples taken side by side."""
+    return statistics.median(a - b for a, b in zip(ours, other, strict=True))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Ends of a 95 % confidence interval of the median, which are two of the samples; needs no distribution.
+
+    With fewer than six samples it is all of their range, which is less than 95 % then.
+    """
+    ordered = sorted(samples)
+    count, outside, cut = len(ordered), 0.0, 0
+    while (outside := outside + 2 * math.comb(count, cut) * 0.5**count) <= 0.05:
+        cut += 1
+    cut = max(0, cut - 1)
+    return ordered[cut], ordered[count - 1 - cut]
+
+
+def in_turn(
+    works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Progress
+) -> list[tuple[float, ...]]:
+    """Take samples of several works in turn, and return those of each, round by round.
+
+    Who goes first and who follows whom changes with each round.
+    """
+    progress(step, 0, rounds)
+    samples: list[list[float]] = [[] for _ in works]
+    orders = _orders(len(works))
+    for number in range(rounds):
+        for which in orders[number % len(orders)]:
+            samples[which].append(works[which]())
+        progress(step, number + 1, rounds)
+    return [tuple(of_one) for of_one in samples]
+
+
+def _orders(count: int) -> list[list[int]]:
+    """Orders in which each follows each other equally often (Williams, 1949): what one leaves behind burdens all."""
+    zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(count)]
+    orders = [[(place + shift) % count for place in zigzag] for shift in range(count)]
+    return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
+
+
+def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
+    """Seconds for one call of `work`, the mean of `repeats` in a row."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> float:
+    """Seconds per object of `work`, which handles `objects` of them and is called until `seconds` have passed.
+
+    One call before that is not counted.
+    """
+    work()
+    calls = 0
+    start = now = time.perf_counter()
+    while now - start < seconds or not calls:
+        work()
+        calls += 1
+        now = time.perf_counter()
+    return (now - start) / (calls * objects)
+
+
+def median_call(work: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call of `work`, the median of as many as there are in `seconds`, after one that is not counted."""
+    work()
+    taken: list[float] = []
+    start = before = time.perf_counter()
+    while before - start < seconds or not taken:
+        work()
+        now = time.perf_counter()
+        taken.append(now - before)
+        before = now
+    return statistics.median(taken)
+
+
+def kept(work: Callable[[], _T], timer: Callable[..., float], *how: float) -> tuple[float, _T]:
+    """Seconds of `work` by `seconds_each` or `median_call`, and the answer of its last call, which is to be checked."""
+    answers: list[_T] = []
+
+    def keep() -> None:
+        answers[:] = [work()]
+
+    return timer(keep, *how), answers[0]
+
+
+def resident_bytes(pid: int | None = None) -> int:
+    """Bytes of a process's resident set, shared memory included; of this process by default."""
+    with open(f"/proc/{'self' if pid is None else pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def warm(memory: memoryview) -> None:
+    """Write to each page, so that its first use pays for no page fault; the content is lost."""
+    flat = memory.cast("B")
+    flat[::_PAGE] = bytes(len(range(0, len(flat), _PAGE)))
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A rival that is timed next to farpool; without `work` it cannot run, and `remark` is the reason."""
+
+    name: str
+    work: Callable[[], float] | None
+    remark: str = ""
+
+    def sample(self) -> float:
+        """Take a sample: seconds for one object, or NaN if it cannot run or has failed."""
+        if self.work is None:
+            return math.nan
+        try:
+            return self.work()
+        except FarpoolError as error:
+            self.work, self.remark = None, str(error)
+            return math.nan
+
+    def result(self, samples: tuple[float, ...], ours: Sequence[float]) -> Row:
+        """Make its row: the ratio is the median of its times over farpool's, so above 1 farpool is faster."""
+        if self.work is None:
+            return Row(name=self.name, seconds=None, ratio=None, remark=self.remark)
+        return Row(name=self.name, seconds=samples, ratio=median_ratio(samples, ours), remark=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """An operation of farpool that is timed in turn with rivals that do the same work."""
+
+    what: str  # the operation and how it is asked for
+    nbytes: int  # of an object
+    batch: int  # objects in one call
+    way: str  # the transport that farpool takes
+
+    def hold(
+        self, ours: Callable[[], float], entrants: Sequence[Entrant], rounds: int, step: str, progress: Progress
+    ) -> Row:
+        """Take `rounds` samples of farpool and each entrant, in seconds for one object."""
+        works = [ours, *(entrant.sample for entrant in entrants)]
+        mine, *theirs = in_turn(works, rounds, step, progress)
+        others = tuple(entrant.result(samples, mine) for entrant, samples in zip(entrants, theirs, strict=True))
+        return Row(what=self.what, nbytes=self.nbytes, batch=self.batch, way=self.way, ours=mine, others=others)
+
+
+def opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
+    """Start a peer if it is installed; None and the reason if it is not, or does not start."""
+    if make is None:
+        return None, reason
+    try:
+        return stack.enter_context(make()), ""
+    except FarpoolError as error:
+        return None, str(error)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A rival of a pool: one would use it instead. Without `step` it cannot run, and `remark` is the reason."""
+
+    name: str
+    step: Callable[[], float] | None
+    remark: str = ""
+    comparable: bool = True  # it does the same work over the same link
+    samples: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Take a sample, if it can run."""
+        if self.step is None:
+            return
+        try:
+            self.samples.append(self.step())
+        except (OSError, ValueError) as error:
+            self.step, self.remark = None, str(error)
+
+    def result(self, ours: Sequence[float], limits: Sequence[float]) -> Row:
+        """Make its row: medians over the rounds of its time over the pool's, and of the limit over its time."""
+        seconds = tuple(self.samples) if self.step else None
+        speedup = efficiency = None
+        if seconds and self.comparable:
+            speedup, efficiency = median_ratio(seconds, ours), median_ratio(limits, seconds)
+        remark = self.remark or None
+        return Row(name=self.name, seconds=seconds, speedup=speedup, efficiency=efficiency, remark=remark)

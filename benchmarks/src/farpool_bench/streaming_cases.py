@@ -1,0 +1,202 @@
+"""Measurement of one case of the streaming benchmark: a rate of the link and an amount of compute."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from farpool import Dram, Pool, offload
+from farpool.memory.pager.storage import cut
+from farpool_bench.harness import Progress, Row, told
+from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier
+from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.stack import Stack, block_bytes, seconds_of, tokens_for
+from farpool_bench.strip import record_strip
+
+_SHARE = 4
+"""The weights are this many times as large as the budget."""
+_SETTLE = 8
+"""Number of passes after the first one before samples are taken."""
+_WIDTHS = 128
+_PROBE_TOKENS = 8
+
+
+class _Model:
+    """The resident model of a case, with its inputs and the outputs that all others have to give."""
+
+    def __init__(self, settings: Any, rate: float | None, ratio: float) -> None:
+        self.device = settings.device
+        self.link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
+        self.plain = Stack(*_shape(settings, self.link, ratio)).to(self.device).eval()
+        self.budget = self.plain.nbytes // _SHARE
+        self.fewest = self._fewest()
+        self.transfer = self.fewest / self.link
+        self.tokens = tokens_for(self._seconds, self.transfer / ratio)
+        self.inputs = self.plain.inputs(self.tokens)
+        seconds_of(self.plain, self.inputs, self.device)
+        self.seconds, self._expected = seconds_of(self.plain, self.inputs, self.device)
+
+    def run(self, model: torch.nn.Module, name: str) -> float:
+        """Seconds of a pass of a copy of the model, whose outputs are compared."""
+        seconds, outputs = seconds_of(model, self.inputs, self.device)
+        if not torch.equal(outputs, self._expected):
+            raise RuntimeError(f"{name}: the outputs differ from those of the resident model")
+        return seconds
+
+    def _seconds(self, tokens: int) -> float:
+        return seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]
+
+    def _fewest(self) -> int:
+        """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
+        inputs = self.plain.inputs(_PROBE_TOKENS)
+        with Pool(self.budget, [Dram(2 * self.plain.nbytes)], device=self.device, prefetch=False) as pool:
+            paged = [offload(copy.deepcopy(self.plain), pool)]
+
+            def step(between: object) -> None:
+                seconds_of(paged[0], inputs, self.device)
+
+            step(None)
+            (fewest,) = fewest_by_phase(pool, step)
+            paged.clear()  # the copy's weights must not outlive the pool
+            return fewest.fetched
+
+
+def _shape(settings: Any, rate: float, ratio: float) -> tuple[int, int]:
+    """Choose layers and width so that a layer computes long enough and everything fits into memory."""
+    wanted = settings.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
+    width = _WIDTHS
+    while block_bytes(width) < wanted:
+        width += _WIDTHS
+    layers = min(settings.layers, _most_bytes(settings) // block_bytes(width))
+    return max(_SHARE, layers // _SHARE * _SHARE), width
+
+
+def _most_bytes(settings: Any) -> int:
+    if settings.device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory // settings.gpu_share)
+    return int(settings.weight_bytes)
+
+
+def measure_case(settings: Any, rate: float | None, ratio: float, step: str, progress: Progress) -> Row:
+    """Measure the pool and its rivals in turn with the resident model; without a rate the link is the real one."""
+    model = _Model(settings, rate, ratio)
+    plain, device = model.plain, model.device
+    capacity = plain.nbytes * 5 // 4
+    rival = _accelerate(model, rate)
+    resident, with_copies = [], []
+    with (
+        nullcontext() if rate is None else Copier(rate) as copier,
+        Pool(model.budget, [lower_tier(capacity, rate)], device=device) as pool,
+        Pool(model.budget, [lower_tier(capacity, rate)], device=device, prefetch=False) as demand_pool,
+    ):
+        paged: torch.nn.Module = offload(copy.deepcopy(plain), pool)
+        demand: torch.nn.Module = offload(copy.deepcopy(plain), demand_pool)
+        on_demand = Candidate("demand fetching", lambda: model.run(demand, "demand fetching"))
+        ours = Pooled(pool, lambda between: model.run(paged, "farpool"))
+        first = ours.step(lambda: None)
+        for _ in range(_SETTLE):
+            model.run(paged, "farpool")
+        for _ in range(_SETTLE if device == "cuda" else 1):  # page-locking its memory must not disturb what counts
+            model.run(demand, "demand fetching")
+        if rival.step is not None:
+            rival.step()
+        for _ in told(progress, step, range(settings.rounds)):
+            resident.append(model.run(plain, "resident"))
+            if copier is not None:
+                with_copies.append(copier.while_copying(lambda: model.run(plain, "resident"), model.fewest))
+            ours.measure()
+            on_demand.measure()
+            rival.measure()
+        strip = record_strip(pool, lambda mark: ours.step(mark), passes=2)
+        stats = pool.stats()
+        paged = demand = plain  # the copies' weights must not outlive the pools
+    limits = [max(seconds, model.transfer) for seconds in with_copies or resident]
+    return Row(
+        rate=model.link,
+        wanted=ratio,  # time on the link over time to compute: as asked for, and measured
+        ratio=model.transfer / statistics.median(resident),
+        layers=len(plain.blocks),
+        width=plain.width,
+        tokens=model.tokens,
+        weight_bytes=plain.nbytes,
+        budget_bytes=model.budget,
+        peak_bytes=stats.fast.peak,
+        fewest_bytes=model.fewest,  # that a pass has to bring in
+        moved_bytes=ours.moved("read"),
+        transfer_seconds=model.transfer,
+        resident_seconds=tuple(resident),
+        paged_seconds=tuple(ours.seconds),
+        stall_seconds=statistics.median(ours.stalled),
+        efficiency=median_ratio(limits, ours.seconds),
+        first_efficiency=max(model.seconds, model.transfer) / first,  # of the very first pass, without copies
+        equal=True,
+        peers=tuple(one.result(ours.seconds, limits) for one in (on_demand, rival)),
+        strip=strip,
+        prefetches_used=stats.prefetches_used,
+        prefetches_wasted=stats.prefetches_wasted,
+        beside_copies_seconds=tuple(with_copies) or None,  # none on a GPU, where copies cost no computing
+    )
+
+
+def _accelerate(model: _Model, rate: float | None) -> Candidate:
+    try:
+        copied = accelerated(model.plain, model.device, rate)
+    except ModuleNotFoundError as error:
+        return Candidate("accelerate", None, f"the package {error.name!r} is not installed")
+
+    def step() -> float:
+        seconds = model.run(copied, "accelerate")
+        held = [name for name, parameter in copied.named_parameters() if parameter.device.type != "meta"]
+        if held:
+            raise RuntimeError(f"accelerate: {', '.join(held[:3])} are still there after a pass: it measures nothing")
+        return seconds
+
+    return Candidate(f"accelerate {importlib.metadata.version('accelerate')}", step)
+
+
+class PacedWeights(Mapping[str, torch.Tensor]):
+    """Mapping of weights behind a simulated link: reading one takes its bytes over the rate, the copy included.
+
+    `weights`: the weights, by name. `rate`: bytes per second; None where the link is real.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], rate: float | None) -> None:
+        self._weights = weights
+        self._rate = rate
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        if self._rate is None:
+            return weight
+        end = time.perf_counter() + weight.nbytes / self._rate
+        copy = weight.clone()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return copy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def accelerated(plain: Stack, device: str, rate: float | None) -> Stack:
+    """Make a copy of a stack under accelerate: each module fetches its weights before it runs and drops them after."""
+    from accelerate.hooks import attach_align_device_hook
+
+    weights = {name: tensor.detach() for name, tensor in plain.state_dict().items()}
+    if device == "cuda":
+        weights = {name: tensor.cpu().pin_memory() for name, tensor in weights.items()}
+    with torch.device("meta"):
+        model = Stack(len(plain.blocks), plain.width)
+    attach_align_device_hook(
+        model, execution_device=torch.device(device), offload=True, weights_map=PacedWeights(weights, rate)
+    )
+    return model

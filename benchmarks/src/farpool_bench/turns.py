@@ -1,0 +1,186 @@
+"""Waiting of a tenant next to floods of another one, and shares of two tenants in a node's bytes.
+
+The victim gets an object of 4 KiB again and again, over a connection of its own; its median time is measured alone,
+next to a process that uses a processor and asks the node for nothing, and next to each flood of another tenant, with
+one connection and with many. Then two equal tenants read objects of 8 MiB as fast as they can, one of them over many
+connections. The flooding processes have a lower priority than the node.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.frames import Op, pack_frame
+from farpool_bench import harness
+from farpool_bench.harness import Option, Row, told
+from farpool_bench.measure import median_ratio
+from farpool_bench.render import Grid
+from farpool_bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
+from farpool_bench.worker import command_of
+
+if TYPE_CHECKING:
+    import socket
+
+_FLOODING, _VICTIM = "flooding:0123456789abcdef", "victim:0123456789abcdef"
+_BEGINNING_S = 0.5
+"""Time until a flood is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(harness.Settings):
+    """Sizes; a node computes nothing on a device."""
+
+    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
+    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
+    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
+    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
+
+
+class Bench(harness.Benchmark):
+    """Each flood with one connection and with many, in rounds; then the shares of two tenants."""
+
+    name = "turns"
+    limit = "the same gets alone, and next to a process that only uses a processor"
+    Settings = Settings
+
+    def open(self) -> None:
+        self._node = self.stack.enter_context(_node())
+        self._victim = self.stack.enter_context(connected(self._node.address, _VICTIM))
+
+    def cases(self) -> Iterable[tuple[str, int]]:
+        """Kinds and connections of the floods, once for each round; an empty kind measures the shares."""
+        counts = (1, self.settings.connections)
+        kinds = [("processor", 1), *((kind, count) for kind in (*KINDS, "") for count in counts)]
+        return told(self.progress, "Waiting", kinds * self.settings.rounds)
+
+    def measure(self, case: tuple[str, int]) -> tuple[tuple[str, int], tuple[float, ...]]:
+        kind, connections = case
+        _fill(self._node, self._victim)
+        seconds = self.settings.seconds
+        if not kind:
+            return case, (_share(self._node, connections, seconds),)
+        return case, _wait(self._node, self._victim, kind, connections, seconds)
+
+    def outcome(self, found: list[tuple[tuple[str, int], tuple[float, ...]]]) -> Row:
+        waited, shared = [], []
+        for kind, connections in dict.fromkeys(case for case, _ in found):
+            columns = tuple(zip(*(numbers for case, numbers in found if case == (kind, connections)), strict=True))
+            if kind:
+                alone, flooded, node = columns
+                waited.append(Row(kind=kind, connections=connections, alone=alone, flooded=flooded, node=node))
+            else:
+                shared.append(Row(connections=connections, shares=columns[0]))
+        return Row(waited=tuple(waited), shared=tuple(shared))
+
+    @staticmethod
+    def tables(outcome: Any) -> Iterable[Grid | str]:
+        rows = [
+            [
+                row.kind,
+                str(row.connections),
+                *(f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded)),
+                f"{median_ratio(row.flooded, row.alone):.1f}",
+                f"{statistics.median(row.node):.2f}",
+            ]
+            for row in outcome.waited
+        ]
+        heads = "<flood of another tenant|connections|alone, µs|next to it, µs|times|processors of the node"
+        yield Grid("A get of 4 KiB, median", heads, rows)
+        rows = [[str(one.connections), f"{statistics.median(one.shares):.2f}"] for one in outcome.shared]
+        yield Grid("Bytes of a tenant with one connection", "connections of the other tenant|share", rows)
+
+
+@contextmanager
+def _node() -> Iterator[RunningNode]:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys.toml")
+        keys.touch(mode=0o600)
+        keys.write_text(
+            "".join(
+                f'[keys.{name}]\nsecret = "{secret}"\nrights = ["read", "publish"]\ntenant = {tenant}\n'
+                for tenant, (name, secret) in enumerate((key.split(":") for key in (_FLOODING, _VICTIM)), 1)
+            )
+        )
+        with running_node("512MiB", keys=str(keys), ephemeral=True) as node:
+            yield node
+
+
+def _fill(node: RunningNode, victim: socket.socket) -> None:
+    """Put the objects that the floods read, in case other floods have evicted them."""
+    with connected(node.address, _FLOODING) as flooding:
+        objects = [(b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)]
+        for key, nbytes in objects:
+            for stream in (flooding, victim):
+                stream.sendall(put_of(key, bytes(nbytes)))
+                received_whole(stream)
+        for number in range(KEYS):
+            flooding.sendall(put_of(b"found %d" % number, b"x"))
+            received_whole(flooding)
+    victim.sendall(put_of(b"4 KiB", bytes(4 << 10)))
+    received_whole(victim)
+
+
+def _median_get(victim: socket.socket, seconds: float) -> float:
+    request, times, end = pack_frame(Op.GET, b"4 KiB"), list[float](), time.perf_counter() + seconds
+    while not times or times[-1] < end:
+        start = time.perf_counter()
+        victim.sendall(request)
+        received_whole(victim)
+        times += [start, time.perf_counter()]
+    return statistics.median(after - before for before, after in zip(times[::2], times[1::2], strict=True))
+
+
+def _wait(
+    node: RunningNode, victim: socket.socket, kind: str, connections: int, seconds: float
+) -> tuple[float, float, float]:
+    """Median seconds of a get alone and next to a flood, and the processors that the node used then."""
+    alone = _median_get(victim, seconds)
+    with _flood(node, _FLOODING, kind, connections):
+        time.sleep(_BEGINNING_S)
+        clock = ~node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
+        start, used = time.monotonic(), time.clock_gettime(clock)
+        flooded = _median_get(victim, seconds)
+        processors = (time.clock_gettime(clock) - used) / (time.monotonic() - start)
+    return alone, flooded, processors
+
+
+def _share(node: RunningNode, connections: int, seconds: float) -> float:
+    with (
+        _flood(node, _FLOODING, "gets of 8 MiB", connections) as many,
+        _flood(node, _VICTIM, "gets of 8 MiB", 1) as one,
+    ):
+        time.sleep(_BEGINNING_S)
+        before = [_received(process) for process in (one, many)]
+        time.sleep(3 * seconds)
+        got = [_received(process) - first for process, first in zip((one, many), before, strict=True)]
+    return got[0] / sum(got)
+
+
+@contextmanager
+def _flood(node: RunningNode, key: str, kind: str, connections: int) -> Iterator[subprocess.Popen[str]]:
+    command = command_of("turns_flood", [node.address, key, kind, str(connections)])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stdout is None or process.stdout.readline() != "begun\n":
+                raise RuntimeError(f"a process that floods the node with {kind} did not begin")
+            yield process
+        finally:
+            process.kill()
+
+
+def _received(process: subprocess.Popen[str]) -> int:
+    """Ask a flood for the bytes that it has received so far."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())

@@ -1,0 +1,175 @@
+"""Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
+
+With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints a line when it has begun and goes on until
+its standard input ends. For each line that it reads from there it prints how many bytes it has received.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+from itertools import count
+
+from farpool._native import crc32c
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.frames import HEAD, LOOKUP, VERSION, Op, pack_frame
+from farpool.cluster.wire.handshake import ClientHandshake
+
+KINDS = ("lookups found", "lookups missing", "gets of 64 KiB", "gets of 8 MiB", "puts of 4 KiB", "puts of 64 MiB")
+"""Kinds of floods, and ``processor``, which asks the node for nothing."""
+KEYS = 4000
+"""Keys of a lookup."""
+_TIMEOUT_S = 60.0
+_PUT_TOGETHER = 16
+"""Small puts that are sent at once."""
+_HEADER = struct.Struct("<4sBBHQIIQQQIIBB2s")
+_REPLY = struct.Struct("<24xQ")
+
+
+def connected(address: str, key: str) -> socket.socket:
+    """Open an authenticated data connection; the key is ``NAME:SECRET``."""
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    name, secret = key.split(":")
+    stream = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
+    handshake = ClientHandshake(address, "data", AccessKey(name, secret.encode()), 0, secure=False)
+    stream.sendall(handshake.start())
+    while handshake.welcome is None:
+        answer = stream.recv(handshake.needed)
+        if not answer:
+            raise ConnectionError(f"the node at {address} hung up in the handshake")
+        stream.sendall(handshake.feed(answer))
+    return stream
+
+
+def put_of(key: bytes, payload: bytes) -> bytes:
+    """A request that puts an object."""
+    meta = HEAD.pack(0, 1, 0, 1, 0, 0, 0) + key
+    fields = _HEADER.pack(
+        b"FPW1", VERSION, Op.PUT, 0, 1, len(meta), crc32c(payload), len(payload), 0, 0, 0, 0, 0, 0, b"\0\0"
+    )
+    return fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta + payload
+
+
+def lookup_of(prefix: str) -> bytes:
+    """A request that looks up many keys."""
+    keys = [f"{prefix} {number}".encode() for number in range(KEYS)]
+    return pack_frame(Op.LOOKUP, LOOKUP.pack(0, KEYS) + b"".join(struct.pack("<H", len(key)) + key for key in keys))
+
+
+def received_whole(stream: socket.socket) -> int:
+    """Receive one reply; return its bytes."""
+    head = b""
+    while len(head) < 64:
+        head += _some(stream, 64 - len(head))
+    nbytes = struct.unpack_from("<I", head, 16)[0] + _REPLY.unpack_from(head)[0]
+    left = nbytes
+    while left > 0:
+        left -= len(_some(stream, min(left, 1 << 20)))
+    return 64 + int(nbytes)
+
+
+def _some(stream: socket.socket, nbytes: int) -> bytes:
+    data = stream.recv(nbytes)
+    if not data:
+        raise ConnectionError("the node hung up")
+    return data
+
+
+def _request_of(kind: str) -> bytes:
+    if kind.startswith("lookups"):
+        return lookup_of(kind.partition(" ")[2])
+    return pack_frame(Op.GET, kind.removeprefix("gets of ").encode())
+
+
+def _read_all_the_time(streams: list[socket.socket], kind: str) -> None:
+    """Keep two requests under way on each connection until the standard input ends."""
+    request = _request_of(kind)
+    streams[0].sendall(request)
+    nbytes = received_whole(streams[0])
+    buffer, total, poll = bytearray(1 << 20), 0, _poll(streams, select.POLLIN)
+    of = {stream.fileno(): stream for stream in streams}
+    left = dict.fromkeys(of, nbytes)
+    for stream in streams:
+        stream.sendall(request * 2)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == 0:
+                if not _reported(total):
+                    return
+                continue
+            got = of[descriptor].recv_into(buffer)
+            total += got
+            left[descriptor] -= got
+            while left[descriptor] <= 0:
+                left[descriptor] += nbytes
+                of[descriptor].sendall(request)
+
+
+def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
+    """Put new objects on all connections until the standard input ends."""
+    payload = bytes(4096 if kind.endswith("4 KiB") else 64 << 20)
+    together = _PUT_TOGETHER if len(payload) == 4096 else 1
+    poll, buffer, numbers = _poll(streams, select.POLLIN | select.POLLOUT), bytearray(1 << 16), count()
+    waiting = {stream.fileno(): memoryview(b"") for stream in streams}
+    of = {stream.fileno(): stream for stream in streams}
+    total = 0
+    for stream in streams:
+        stream.setblocking(False)
+    while True:
+        for descriptor, events in poll.poll():
+            if descriptor == 0:
+                if not _reported(total):
+                    return
+                continue
+            if events & select.POLLIN:
+                total += of[descriptor].recv_into(buffer)
+            if events & select.POLLOUT:
+                if not waiting[descriptor]:
+                    requests = [put_of(b"new %d" % next(numbers), payload) for _ in range(together)]
+                    waiting[descriptor] = memoryview(b"".join(requests))
+                sent = of[descriptor].send(waiting[descriptor][: 1 << 20])
+                waiting[descriptor] = waiting[descriptor][sent:]
+
+
+def _burn_all_the_time() -> None:
+    """Use the processor alone until the standard input ends."""
+    poll = _poll([], 0)
+    while not poll.poll(0):
+        sum(range(10_000))
+
+
+def _reported(total: int) -> bool:
+    """Answer a line of the standard input with the bytes received so far; return False at the end of the input."""
+    if not os.read(0, 1):
+        return False
+    print(total, flush=True)
+    return True
+
+
+def _poll(streams: list[socket.socket], events: int) -> select.poll:
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    for stream in streams:
+        poll.register(stream, events)
+    return poll
+
+
+def main() -> None:
+    """Flood the node that the arguments name."""
+    address, key, kind, connections = sys.argv[1:]
+    os.nice(5)  # the benchmark measures the node, and not how long it waits for a processor that this program uses
+    streams = [connected(address, key) for _ in range(int(connections))]
+    print("begun", flush=True)
+    if kind == "processor":
+        _burn_all_the_time()
+    elif kind.startswith("puts"):
+        _put_all_the_time(streams, kind)
+    else:
+        _read_all_the_time(streams, kind)
+
+
+if __name__ == "__main__":
+    main()

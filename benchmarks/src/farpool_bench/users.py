@@ -1,0 +1,126 @@
+"""Users of a store: they put, get and look up a ring's objects, timed in the same way for farpool and its peers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from farpool.errors import FarpoolError
+from farpool_bench.measure import kept, median_call
+from farpool_bench.ring import Ring
+
+
+class User(ABC):
+    """A user of a store that moves the objects of a ring, in calls with one or several.
+
+    `name`: name of the store, for messages. `ring`: the objects, which are read into the ring's own buffers.
+    """
+
+    gets_what_is_there: ClassVar[bool] = False
+    """True if a call that gets many objects tells which are missing, so that no lookup has to come before it."""
+
+    def __init__(self, name: str, ring: Ring) -> None:
+        self.name = name
+        self.ring = ring
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove all objects, or go over to new keys, off the clock."""
+
+    @abstractmethod
+    def put(self, part: slice) -> None:
+        """Put these objects of the ring; FarpoolError if one was not stored."""
+
+    @abstractmethod
+    def get(self, part: slice) -> None:
+        """Get these objects of the ring into their buffers; FarpoolError if one was not read."""
+
+    @abstractmethod
+    def find(self) -> int:
+        """Look up all keys in one call; return how many are there."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.remove()
+
+    def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
+        """Seconds per object, `batch` of them in a call, in passes over the ring of which the first does not count."""
+        self._put(batch)
+        self._read_back(batch)
+        taken, passes = 0.0, -1
+        while taken < seconds or passes < 1:
+            elapsed = self._put(batch) if write else self._timed(self.get, batch)
+            passes += 1
+            taken = 0.0 if passes == 0 else taken + elapsed
+        if write:
+            self._read_back(batch)
+        else:
+            self.ring.check(self.name)
+        return taken / (passes * len(self.ring))
+
+    def lookup_seconds(self, seconds: float) -> float:
+        """Seconds of a call that looks up all keys, in the median."""
+        self._put(len(self.ring))
+        taken, found = kept(self.find, median_call, seconds)
+        self._check_found(found)
+        return taken
+
+    def fetch_seconds(self) -> float:
+        """Seconds of one call that gets all objects, and of one before it that looks them up where that is needed.
+
+        Nothing is called before that is not counted: it is what a program pays that has computed something else.
+        """
+        self.ring.wipe()
+        start = time.perf_counter()
+        found = len(self.ring) if self.gets_what_is_there else self.find()
+        self.get(slice(None))
+        taken = time.perf_counter() - start
+        self._check_found(found)
+        self.ring.check(self.name)
+        return taken
+
+    def _check_found(self, found: int) -> None:
+        if found != len(self.ring):
+            raise FarpoolError(f"{self.name}: {found} of {len(self.ring)} objects that were put are there")
+
+    def _put(self, batch: int) -> float:
+        self.remove()
+        return self._timed(self.put, batch)
+
+    def _read_back(self, batch: int) -> None:
+        self.ring.wipe()
+        self._timed(self.get, batch)
+        self.ring.check(self.name)
+
+    def _timed(self, work: Callable[[slice], None], batch: int) -> float:
+        parts = [slice(at, at + batch) for at in range(0, len(self.ring), batch)]
+        start = time.perf_counter()
+        for part in parts:
+            work(part)
+        return time.perf_counter() - start
+
+
+def serve(make: Callable[[Ring], User]) -> None:
+    """Answer lines ``put|get|find|fetch NBYTES COUNT BATCH SECONDS`` with seconds, until the standard input ends."""
+    print("ready", flush=True)
+    user: User | None = None
+    for line in sys.stdin:
+        kind, *numbers, seconds = line.split()
+        nbytes, count, batch = map(int, numbers)
+        if user is None or (user.ring.nbytes, len(user.ring)) != (nbytes, count):
+            if user is not None:
+                user.close()
+            user = make(Ring(nbytes, count))
+        try:
+            if kind == "find":
+                taken = user.lookup_seconds(float(seconds))
+            elif kind == "fetch":
+                taken = user.fetch_seconds()
+            else:
+                taken = user.seconds_each(kind == "put", batch, float(seconds))
+        except FarpoolError as error:
+            raise SystemExit(str(error)) from error
+        print(f"seconds {taken!r}", flush=True)

@@ -1,0 +1,153 @@
+"""Processes that run a module of this package: workers that answer questions line by line, and one-shot children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from farpool.errors import FarpoolError
+from farpool_bench.harness import rows_of
+
+_ANSWER_TIMEOUT_S = 300.0
+"""Long, because some rivals compile parts of themselves when they first run."""
+_CHILD_TIMEOUT_S = 1800.0
+# Another interpreter need not have this package; with PYTHONPATH it would get all the others of this one's.
+_START = """
+import importlib.util, runpy, sys
+folder, sys.argv = sys.argv[1], sys.argv[2:]
+places = {"submodule_search_locations": [folder]}
+spec = importlib.util.spec_from_file_location("farpool_bench", folder + "/__init__.py", **places)
+sys.modules["farpool_bench"] = importlib.util.module_from_spec(spec)
+runpy.run_module("farpool_bench." + sys.argv[0], run_name="__main__")
+"""
+
+
+def command_of(module: str, arguments: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Command line of a process that runs a module of this package, with another interpreter if one is named."""
+    return [python or sys.executable, "-c", _START, str(Path(__file__).parent), module, *arguments]
+
+
+def run_child(module: str, *arguments: int) -> Any:
+    """Run a module that prints one row as JSON, and return the row.
+
+    Raises
+    ------
+    FarpoolError
+        It failed; the message has its last words.
+    """
+    command = command_of(module, [str(one) for one in arguments])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise FarpoolError(f"{module} failed (exit code {done.returncode}): {said[-1] if said else 'it said nothing'}")
+    return rows_of(msgspec.json.decode(done.stdout))
+
+
+class Worker:
+    """A worker process; its module prints ``ready``, then a line for each line on its standard input."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, python: str = ""
+    ) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command_of(module, arguments, python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def started(self, stack: ExitStack) -> Self:
+        """Wait until the worker is ready, and return it; `stack` closes it. ValueError has its last words."""
+        stack.callback(self.close)
+        self._answer("ready")
+        return self
+
+    def ask(self, question: str, word: str) -> str:
+        """Ask a question, and return the text after `word` in the next line that begins with it.
+
+        Raises
+        ------
+        OSError, ValueError
+            It has ended; the message of the latter has its last words.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        return self._answer(word)
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _answer(self, word: str) -> str:
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(_ANSWER_TIMEOUT_S, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.split(" ", 1)[0].strip() == word:
+                    return line.removeprefix(word).strip()
+        finally:
+            watchdog.cancel()
+        self._errors.seek(0)
+        lines = self._errors.read().splitlines()
+        raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
+
+
+class StorePeer:
+    """A rival in which a worker puts, gets and looks up objects; a context manager that stops its processes.
+
+    `start` starts them and returns the worker, which runs `farpool_bench.users.serve`. FarpoolError tells which of them
+    did not start, or failed later.
+    """
+
+    def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
+        self._name = name
+        with ExitStack() as stack:
+            try:
+                self._worker = start(stack)
+            except (OSError, ValueError) as error:
+                raise FarpoolError(f"{name} did not start: {error}") from error
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
+        """Seconds per object to put or get `count` objects, `batch` of them in a call."""
+        return self._ask("put" if write else "get", nbytes, count, batch, seconds)
+
+    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
+        """Seconds of a call that looks up `count` keys, in the median."""
+        return self._ask("find", nbytes, count, count, seconds)
+
+    def fetch_seconds(self, nbytes: int, count: int) -> float:
+        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`."""
+        return self._ask("fetch", nbytes, count, count, 0.0)
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._stack.close()
+
+    def _ask(self, what: str, nbytes: int, count: int, batch: int, seconds: float) -> float:
+        try:
+            return float(self._worker.ask(f"{what} {nbytes} {count} {batch} {seconds!r}", "seconds"))
+        except (OSError, ValueError) as error:
+            raise FarpoolError(f"{self._name} failed: {error}") from error
