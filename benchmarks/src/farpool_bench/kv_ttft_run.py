@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 
 from farpool.errors import FarpoolError
 from farpool.kv.cache import PrefixCache
-from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.memory import Layer, TensorMemory
 from farpool_bench.harness import Row
 from farpool_bench.measure import in_turn, median_interval, median_ratio
 from farpool_bench.ring import Ring

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from farpool.demo.shared_context import BLOCK_TOKENS, Answer, ContextReply, ContextRequest
 from farpool.kv.cache import PrefixCache
-from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.engines.transformers_config import cache_argument
+from farpool.kv.memory import Layer, TensorMemory
 
 _CONFIG: dict[str, Any] = {
     "vocab_size": 256,  # a token is a byte of text

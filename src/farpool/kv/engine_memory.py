@@ -58,8 +58,7 @@ class EngineMemory:
 
     def __init__(self, shape: Shape, blocks: BlockCache) -> None:
         self._shape = shape
-        self.probe = Probe("PrefixCache", at_first_use=True)
-        self.probe.guard(blocks, blocks)
+        self.probe = Probe("PrefixCache", blocks, at_first_use=True)
 
     def targets(self, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> tuple[list[int], list[Payload]]:
         """Return the bytes of blocks, and the memory into which each is loaded.
@@ -111,24 +110,34 @@ class EngineMemory:
                 )
         return payloads
 
-    def unproved(self, uses: Uses, until: float, *, through_nodes: bool = True) -> Reason | None:
+    def admit(
+        self,
+        step: str,
+        requests: str | Sequence[str],
+        blocks: int,
+        uses: Uses,
+        until: float,
+        *,
+        through_nodes: bool = True,
+    ) -> Reason | None:
         """Probe memory that is used for the first time; return why its blocks may not be moved.
 
         Parameters
         ----------
+        step, requests, blocks, through_nodes
+            See `Probe.admit`.
         uses : Uses
-            Memory that a call uses.
+            Memory that the call uses.
         until : float
             End of the time of the call.
-        through_nodes : bool
-            False for a call that needs no node.
         """
 
         def block(kinds: Sequence[Any]) -> EngineBlock:
             make: Callable[[Sequence[Place]], EngineBlock] = kinds[0][0]
             return make([self._place(number, *uses[make, kind, number]) for _, kind, number in kinds])
 
-        return self.probe.first_use(uses, block, max(0.0, until - time.monotonic()), through_nodes=through_nodes)
+        timeout = max(0.0, until - time.monotonic())
+        return self.probe.admit(step, requests, blocks, uses, block, timeout, through_nodes=through_nodes)
 
     def _place(self, number: int, memory: KVMemory, block: int) -> Place:
         """Return the place of a block of one group of layers."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farpool.kv.blocks import BlockCache
@@ -176,10 +175,10 @@ class Transfers:
         """
         # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
         is_near = self._near.nbytes and len(self._near.held(keys)) == len(keys)
-        withheld = self.memory.unproved(uses, until, through_nodes=not is_near) if uses else None
-        if withheld is not None:
-            self._withheld("load", [request] * len(keys) if isinstance(request, str) else request, withheld)
-            return [withheld] * len(keys), 0, 0.0
+        if uses:
+            refused = self.memory.admit("load", request, len(keys), uses, until, through_nodes=not is_near)
+            if refused is not None:
+                return [refused] * len(keys), 0, 0.0
         outcomes: list[Reason | None] = [None] * len(keys)
         far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
         if not far:
@@ -200,11 +199,6 @@ class Transfers:
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
         return outcomes, under_way, seconds
-
-    def _withheld(self, step: str, requests: Iterable[str], reason: Reason) -> None:
-        """Write into the journal that blocks were not moved because no known block came back before them."""
-        for request, blocks in Counter(requests).items():
-            self._blocks.missed(step, request, blocks, reason, "no known block has come back through this memory")
 
     def save(
         self,
@@ -252,8 +246,7 @@ class Transfers:
                     uses.saves(memory, number, last)
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
-        if (withheld := self.memory.unproved(uses, until)) is not None:
-            self._withheld("save", names, withheld)
+        if self.memory.admit("save", names, len(names), uses, until) is not None:
             return [0] * len(saved)
         computing = sum(self._judge.prefill_seconds(len(prompt.tokens)) for prompt in prompts)
         outcomes = self._blocks.save(
