@@ -63,7 +63,8 @@ FARPOOL_NARROW_TARGET inline __m256i fold_onto(__m256i ahead, __m256i behind) {
     return _mm256_xor_si256(product, behind);
 }
 
-// Both `take_` functions: another process may change `from`, so the compiler must keep the loaded bytes and not load them again.
+// Both `take_` functions: another process may change `from`, so the compiler must keep the loaded bytes and not load them
+// again.
 template <bool copies>
 FARPOOL_WIDE_TARGET inline __m512i take_wide(unsigned char* to, const unsigned char* from, std::size_t offset) {
     __m512i vector = _mm512_loadu_si512(from + offset);

@@ -450,8 +450,8 @@ TEST("the nodes' policy evicts objects that were inserted together from their en
     CHECK(in_order > 5500);
 }
 
-// The worth of a block that was used once, and of a block that was used twice, 100 uses later, if this many of 2000 conversations
-// of 20 blocks return once. A new conversation begins after each.
+// The worth of a block that was used once, and of a block that was used twice, 100 uses later, if this many of 2000
+// conversations of 20 blocks return once. A new conversation begins after each.
 std::pair<double, double> worth_where_some_return(std::uint64_t returning) {
     ReuseModel model;
     model.remember(100'000);
@@ -470,8 +470,8 @@ std::pair<double, double> worth_where_some_return(std::uint64_t returning) {
 }
 
 TEST("blocks that were used more often are worth no less without significant evidence") {
-    // At the rate of the others, 2 of 60 conversations would have returned again. That none did may be chance, although they have
-    // many blocks.
+    // At the rate of the others, 2 of 60 conversations would have returned again. That none did may be chance, although they
+    // have many blocks.
     const auto [once, twice] = worth_where_some_return(60);
     CHECK(once > 0.0 && twice >= once);
     const auto [often_once, often_twice] = worth_where_some_return(1000);
