@@ -61,6 +61,7 @@ from farpool.errors import (
     TierTimeoutError,
     UnsupportedError,
 )
+from farpool.cluster.members import StaticMembers
 from farpool.memory.pool import Pool, TensorLibrary, use_tensors
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.events import Event
@@ -127,6 +128,7 @@ __all__ = [
     "RegistryUnwritableError",
     "Remote",
     "ReplicationError",
+    "StaticMembers",
     "Stats",
     "Store",
     "StoreClosedError",

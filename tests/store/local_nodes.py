@@ -9,11 +9,14 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from farpool._native import Connection, ConnectionPool, NodeServer, ObjectReader, TenantEpoch
+from farpool.abc.membership import Membership
+from farpool.cluster.members import StaticMembers
 from farpool.cluster.store import Store
 from farpool.cluster.wire.frames import Right
 from farpool.errors import NodeError, NodeTimeoutError
@@ -77,10 +80,11 @@ class LocalNode:
 
 
 class LocalChannel:
-    """A store's way to a local node, as `farpool.cluster.wire.channel.Channel`."""
+    """A store's channel to a local node, like `farpool.cluster.wire.channel.Channel`."""
 
-    def __init__(self, node: LocalNode) -> None:
+    def __init__(self, node: LocalNode, nodes: Mapping[str, LocalNode] | None = None) -> None:
         self.name = node.name
+        self._nodes = nodes or {}
         self.epoch = TenantEpoch()
         self.welcome: Any = None
         self.reader: ObjectReader | None = None
@@ -130,6 +134,9 @@ class LocalChannel:
         assert name == "stats"
         return server.stats()
 
+    def move(self, address: str) -> None:
+        self.name, self._node = address, self._nodes[address]
+
     def close(self) -> None:
         self._closed = True
         self.pool.close()
@@ -166,8 +173,16 @@ def store_over(
     timeout: float = 10.0,
     channel: type[LocalChannel] = LocalChannel,
     registry: Path | None = None,
+    members: Membership | None = None,
 ) -> Store:
-    """A store on these nodes."""
+    """A store on these nodes; with `members` on those of them that it lists."""
+    by_name = {node.name: node for node in nodes}
     store = Store.__new__(Store)
-    store._start([channel(node) for node in nodes], replicas, timeout, registry)  # type: ignore[misc]
+    store._start(
+        members or StaticMembers(*by_name),
+        lambda address: channel(by_name[address], by_name),  # type: ignore[arg-type,return-value]
+        replicas,
+        timeout,
+        registry,
+    )
     return store

@@ -102,7 +102,7 @@ class Sending:
         self._outgoing_bytes = 0
         self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
         self._waiting_bytes = 0  # in memory for that reason
-        self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of sent objects, until nodes keep them
+        self._seen: dict[str, Mapping[bytes, int]] = {}  # marks of copies of sent objects, until nodes keep them
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
