@@ -15,6 +15,7 @@ if not sys.platform.startswith("linux"):
 
 from farpool import _renamed
 from farpool._native import tls_available
+from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
 from farpool.errors import (
@@ -61,7 +62,6 @@ from farpool.errors import (
     TierTimeoutError,
     UnsupportedError,
 )
-from farpool.cluster.members import StaticMembers
 from farpool.memory.pool import Pool, TensorLibrary, use_tensors
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.events import Event

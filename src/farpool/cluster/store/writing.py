@@ -11,6 +11,7 @@ from farpool.abc.objects import Payload, PutOutcome, Touched
 from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.cluster.store.cluster import is_away, share_of
 from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.snapshot import is_draining
 from farpool.cluster.wire.frames import PRESENT, Op, Status
 from farpool.cluster.wire.refusals import refusal
 from farpool.errors import (
@@ -103,7 +104,8 @@ class _Put:
         if self.is_waiting(copies) or not errors:
             errors += [*self.away.values(), *cluster.unmet(self.view.strangers)]
         if not errors:
-            errors = [NodeError(f"the store has {len(self.view.met)} members that take objects, expected {copies}")]
+            takers = sum(not is_draining(member) for member in self.view.met)
+            errors = [NodeError(f"{takers} of the store's members take objects, expected {copies}")]
         same = type(errors[0])
         if copies == 1 or (
             issubclass(same, AccessDeniedError | ObjectTooLargeError) and all(type(error) is same for error in errors)
