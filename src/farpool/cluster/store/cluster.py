@@ -109,16 +109,12 @@ class Cluster:
             None of them has ever been reached.
         """
         snapshot = self.snapshot
-        if snapshot.strangers or not snapshot.met:
-            return self._meet(deadline, everyone=False)
-        return snapshot
+        return snapshot if snapshot.is_settled else self._meet(deadline, everyone=False)
 
     def reachable(self, deadline: float) -> Snapshot:
         """Return the present members after another attempt to meet the strangers among them; raises as `view`."""
         snapshot = self.snapshot
-        if snapshot.strangers or not snapshot.met:
-            return self._meet(deadline, everyone=True)
-        return snapshot
+        return snapshot if snapshot.is_settled else self._meet(deadline, everyone=True)
 
     # One function without helpers: every put and get uses it, and a call in Python costs as much as a lookup.
     def ask(self, asks: Sequence[Ask], deadline: float, *, fresh: bool = False) -> list[Reply | Exception]:

@@ -37,6 +37,8 @@ class Snapshot:
         Members that have not been met yet.
     met : tuple of Member
         The other members: those that take new objects first, then those that are draining.
+    is_settled : bool
+        True if there are members and all of them have been met.
     by_identity : mapping of bytes to Member
         The members that have been met, by identity.
     first : callable
@@ -49,11 +51,12 @@ class Snapshot:
         Groups keys by the member of highest rank: the numbers of its keys for each member that has some.
     """
 
-    __slots__ = ("by_first", "by_identity", "first", "members", "met", "order", "places", "strangers")
+    __slots__ = ("by_first", "by_identity", "first", "is_settled", "members", "met", "order", "places", "strangers")
 
     by_first: Callable[[list[bytes]], dict[Member, Sequence[int]]]
     by_identity: Mapping[bytes, Member]
     first: Callable[[bytes], Member]
+    is_settled: bool
     members: tuple[Member, ...]
     met: tuple[Member, ...]
     order: Callable[[bytes], list[Member]]
@@ -66,6 +69,7 @@ class Snapshot:
         met = [member for member in members if member.identity]
         takers = [member for member in met if not is_draining(member)]
         self.met = (*takers, *[member for member in met if is_draining(member)])
+        self.is_settled = bool(met) and not self.strangers
         self.by_identity = {member.identity: member for member in self.met}
         seeds = [int.from_bytes(member.identity[:8], "little") for member in self.met]
         ranking = Ranking(self.met, seeds, [member.info.weight for member in self.met], len(takers))

@@ -281,7 +281,9 @@ class Store:
         """Read one value: return its bytes, or its size if they are in the target; None if there is no value."""
         cluster = self._cluster or self._open()
         deadline = time.monotonic() + cluster.timeout
-        view = cluster.view(deadline)
+        view = cluster.snapshot
+        if not view.is_settled:
+            view = cluster.view(deadline)
         member = view.first(key)
         found = read_memory(member.channel, key, into, deadline)
         if found is not None:
