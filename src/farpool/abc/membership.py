@@ -2,8 +2,8 @@
 
 Rules for every implementation:
 
-- `Membership.members` returns one immutable list of the present members. A change makes another list; nobody ever sees
-  half of a change. The call reads memory only: it neither blocks on the network nor raises.
+- `Membership.members` returns one immutable list of the present members. A change makes another list, so no caller
+  sees half of a change. The call reads memory only: it neither blocks on the network nor raises.
 - An identity is in the list at most once, and so is an address. The order of the list means nothing.
 - A member that moves keeps its identity and gets other addresses. A node that lost its data is another member.
 - After each change, when `Membership.members` returns the new list, every subscriber is called without arguments. One

@@ -40,7 +40,7 @@ _SILENCE_S = 0.05
 
 
 def may_be_stale(error: Exception) -> bool:
-    """Return True if a new connection may work where an open one has failed, as the node may have been restarted."""
+    """Return True if a new connection may work where an open one has failed, because the node may have restarted."""
     return isinstance(error, NodeError) and not isinstance(error, NodeTimeoutError | ProtocolError | AccessDeniedError)
 
 

@@ -460,7 +460,7 @@ class Store:
         Returns
         -------
         Pins
-            For each key its `Pin`, or None where it has no value. A context manager that releases all of them.
+            For each key its `Pin`, or None if it has no value. A context manager that releases all of them.
 
         Raises
         ------

@@ -33,7 +33,7 @@ _PAUSE_S = 0.005
 _HITS_MAX = 65536
 """Most keys whose hits are remembered in one pause. The next hit of any other key does the work."""
 _UNKEPT_MS = 60_000
-"""Time after the call's deadline for which a copy of a kept object lives if nobody keeps it after all."""
+"""Time after the call's deadline for which a copy of a kept object lives if it is not kept after all."""
 
 
 class Upkeep:
