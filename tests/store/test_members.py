@@ -385,6 +385,48 @@ def test_a_node_that_joins_at_a_second_address_counts_once(local: Nodes) -> None
         assert first.name == nodes[2].name
 
 
+def test_a_member_that_failed_and_left_is_asked_again_when_it_is_back(local: Nodes) -> None:
+    nodes = local(2, mapped=True)
+    members = StaticMembers(*names(nodes))
+    with store_over(nodes, 1, members=members) as store:
+        store.put_many((key, LARGE) for key in KEYS[:20])
+        pins = store.pin_many(KEYS[:20])
+        member = member_of(store, nodes[1])
+        member.failed(NodeError("the connection broke"))
+        members.update([nodes[0].name])
+        assert member.is_failing
+        members.update(names(nodes))
+        eventually(lambda: has_met(store, *nodes))
+        assert member_of(store, nodes[1]) is member, "its pins are still held"
+        assert store.get_many(KEYS[:20]) == [LARGE] * 20
+        pins.release()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_copy_on_a_node_that_moves_during_a_put_counts_once(local: Nodes, known: bool) -> None:
+    nodes = local(2)
+    listed = (lambda: Listed(*map(identified, nodes))) if known else (lambda: StaticMembers(*names(nodes)))
+    members = listed()
+    with store_over(nodes, 2, timeout=0.5, members=members) as store:
+        cluster_of(store).view(time.monotonic() + PATIENCE)
+        nodes[1].kill()
+        wait = cluster_of(store).wait
+
+        def move_while_the_call_waits(deadline: float) -> bool:
+            if nodes[0].name == "tcp://node0:7471":
+                nodes[0].move(9)
+                if isinstance(members, Listed):
+                    members.set(*map(identified, nodes))
+                else:
+                    members.update(names(nodes))
+            return wait(deadline)
+
+        cluster_of(store).wait = move_while_the_call_waits  # type: ignore[method-assign]
+        with pytest.raises(ReplicationError, match="1 of 2 nodes confirmed"):
+            store.put("k", b"v")
+        assert held(nodes[0]) == {b"k"}
+
+
 def identified(node: LocalNode, *addresses: str, **settings: object) -> MemberInfo:
     return MemberInfo(addresses or (node.name,), node.identity, **settings)  # type: ignore[arg-type]
 

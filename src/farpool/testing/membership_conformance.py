@@ -67,7 +67,7 @@ class MembershipConformance:
         _eventually(lambda: all(own and own[-1] == set(_LATER) for own in seen))
 
     def test_a_subscription_that_has_ended_is_not_called(self, members: Membership) -> None:
-        ended, open_one = [], []
+        ended, open_one = list[None](), list[None]()
         end = members.subscribe(lambda: ended.append(None))
         members.subscribe(lambda: open_one.append(None))
         end()

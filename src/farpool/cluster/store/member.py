@@ -7,7 +7,7 @@ A short call may end before a healthy node can answer, which is no failure. The 
 more time, while calls still go to it. Only if the node does not answer that either has it failed.
 
 A member that has left the list is closed when nothing refers to it any more: no call that is under way, no pin. Python
-counts these references anyway; a counter of our own would cost each lookup more than 3 %.
+counts these references anyway; a counter of our own would make each lookup slower.
 """
 
 from __future__ import annotations
@@ -151,10 +151,12 @@ class Member:
         """Take over what the list of members says now. If the node has moved, later calls ask it at its new address."""
         with self._lock:
             self.info = info
-            if self._ending.is_set():  # it had left, and is back
+            is_back, is_moved = self._ending.is_set(), self.name not in info.addresses
+            if is_back:
                 self._ending = threading.Event()
-            if self.name not in info.addresses:
+            if is_moved:
                 self._move(info.addresses[0])
+            if is_back or is_moved:
                 self.is_failing = False
 
     def _move(self, address: str) -> None:

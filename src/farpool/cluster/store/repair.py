@@ -87,7 +87,8 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
         if progress is not None:
             progress(done, len(endangered))
         deadline = cluster.deadline()
-        free = [member for member in cluster.view(deadline).places(key) if member not in holders[key]]
+        having = {member.identity for member in holders[key]}
+        free = [member for member in cluster.view(deadline).places(key) if member.identity not in having]
         free.sort(key=lambda member: member not in others.get(key, ()))
         copied, is_gone = 0, False
         reasons: list[str] = []

@@ -97,7 +97,7 @@ class Upkeep:
         wanted: dict[Member, list[bytes]] = defaultdict(list)
         for key, holder in hits.items():
             for member in view.places(key)[: cluster.copies]:
-                if member is not holder:
+                if member.identity != holder.identity:
                     wanted[member].append(key)
         lacking: dict[bytes, list[Member]] = defaultdict(list)
         for member, answer in probe(cluster, wanted, deadline, use=True).items():

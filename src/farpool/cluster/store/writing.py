@@ -43,7 +43,7 @@ class _Put:
     present: list[Reply] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
     away: dict[Member, Exception] = field(default_factory=dict)
-    asked: set[Member] = field(default_factory=set)
+    answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
 
     def next_nodes(self, copies: int) -> list[Member]:
         """Take as many waiting nodes as confirmations are missing."""
@@ -56,22 +56,22 @@ class _Put:
         return 0 < copies - self.confirmed <= len(self.away) + len(self.view.strangers)
 
     def retry(self, view: Snapshot, copies: int) -> list[Member]:
-        """Take nodes to ask in another attempt: those that were away, and those that have not been asked."""
+        """Take nodes to ask in another attempt: those that have not answered."""
         if not self.is_waiting(copies):
             return []
         self.view = view
-        self.waiting = [one for one in view.places(self.key) if one in self.away or one not in self.asked]
+        self.waiting = [one for one in view.places(self.key) if one.identity not in self.answered]
         self.away.clear()
         return self.next_nodes(copies)
 
     def note(self, member: Member, answer: Reply | Exception) -> None:
         """Record a node's answer."""
-        self.asked.add(member)
+        if isinstance(answer, Exception) and is_away(answer):
+            self.away[member] = answer
+            return
+        self.answered.add(member.identity)
         if isinstance(answer, Exception):
-            if is_away(answer):
-                self.away[member] = answer
-            else:
-                self.refused.append(answer)
+            self.refused.append(answer)
         elif answer.status in (Status.DONE, Status.PRESENT):
             self.confirmed += 1
             if answer.status == Status.PRESENT:
