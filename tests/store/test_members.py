@@ -398,6 +398,7 @@ def test_a_member_that_failed_and_left_is_asked_again_when_it_is_back(local: Nod
         members.update(names(nodes))
         eventually(lambda: has_met(store, *nodes))
         assert member_of(store, nodes[1]) is member, "its pins are still held"
+        assert not member.is_failing
         assert store.get_many(KEYS[:20]) == [LARGE] * 20
         pins.release()
 
