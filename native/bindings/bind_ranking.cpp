@@ -18,7 +18,8 @@ class MemberRanking {
 public:
     MemberRanking(nb::tuple members, const std::vector<std::uint64_t>& seeds, const std::vector<double>& weights,
                   std::size_t takers)
-        : members_(std::move(members)), takers_(checked(seeds, weights, takers), part(weights, 0, takers)),
+        : members_(std::move(members)),
+          takers_(checked(seeds, weights, takers), part(weights, 0, takers)),
           others_(part(seeds, takers, seeds.size()), part(weights, takers, weights.size())) {}
 
     nb::object first(const nb::bytes& key) const {
@@ -44,8 +45,8 @@ public:
         const farpool::Ranking& ranking = takers_.size() > 0 ? takers_ : others_;
         nb::dict groups;
         if (ranking.size() == 1) {
-            groups[member(0)] = nb::steal(PyObject_CallFunction(reinterpret_cast<PyObject*>(&PyRange_Type), "n",
-                                                                static_cast<Py_ssize_t>(keys.size())));
+            groups[member(0)] = nb::steal(
+                PyObject_CallFunction(reinterpret_cast<PyObject*>(&PyRange_Type), "n", static_cast<Py_ssize_t>(keys.size())));
         }
         if (ranking.size() <= 1) {
             return groups;
@@ -109,9 +110,8 @@ PyType_Slot ranking_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(MemberRa
 }  // namespace
 
 void bind_ranking(nb::module_& m) {
-    nb::class_<MemberRanking>(
-        m, "Ranking", nb::type_slots(ranking_slots),
-        R"(Rendezvous order of members for keys. Immutable.
+    nb::class_<MemberRanking>(m, "Ranking", nb::type_slots(ranking_slots),
+                              R"(Rendezvous order of members for keys. Immutable.
 
 The first `takers` of the members take new objects; the others only return the objects that they have, and rank behind.)")
         .def(nb::init<nb::tuple, const std::vector<std::uint64_t>&, const std::vector<double>&, std::size_t>(),
@@ -125,7 +125,8 @@ The first `takers` of the members take new objects; the others only return the o
              "Return all members, the highest rank for a key first.")
         .def("places", &MemberRanking::places, nb::arg("key"), nb::sig("def places(self, key: bytes) -> list[typing.Any]"),
              "Return the members that take new objects, the highest rank for a key first.")
-        .def("by_first", &MemberRanking::by_first, nb::arg("keys"),
-             nb::sig("def by_first(self, keys: list[bytes]) -> dict[typing.Any, collections.abc.Sequence[int]]"),
-             "Group keys by the member of highest rank for each; return the numbers of its keys for each member that has some.");
+        .def(
+            "by_first", &MemberRanking::by_first, nb::arg("keys"),
+            nb::sig("def by_first(self, keys: list[bytes]) -> dict[typing.Any, collections.abc.Sequence[int]]"),
+            "Group keys by the member of highest rank for each; return the numbers of its keys for each member that has some.");
 }

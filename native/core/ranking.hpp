@@ -60,8 +60,9 @@ private:
         }
     };
 
-    // With equal weights the hash alone decides, so the order is the one that releases without weights compute. Otherwise the hash
-    // is read as a uniform number u, and log(u) / weight is highest for each member with a probability proportional to its weight.
+    // With equal weights the hash alone decides, so the order is the one that releases without weights compute. Otherwise the
+    // hash is read as a uniform number u, and log(u) / weight is highest for each member with a probability proportional to its
+    // weight.
     Score score(std::string_view key, std::size_t member) const {
         const std::uint64_t hash = hash64(key.data(), key.size(), seeds_[member]);
         if (uniform_) {
