@@ -133,6 +133,22 @@ def fetch(
             search = _Search(number, keys[number], view)
             searches.append(search)
             search.note(ask, answer)
+    if searches:
+        _search(cluster, searches, outcomes, targets, deadline, op, meta, patient)
+    return outcomes
+
+
+def _search(
+    cluster: Cluster,
+    searches: list[_Search],
+    outcomes: list[tuple[Member, Reply] | Exception | None],
+    targets: Sequence[Payload | None],
+    deadline: float,
+    op: Op,
+    meta: bytes,
+    patient: bool,
+) -> None:
+    """Ask the other nodes for objects that the first rank did not return, and enter the outcomes; see `fetch`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         while asked := [search for search in searches if search.sources]:
@@ -157,7 +173,6 @@ def fetch(
         view = cluster.view(deadline)
         for search in searches:
             search.retry(view)
-    return outcomes
 
 
 def _find_sources(cluster: Cluster, searches: Sequence[_Search], deadline: float) -> None:
@@ -296,6 +311,20 @@ def look_up(
             else:
                 search.missing.add(member)
             searches.append(search)
+    if searches:
+        _look_up_others(cluster, searches, sizes, deadline, patient=patient)
+    return sizes
+
+
+def _look_up_others(
+    cluster: Cluster,
+    searches: list[_Search],
+    sizes: list[int | Exception | None],
+    deadline: float,
+    *,
+    patient: bool,
+) -> None:
+    """Ask the other nodes about keys that the first rank lacks, and enter the sizes; see `look_up`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         for search in searches:
@@ -305,7 +334,7 @@ def look_up(
         if not patient:
             for search in searches:
                 sizes[search.number] = search.failure(cluster)
-            break
+            return
         for search in searches:
             if not all(map(is_away, search.failures.values())):
                 raise search.failure(cluster)
@@ -315,7 +344,6 @@ def look_up(
             view = cluster.view(deadline)
             for search in searches:
                 search.retry(view)
-    return sizes
 
 
 def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[Member, ObjectInfo]]:

@@ -251,8 +251,7 @@ def everywhere(
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
-        left = unknown
-        if left and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
+        if (left := unknown) and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
             raise failures[0]
     return Touched(done, complete, marks, refused, frozenset(away))
 
