@@ -51,6 +51,7 @@ def addresses(nodes: list[RunningNode]) -> list[str]:
     return [node.address for node in nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_members_join_leave_and_move_while_a_cache_works_and_no_block_is_lost() -> None:
     with contextlib.ExitStack() as stack:
