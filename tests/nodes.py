@@ -8,7 +8,10 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farpool.cluster.node.process import RunningNode
 
 PATIENCE = 30.0
 
@@ -31,6 +34,15 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def move(node: RunningNode) -> None:
+    """Restart a node at another port, with what is in its folder."""
+    node.kill()
+    if node._port is not None:
+        node._port.close()
+    node._port, node._listen = None, "127.0.0.1:0"
+    node.start()
 
 
 def stop(pid: int) -> None:

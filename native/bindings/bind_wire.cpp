@@ -1,17 +1,14 @@
-// The client's side of the wire: connections, objects in shared memory, the order of nodes for a key.
+// The client's side of the wire: connections and objects in shared memory.
 #include <nanobind/stl/shared_ptr.h>
 
-#include <algorithm>
 #include <cstring>
 #include <deque>
-#include <numeric>
 #include <optional>
 #include <string_view>
 
 #include "bindings/bindings.hpp"
 #include "bindings/interpreter_exit.hpp"
 #include "bindings/slices.hpp"
-#include "core/hash.hpp"
 #include "wire/connection.hpp"
 #include "wire/exchange.hpp"
 #include "wire/looked_up.hpp"
@@ -321,14 +318,6 @@ nb::object get_into(const ObjectReader& self, const nb::bytes& key, nb::handle i
     return copied ? nb::object(nb::make_tuple(found->nbytes, found->serial)) : nb::none();
 }
 
-std::string_view key_at(const nb::list& keys, std::size_t number) {
-    PyObject* const key = PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(number));
-    if (PyBytes_Check(key) == 0) {
-        farpool::fail_value("key " + std::to_string(number) + " of a list of keys is not bytes");
-    }
-    return {PyBytes_AS_STRING(key), static_cast<std::size_t>(PyBytes_GET_SIZE(key))};
-}
-
 // Copies the values of many keys into as many buffers. For each its size, None where the node has to be asked, or an error.
 nb::list get_many_into(const ObjectReader& self, const nb::list& keys, const nb::list& into, double deadline) {
     if (keys.size() != into.size()) {
@@ -470,25 +459,6 @@ struct HeldRemotePort final : RemotePort {
     nb::object held;
 };
 
-// The numbers of the keys whose first rank is each of the nodes.
-std::vector<std::vector<std::size_t>> by_first(const nb::list& keys, const std::vector<std::uint64_t>& seeds) {
-    std::vector<std::vector<std::size_t>> groups(seeds.size());
-    for (std::size_t number = 0; number < keys.size(); ++number) {
-        const std::string_view key = key_at(keys, number);
-        std::size_t first = 0;
-        std::uint64_t most = 0;
-        for (std::size_t node = 0; node < seeds.size(); ++node) {
-            const std::uint64_t weight = farpool::hash64(key.data(), key.size(), seeds[node]);
-            if (node == 0 || weight > most) {
-                first = node;
-                most = weight;
-            }
-        }
-        groups[first].push_back(number);
-    }
-    return groups;
-}
-
 // Keys as bytes; empty where one of them is not a valid key.
 std::optional<nb::list> as_keys(const nb::list& given) {
     nb::list keys;
@@ -563,16 +533,6 @@ nb::list looked_up(const nb::bytes& meta, const nb::list& places, nb::list& size
         }
     }
     return missing;
-}
-
-std::vector<std::size_t> rank(const nb::bytes& key, const std::vector<std::uint64_t>& seeds) {
-    std::vector<std::uint64_t> weights(seeds.size());
-    std::transform(seeds.begin(), seeds.end(), weights.begin(),
-                   [&](std::uint64_t seed) { return farpool::hash64(key.c_str(), key.size(), seed); });
-    std::vector<std::size_t> order(seeds.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return weights[a] > weights[b]; });
-    return order;
 }
 
 }  // namespace
@@ -714,9 +674,6 @@ Each is a connection, operation, meta, serial, payload and buffer for the reply'
 `WINDOW_BYTES` of payload are under way on a connection. One payload to several nodes (the same memory) goes out chunk by
 chunk to all of them, with one checksum. In the place of a reply is the error of a connection that failed, or of a
 payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.)");
-    m.def("by_first", by_first, nb::arg("keys"), nb::arg("seeds"),
-          nb::sig("def by_first(keys: list[bytes], seeds: collections.abc.Sequence[int]) -> list[list[int]]"),
-          "Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`.");
     m.def("as_keys", as_keys, nb::arg("keys"), nb::sig("def as_keys(keys: list[str | bytes]) -> list[bytes] | None"),
           "Convert keys to bytes, text as UTF-8; None where one of them cannot be a key.");
     m.def(
@@ -729,6 +686,4 @@ counts as a use of what is there.)");
           R"(Enter a node's answer to one of `lookup_requests` into `sizes`; returns the places of keys that it does not have.
 
 ProtocolError if it is no answer for so many keys.)");
-    m.def("rank", rank, nb::arg("key"), nb::arg("seeds"),
-          "Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first.");
 }

@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string_view>
+
 #include "bindings/python_error.hpp"
 
 namespace nb = nanobind;
@@ -22,6 +24,7 @@ void bind_stream(nb::module_& m);
 void bind_slices(nb::module_& m);
 void bind_kv(nb::module_& m);
 void bind_wire(nb::module_& m);
+void bind_ranking(nb::module_& m);
 void bind_pager(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_driver(nb::module_& m);
@@ -37,6 +40,15 @@ std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
 
 // Takes over a connected socket, given as a descriptor (int) or as a Python Stream, which is left without one.
 farpool::Stream taken_stream(nb::handle stream);
+
+// The bytes of one key of a list. The list keeps them alive.
+inline std::string_view key_at(const nb::list& keys, std::size_t number) {
+    PyObject* const key = PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(number));
+    if (PyBytes_Check(key) == 0) {
+        farpool::fail_value("key " + std::to_string(number) + " of a list of keys is not bytes");
+    }
+    return {PyBytes_AS_STRING(key), static_cast<std::size_t>(PyBytes_GET_SIZE(key))};
+}
 
 // RAII view of the bytes of a Python object with the buffer protocol, valid while it lives.
 class BufferView {

@@ -28,6 +28,7 @@ NB_MODULE(_native, m) {
     bind_slices(m);
     bind_kv(m);
     bind_wire(m);
+    bind_ranking(m);
     bind_pager(m);
     bind_driver(m);
     bind_footprint(m);

@@ -15,6 +15,7 @@ if not sys.platform.startswith("linux"):
 
 from farpool import _renamed
 from farpool._native import tls_available
+from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
 from farpool.errors import (
@@ -127,6 +128,7 @@ __all__ = [
     "RegistryUnwritableError",
     "Remote",
     "ReplicationError",
+    "StaticMembers",
     "Stats",
     "Store",
     "StoreClosedError",

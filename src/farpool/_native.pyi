@@ -641,9 +641,6 @@ def exchange(
     payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.
     """
 
-def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
-    """Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`."""
-
 def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
@@ -658,8 +655,26 @@ def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str
     ProtocolError if it is no answer for so many keys.
     """
 
-def rank(key: bytes, seeds: Sequence[int]) -> list[int]:
-    """Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first."""
+class Ranking:
+    """Rendezvous order of members for keys. Immutable.
+
+    The first `takers` of the members take new objects; the others only return the objects that they have, and rank behind.
+    """
+
+    def __init__(self, members: tuple[Any, ...], seeds: Sequence[int], weights: Sequence[float], takers: int) -> None:
+        """Rank members by the hash of key and seed. A member's share of the keys is proportional to its weight."""
+
+    def first(self, key: bytes) -> Any:
+        """Return the member of highest rank for a key; ValueError if there is none."""
+
+    def order(self, key: bytes) -> list[Any]:
+        """Return all members, the highest rank for a key first."""
+
+    def places(self, key: bytes) -> list[Any]:
+        """Return the members that take new objects, the highest rank for a key first."""
+
+    def by_first(self, keys: list[bytes]) -> dict[Any, Sequence[int]]:
+        """Group keys by the member of highest rank for each; return the numbers of its keys for each member that has some."""
 
 class Mode(enum.IntEnum):
     """Access mode: read, change or overwrite the bytes."""

@@ -33,7 +33,7 @@ class GivenDeadlines:
 
         def noting(cluster: Cluster, asks: Sequence[Ask], deadline: float, **how: Any) -> Any:
             now = time.monotonic()
-            self.noted += [(cluster.members[one.node].name, now, deadline) for one in asks]
+            self.noted += [(one.member.name, now, deadline) for one in asks]
             return ask(cluster, asks, deadline, **how)
 
         monkeypatch.setattr(Cluster, "ask", noting)

@@ -15,5 +15,5 @@ def ranked(store: Store, nodes: Sequence[ForgedNode], key: str) -> list[ForgedNo
     """The nodes in the order of their ranks for a key."""
     cluster = store._open()
     by_name = {node.address: node for node in nodes}
-    order = cluster.order(key.encode(), time.monotonic() + PATIENCE)
-    return [by_name[cluster.members[number].name] for number in order]
+    order = cluster.view(time.monotonic() + PATIENCE).order(key.encode())
+    return [by_name[member.name] for member in order]

@@ -12,6 +12,7 @@ import pytest
 from farpool.cluster.store import Store, upkeep
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import Op
 from tests.faults.forge import PATIENCE, Forge, ForgedNode, eventually
 from tests.nodes import stats
@@ -59,18 +60,20 @@ def test_a_node_that_is_met_while_a_key_is_looked_for_is_asked_for_it(
 ) -> None:
     with opened(nodes, "tcp") as store:
         store.put("key", b"value")
-        order = Cluster.order
         cluster = store._open()
-        last = cluster.order(b"key", cluster.deadline())[-1]
+        whole = cluster.view(cluster.deadline())
+        *others, last = whole.order(b"key")
+        first_met = Snapshot([last])
+        first_met.members, first_met.strangers, first_met.is_settled = whole.members, tuple(others), False
         calls = itertools.count(1)
 
-        def order_of_the_first_met(asked: Cluster, *arguments: Any, **how: Any) -> list[int]:
-            return [last] if next(calls) <= (1 if lookup else 3) else order(asked, *arguments, **how)
+        def view_of_the_first_met(*_: Any) -> Snapshot:
+            return first_met if next(calls) <= (1 if lookup else 2) else whole
 
-        monkeypatch.setattr(Cluster, "order", order_of_the_first_met)
-        monkeypatch.setattr(Cluster, "by_first", lambda *_: {last: [0]})
+        cluster.snapshot = first_met
+        monkeypatch.setattr(Cluster, "view", view_of_the_first_met)
         assert store.lookup(["key"]).found == [True] if lookup else store.get("key") == b"value"
-        assert next(calls) > (2 if lookup else 4)
+        assert next(calls) > (2 if lookup else 3)
 
 
 def test_nothing_is_lost_when_each_node_is_replaced_with_sweeps_between(nodes: list[ForgedNode]) -> None:
@@ -142,7 +145,7 @@ def test_a_copy_that_is_made_while_its_key_is_dropped_does_not_come_back(
     with opened(nodes, "tcp") as store, opened(nodes, "tcp", replicas=1) as single:
         single.put("key", b"value")
         cluster = store._open()
-        first, second, _ = cluster.order(b"key", cluster.deadline())
+        first, second, _ = cluster.view(cluster.deadline()).order(b"key")
         ask = Cluster.ask
 
         def ask_and_drop(asked: Cluster, asks: Sequence[Ask], *arguments: Any, **how: Any) -> Any:
@@ -190,13 +193,13 @@ def test_a_copy_that_comes_to_a_node_between_its_drop_and_that_of_another_is_dro
     with opened(nodes, "tcp") as store, opened(nodes, "tcp", replicas=1) as single:
         single.put("key", b"value")
         cluster = single._open()
-        first, second, _ = cluster.order(b"key", cluster.deadline())
+        first, second, _ = cluster.view(cluster.deadline()).order(b"key")
         ask = Cluster.ask
 
         def ask_one_after_the_other(asked: Cluster, asks: Sequence[Ask], *arguments: Any, **how: Any) -> Any:
             monkeypatch.setattr(Cluster, "ask", ask)
-            later = [one for one in asks if one.node == first]
-            earlier = [one for one in asks if one.node != first]
+            later = [one for one in asks if one.member is first]
+            earlier = [one for one in asks if one.member is not first]
             assert earlier[0].op == Op.DROP
             answers = ask(asked, earlier, *arguments, **how)
             outcome = upkeep.mend(cluster, b"key", [first], [second], cluster.deadline())

@@ -9,11 +9,14 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from farpool._native import Connection, ConnectionPool, NodeServer, ObjectReader, TenantEpoch
+from farpool.abc.membership import Membership
+from farpool.cluster.members import StaticMembers
 from farpool.cluster.store import Store
 from farpool.cluster.wire.frames import Right
 from farpool.errors import NodeError, NodeTimeoutError
@@ -48,6 +51,12 @@ class LocalNode:
         self.identity = hashlib.sha256(self._path.name.encode()).digest()[:16]
         self.restart()
 
+    def move(self, number: int) -> None:
+        """Restart it at another address, on the memory that it left."""
+        self.kill()
+        self.name = f"tcp://node{number}:7471"
+        self.restart()
+
     def kill(self) -> None:
         """End it; its memory stays."""
         server: NodeServer | None = getattr(self, "server", None)
@@ -77,10 +86,11 @@ class LocalNode:
 
 
 class LocalChannel:
-    """A store's way to a local node, as `farpool.cluster.wire.channel.Channel`."""
+    """A store's channel to a local node, like `farpool.cluster.wire.channel.Channel`."""
 
-    def __init__(self, node: LocalNode) -> None:
+    def __init__(self, node: LocalNode, nodes: Sequence[LocalNode] = ()) -> None:
         self.name = node.name
+        self._nodes = nodes
         self.epoch = TenantEpoch()
         self.welcome: Any = None
         self.reader: ObjectReader | None = None
@@ -130,6 +140,9 @@ class LocalChannel:
         assert name == "stats"
         return server.stats()
 
+    def move(self, address: str) -> None:
+        self.name, self._node = address, _named(self._nodes, address)
+
     def close(self) -> None:
         self._closed = True
         self.pool.close()
@@ -138,7 +151,7 @@ class LocalChannel:
         if self._closed:
             raise NodeError(f"{self.name}: this channel was closed", node=self.name)
         server = self._node.server
-        if server is None:
+        if server is None or self._node.name != self.name:
             raise NodeError(f"{self.name}: connecting failed: Connection refused", node=self.name)
         if self.welcome is not self._node.contact:
             self.welcome = self._node.contact
@@ -155,6 +168,10 @@ class StoppedChannel(LocalChannel):
         raise NodeTimeoutError(f"{self.name}: the node did not answer within the deadline", node=self.name)
 
 
+def _named(nodes: Sequence[LocalNode], address: str) -> LocalNode:
+    return next(node for node in nodes if node.name == address)
+
+
 def _read(server: NodeServer, epoch: TenantEpoch) -> ObjectReader:
     with object_files(server) as paths, opened(paths) as (index, data, visited):
         return ObjectReader(index, data, visited, "local", epoch=epoch)
@@ -166,8 +183,15 @@ def store_over(
     timeout: float = 10.0,
     channel: type[LocalChannel] = LocalChannel,
     registry: Path | None = None,
+    members: Membership | None = None,
 ) -> Store:
-    """A store on these nodes."""
+    """A store on these nodes; with `members` on those of them that it lists."""
     store = Store.__new__(Store)
-    store._start([channel(node) for node in nodes], replicas, timeout, registry)  # type: ignore[misc]
+    store._start(
+        members or StaticMembers(*[node.name for node in nodes]),
+        lambda address: channel(_named(nodes, address), nodes),  # type: ignore[arg-type,return-value]
+        replicas,
+        timeout,
+        registry,
+    )
     return store

@@ -66,7 +66,7 @@ def test_a_late_answer_is_no_failure_unless_the_node_is_silent_when_it_is_asked_
     member = Member(channel, lambda member: None)
     with pytest.raises(NodeTimeoutError, match=r"^too late$"):
         member.take(0.0)
-    eventually(lambda: channel.attempts == 2 and not member._probing)
+    eventually(lambda: channel.attempts == 2 and not member.is_probed)
     assert not member.is_failing
     assert member.status() == (0.0, "")
 

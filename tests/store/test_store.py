@@ -61,7 +61,8 @@ def cluster_of(store: Store) -> Cluster:
 
 def ranked(store: Store, nodes: list[LocalNode], key: bytes = b"k") -> list[LocalNode]:
     cluster = cluster_of(store)
-    return [nodes[number] for number in cluster.order(key, cluster.deadline())]
+    by_name = {node.name: node for node in nodes}
+    return [by_name[member.name] for member in cluster.view(cluster.deadline()).order(key)]
 
 
 def held(node: LocalNode) -> set[bytes]:
@@ -340,8 +341,8 @@ def test_a_node_that_is_met_late_counts_as_well(local: Nodes) -> None:
         store.put("k", b"v")
         nodes[1].restart()
         cluster = cluster_of(store)
-        eventually(lambda: cluster.reachable(cluster.deadline()) == [0, 1])
-        eventually(lambda: cluster.members[1].status() == (0.0, ""))  # said when the probe that met it has ended
+        eventually(lambda: len(cluster.reachable(cluster.deadline()).met) == 2)
+        eventually(lambda: cluster.members[1].status() == (0.0, ""))  # the probe that met it has ended then
 
 
 def test_what_a_program_has_read_before_it_ends_has_its_copies_again(local: Nodes) -> None:

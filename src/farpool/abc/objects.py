@@ -81,23 +81,23 @@ class Touched:
     complete : bool
         True if all nodes have answered. The other nodes may hold untouched copies.
     marks : sequence of mapping
-        For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept or
-        released, or gets more time to live. Nodes of earlier releases have no marks and return 0.
+        For each key the mark of each touched copy, by the identity of its node. A copy's mark changes when it is kept
+        or released, or gets more time to live. Nodes of earlier releases have no marks and return 0.
     refused : sequence of int
         Positions of the keys of which a node did not touch its copy, because the copy had another mark.
     away : frozenset of str
-        Names of the nodes that did not answer, or that have no marks.
+        Addresses of the nodes that did not answer, or that have no marks.
     """
 
     copies: Sequence[int]
     complete: bool
-    marks: Sequence[Mapping[int, int]] = ()
+    marks: Sequence[Mapping[bytes, int]] = ()
     refused: Sequence[int] = ()
     away: frozenset[str] = frozenset()
 
 
-Hold = tuple[int, int, int, int]
-"""An object that is held on a node: the number of the node, the object's offset and serial there, the number of the
+Hold = tuple[bytes, int, int, int]
+"""An object that is held on a node: the identity of the node, the object's offset and serial there, the number of the
 pin."""
 
 
@@ -206,7 +206,7 @@ class ObjectStore(Protocol):
         /,
         *,
         keep: bool | None = None,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
         """Renew the time to live of values, and return how many copies of each there are, with their marks.
 

@@ -265,7 +265,7 @@ class PoolObjects:
                         self._eviction.pin(key)
                         value.held_until = now
                     value.held_until = max(value.held_until, now + ttl_ms / 1000)  # another hold may be longer
-                held.append(None if found is None else (0, found[0].number, 0, 0))
+                held.append(None if found is None else (b"", found[0].number, 0, 0))
         return held
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:

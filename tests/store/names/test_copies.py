@@ -107,16 +107,18 @@ def test_names_survive_the_replacement_of_every_node_with_repairs_in_between(
 def test_a_repair_makes_a_restarted_node_keep_its_copy(nodes: list[LocalNode], store: Store) -> None:
     store.put("k", b"value", ttl=1000)
     cluster = store._open()
-    first, second, third = cluster.order(b"k", cluster.deadline())
-    nodes[second].kill()
+    by_name = {node.name: node for node in nodes}
+    order = cluster.view(cluster.deadline()).order(b"k")
+    first, second, third = [by_name[member.name] for member in order]
+    second.kill()
     assert store.touch("k", None, keep=True)
-    nodes[second].restart()
+    second.restart()
     eventually(answering(store))
     assert kept(nodes) == ["k"]
     repaired = store.repair()
     assert (repaired.endangered, repaired.mended) == (1, 1)
-    assert kept([nodes[first], nodes[second]]) == ["k", "k"]
-    assert kept([nodes[third]]) == []
+    assert kept([first, second]) == ["k", "k"]
+    assert kept([third]) == []
     assert store.repair().endangered == 0
 
 

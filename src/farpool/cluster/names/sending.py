@@ -89,11 +89,10 @@ class Sending:
         self.keys: set[str] = set()
         self._outgoing: dict[str, memoryview] = {}  # objects that are not sent yet
         self._outgoing_bytes = 0
-        self._waiting: dict[
-            str, Callable[[], Buffer]
-        ] = {}  # how to get the bytes of objects that nodes do not keep yet
+        # Functions that return the bytes of objects that nodes do not keep yet.
+        self._waiting: dict[str, Callable[[], Buffer]] = {}
         self._waiting_bytes = 0  # bytes of a value in parts that stay in memory because nodes do not keep them yet
-        self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of sent objects, until nodes keep them
+        self._seen: dict[str, Mapping[bytes, int]] = {}  # marks of copies of sent objects, until nodes keep them
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:

@@ -110,7 +110,7 @@ class _Versions:
 class _Marks:
     """Marks of objects' copies, the objects for which a node did not answer or has no marks, and these nodes."""
 
-    seen: dict[str, Mapping[int, int]]
+    seen: dict[str, Mapping[bytes, int]]
     incomplete: set[str]
     away: set[str]
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+from farpool.abc.membership import Membership
 from farpool.abc.objects import PutOutcome, Touched
 from farpool.cluster.names import NameInfo, OpenedName, TensorEntry
 from farpool.cluster.registry import Registry
@@ -33,25 +34,25 @@ Parameters = ParamSpec("Parameters")
 ResultT = TypeVar("ResultT")
 
 _THREADS = 8
-_SLICE = 0.5
-"""Longest single wait of a watch, in seconds; a cancellation takes effect when it ends."""
+_WATCH_WAIT_S = 0.5
+"""Longest single wait of a watch. A cancellation takes effect when it ends."""
 
 
 class AsyncStore:
     """`Store` with the same calls as coroutines.
 
-    A call that is cancelled before it has begun is not made. One that is under way is waited for, within the store's
-    timeout, as it uses the caller's buffers; then the cancellation goes on.
+    A call that is cancelled before it has begun is not made. If it has begun, the cancellation waits until it ends,
+    within the store's timeout, because it uses the caller's buffers.
 
     Parameters
     ----------
-    *nodes : str
-        Addresses of the nodes; this and all other parameters as for `Store`.
+    *nodes : str or Membership
+        Addresses of the nodes, or a list of members that may change. All parameters are those of `Store`.
     """
 
     def __init__(
         self,
-        *nodes: str,
+        *nodes: str | Membership,
         replicas: int = 1,
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
@@ -133,7 +134,7 @@ class AsyncStore:
         ttl: float | None,
         *,
         keep: bool | None = None,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
         """Asynchronous `Store.touch_many`."""
         return await self._call(self._store.touch_many, keys, ttl, keep=keep, seen=seen)
@@ -165,7 +166,7 @@ class AsyncStore:
         kind = None if error is None else type(error)
         try:
             await self._call(held.__exit__, kind, error, None)
-        except StoreClosedError:  # then nobody is asked, and it takes no time
+        except StoreClosedError:  # then no node is asked, so this does not block
             held.__exit__(kind, error, None)
 
     async def put_many(
@@ -215,18 +216,18 @@ class AsyncStore:
     async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
         """Iterate over the versions of a name above `after`, for ``async for``; the current one comes first if it is.
 
-        Versions that have been superseded meanwhile are skipped.
+        It skips versions that were followed by another one before it reported them.
 
         Raises
         ------
         RegistryAwayError
-            The registry cannot be asked. Watch it anew, after the last version that was told.
+            The registry cannot be asked. Begin another watch after the last version that this one reported.
         """
         watching = await self._call(self._store.watch, name, after)
         with watching, ThreadPoolExecutor(1, "farpool-watch") as thread:
             while True:
                 self._store._open()
-                info = await _end_of(thread.submit(watching.next, _SLICE))
+                info = await _end_of(thread.submit(watching.next, _WATCH_WAIT_S))
                 if info is not None:
                     yield info
 

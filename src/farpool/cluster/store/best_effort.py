@@ -1,7 +1,7 @@
-"""Calls for caches, for which a late answer is worth as much as none: one attempt, within a time of their own.
+"""Calls for caches, which cannot use a late answer: one attempt, with a timeout for each call.
 
-A node that fails is left alone until it has answered a probe (`member.py`), so that only the first call
-after a failure waits for it. What fails has its error in the place of its result; the rest of a batch is done.
+Calls do not ask a node that has failed until it answers a probe (`member.py`), so only the first call after a failure
+waits for it. An object that fails has its error in the place of its result; the rest of a batch is done.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from farpool.errors import FarpoolError, NodeError
 if TYPE_CHECKING:
     from farpool.abc.objects import Payload, PutOutcome
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
     from farpool.cluster.store.upkeep import Upkeep
 
 __all__ = ["BestEffort"]
 
 
 class BestEffort:
-    """One attempt at each object, within a stated time; errors are returned in the places of results. Thread-safe.
+    """One attempt for each object, with a timeout; errors are returned in the places of results. Thread-safe.
 
-    When a call returns, nothing writes into the caller's buffers any more.
+    When a call returns, nothing writes into the caller's buffers any more. Every method raises `StoreClosedError` if
+    the store is closed.
 
     Parameters
     ----------
     opened : callable
         Returns the nodes of the store; raises `StoreClosedError` once it is closed.
     upkeep : Upkeep or None
-        Told of what was read, where a store has several copies.
+        Records which objects were read, if the store has several copies of each.
     """
 
     def __init__(self, opened: Callable[[], Cluster], upkeep: Upkeep | None) -> None:
@@ -44,9 +46,9 @@ class BestEffort:
         self._upkeep = upkeep
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are met and mapped, so that lookups ask them only for what they do not have."""
-        cluster = self._opened()
-        return not cluster.strangers and all(member.channel.reader is not None for member in cluster.members)
+        """Return True if all nodes are met and mapped, so that lookups ask them only about keys without a value."""
+        view = self._opened().snapshot
+        return not view.strangers and all(member.channel.reader is not None for member in view.members)
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
         """Find out which keys have a value.
@@ -56,17 +58,12 @@ class BestEffort:
         keys : list of bytes
             The keys, of 1 to 256 bytes.
         timeout : float
-            Seconds that it may take.
+            Seconds that the call may take.
 
         Returns
         -------
         sequence of int, None or Exception
-            Bytes of each value, None where there is none, or the error for which that is not known.
-
-        Raises
-        ------
-        StoreClosedError
-            The store is closed.
+            Size of each value in bytes, None if there is none, or the error for which that is not known.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -88,19 +85,14 @@ class BestEffort:
         targets : list of memoryview or tuple of memoryview
             Memory for each value, contiguous and writable.
         timeout : float
-            Seconds that it may take.
+            Seconds that the call may take.
 
         Returns
         -------
         sequence of int, None or Exception
-            Bytes of each value, which is whole and verified in its target; None where there is none; or the error for
-            which it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
-            without a value are unspecified.
-
-        Raises
-        ------
-        StoreClosedError
-            The store is closed.
+            Size of each value, which is whole and verified in its target; None if there is none; or the error for which
+            it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets without a
+            value are unspecified.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -109,8 +101,8 @@ class BestEffort:
         try:
             found, readers = read_many(cluster, keys, targets, deadline)
             values = cast("list[int | Exception | None]", found)
-            for node, numbers in readers.items():
-                self._note(node, keys, numbers)
+            for member, numbers in readers.items():
+                self._note(member, keys, numbers)
             if None in values:
                 left = [number for number, value in enumerate(values) if value is None]
                 answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline, patient=False)
@@ -118,9 +110,9 @@ class BestEffort:
                     if answer is None or isinstance(answer, Exception):
                         values[number] = answer
                     else:
-                        node, reply = answer
+                        member, reply = answer
                         values[number] = reply.nbytes
-                        self._note(node, keys, [number])
+                        self._note(member, keys, [number])
         except (FarpoolError, OSError) as error:
             return [error] * len(keys)
         return values
@@ -135,19 +127,14 @@ class BestEffort:
         items : sequence of tuple
             Each key and its value.
         timeout : float
-            Seconds that it may take.
+            Seconds that the call may take.
         about : About
-            Properties of them.
+            Properties of the values.
 
         Returns
         -------
         sequence of PutOutcome or Exception
-            For each, if it was stored or there already, or why it was not stored.
-
-        Raises
-        ------
-        StoreClosedError
-            The store is closed.
+            For each value, if it was stored or its key had a value already, or why it was not stored.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -158,30 +145,30 @@ class BestEffort:
             deadline = time.monotonic() + timeout
             outcomes = put(cluster, items, head, deadline, patient=False)
             if about.keep:
-                # Only where they lie; a node that may not keep them for this tenant has them all the same.
+                # Errors are ignored: a node that may not keep objects for this tenant has the copies nevertheless.
                 touch = TOUCH.pack(about.ttl_ms, 1)
-                nodes = cluster.reachable(deadline)
-                cluster.ask([Ask(node, Op.TOUCH, touch + key) for key, _ in items for node in nodes], deadline)
+                met = cluster.reachable(deadline).met
+                cluster.ask([Ask(member, Op.TOUCH, touch + key) for key, _ in items for member in met], deadline)
             return outcomes
         except (FarpoolError, OSError) as error:
             return [error] * len(items)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Keep objects from being evicted, where they lie, for a limited time; no bytes travel.
+        """Keep objects from being evicted for a limited time; no bytes are sent.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         ttl_ms : int
-            Milliseconds after which the nodes let them go by themselves.
+            Milliseconds after which the nodes end the hold by themselves.
         timeout : float
             Seconds that the call may take.
 
         Returns
         -------
         sequence of Hold, None or Exception
-            Argument for `release_many`; None where there is no such object.
+            Argument for `release_many`; None if there is no such object.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -194,38 +181,44 @@ class BestEffort:
                 if answer is None or isinstance(answer, Exception):
                     held.append(answer)
                 else:
-                    node, reply = answer
+                    member, reply = answer
                     offset, _, _, number = PLACE.unpack(reply.meta)
-                    held.append((node, offset, reply.serial, number))
+                    held.append((member.identity, offset, reply.serial, number))
         except (FarpoolError, OSError) as error:
             return [error] * len(keys)
         return held
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """Let objects go that are held. A node that cannot be reached lets them go after their time."""
+        """End holds. A node that cannot be reached, or that has left, ends them after their time."""
         cluster = self._opened()
-        asks = [Ask(node, Op.UNPIN, UNPIN.pack(offset, pin), serial) for node, offset, serial, pin in holds]
-        cluster.ask(asks, time.monotonic() + timeout)
+        known = cluster.snapshot.by_identity
+        asks = [
+            Ask(known[identity], Op.UNPIN, UNPIN.pack(offset, pin), serial)
+            for identity, offset, serial, pin in holds
+            if identity in known
+        ]
+        if asks:
+            cluster.ask(asks, time.monotonic() + timeout)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values on all nodes that can be reached; return for each how many copies went, or an error."""
+        """Drop values on all nodes that can be reached; return for each how many copies were dropped, or an error."""
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
             return [dark] * len(keys)
         try:
             deadline = time.monotonic() + timeout
-            nodes = cluster.reachable(deadline)
-            answers = cluster.ask([Ask(node, Op.DROP, key) for key in keys for node in nodes], deadline)
+            met = cluster.reachable(deadline).met
+            answers = cluster.ask([Ask(member, Op.DROP, key) for key in keys for member in met], deadline)
         except (FarpoolError, OSError) as error:
             return [error] * len(keys)
         dropped: list[int | Exception] = []
         for place in range(len(keys)):
-            own = answers[place * len(nodes) : (place + 1) * len(nodes)]
+            own = answers[place * len(met) : (place + 1) * len(met)]
             errors: list[Exception] = [one for one in own if isinstance(one, Exception)]
-            for node, one in zip(nodes, own, strict=True):
+            for member, one in zip(met, own, strict=True):
                 if not isinstance(one, Exception) and one.status not in (Status.DONE, Status.MISSING):
                     said = one.meta.decode(errors="replace")
-                    errors.append(refusal(one.status, said, cluster.members[node].name, Op.DROP))
+                    errors.append(refusal(one.status, said, member.name, Op.DROP))
             done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in own)
             dropped.append(errors[0] if errors else done)
         return dropped
@@ -233,24 +226,20 @@ class BestEffort:
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
         """Move values out of the memory of all nodes that can be reached, into their NVMe files.
 
-        They are found as before, and come back into memory when they are read again.
+        Reads find them as before, and bring them back into memory.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         timeout : float
-            Seconds that the call may take: a file takes only so much at a time.
+            Seconds that the call may take. A file that is busy takes no more values until it has written some.
 
         Returns
         -------
         sequence of Demotion, Exception or None
-            What became of each; where its copies fared differently, that of one which stays. None if there is none.
-
-        Raises
-        ------
-        StoreClosedError
-            The store is closed.
+            Outcome for each value; if its copies have different outcomes, one of a copy that stays in memory. None if
+            there is no value.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -258,47 +247,49 @@ class BestEffort:
         deadline = time.monotonic() + timeout
         demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
         try:
-            left = [(place, node) for place in range(len(keys)) for node in cluster.reachable(deadline)]
+            met = cluster.reachable(deadline).met
+            left = [(place, member) for place in range(len(keys)) for member in met]
             while left:
-                full: list[tuple[int, int]] = []
-                answers = cluster.ask([Ask(node, Op.DEMOTE, keys[place]) for place, node in left], deadline)
-                for (place, node), answer in zip(left, answers, strict=True):
+                full: list[tuple[int, Member]] = []
+                answers = cluster.ask([Ask(member, Op.DEMOTE, keys[place]) for place, member in left], deadline)
+                for (place, member), answer in zip(left, answers, strict=True):
                     if isinstance(answer, Exception):
                         demoted[place].append(answer)
                     elif answer.status == Status.FULL:
-                        full.append((place, node))
+                        full.append((place, member))
                     elif answer.status in _DEMOTED:
                         demoted[place].append(_DEMOTED[answer.status])
                     elif answer.status != Status.MISSING:
                         said = answer.meta.decode(errors="replace")
-                        demoted[place].append(refusal(answer.status, said, cluster.members[node].name, Op.DEMOTE))
+                        demoted[place].append(refusal(answer.status, said, member.name, Op.DEMOTE))
                 left = full
-                if left and time.monotonic() + _DEMOTING > deadline:
+                if left and time.monotonic() + _DEMOTE_PAUSE_S > deadline:
                     for place, _ in left:
                         demoted[place].append(Demotion.FULL)
                     break
                 if left:
-                    time.sleep(_DEMOTING)
+                    time.sleep(_DEMOTE_PAUSE_S)
         except (FarpoolError, OSError) as error:
             return [error] * len(keys)
         return [min(own, key=_rank_of_demotion, default=None) for own in demoted]
 
-    def _note(self, node: int, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Tell the upkeep which of the keys a node was read for."""
+    def _note(self, member: Member, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """Record for the upkeep which of the keys were read from a node."""
         if self._upkeep is not None:
             for number in numbers:
-                self._upkeep.note(keys[number], node)
+                self._upkeep.note(keys[number], member)
 
 
 def _dark(cluster: Cluster) -> Exception | None:
     """Return an error if no node has ever been reached and all are being probed: a call would only wait."""
-    if len(cluster.strangers) == len(cluster.members) and all(member.is_failing for member in cluster.members):
-        return NodeError("no node has been reached yet; all are being probed", node=cluster.members[0].name)
+    view = cluster.snapshot
+    if not view.met and view.members and all(member.is_failing for member in view.members):
+        return NodeError("no node has been reached yet; all are being probed", node=view.members[0].name)
     return None
 
 
-_DEMOTING = 0.005
-"""Seconds after which a node is asked again whose file takes no more at the moment."""
+_DEMOTE_PAUSE_S = 0.005
+"""Pause before a node is asked again whose file takes no more values at the moment."""
 _DEMOTED: dict[int, Demotion] = {
     Status.DONE: Demotion.LOWER,
     Status.BUSY: Demotion.PINNED,
@@ -309,5 +300,5 @@ _DEMOTED: dict[int, Demotion] = {
 
 
 def _rank_of_demotion(outcome: Demotion | Exception) -> int:
-    """Order what became of copies: those that stay in memory count first, then those that went, then errors."""
+    """Order the outcomes of copies: those that stay in memory first, then those that were moved, then errors."""
     return 2 if isinstance(outcome, Exception) else int(outcome is Demotion.LOWER)

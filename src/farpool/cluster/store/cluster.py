@@ -1,18 +1,18 @@
-"""The nodes of a store: their order for a key, and the one function that sends requests to them.
-
-A key's nodes are ranked by rendezvous hashing over the nodes' identities: copies lie on the first that took them.
-"""
+"""The members of a store, kept up to date, and the one function that sends requests to them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from farpool._native import TenantEpoch, by_first, exchange, rank
+from farpool._native import TenantEpoch, exchange
+from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.cluster.store.member import Member, may_be_stale
 from farpool.cluster.store.messages import Ask, object_head
+from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import Op
 from farpool.errors import AccessDeniedError, ConfigError, NodeError, StoreClosedError
 
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "is_away", "share_of"]
 
+_NOT_ASKED = frozenset({MemberState.JOINING, MemberState.GONE})
+"""States in which a member is not asked for objects."""
 _ONCE = frozenset({Op.UNPIN})
-"""Operations that must not be sent a second time when it is not known whether they were done."""
+"""Operations that must not be sent a second time if it is not known whether they were done."""
+_PAUSE_S = 0.02
+"""Pause between two attempts of a call. A node that has failed is asked again when it has answered a probe."""
+_UNSENT = NodeError("the request was not sent")
 
 
 def share_of(deadline: float, *, last: bool) -> float:
@@ -39,12 +44,14 @@ def is_away(failure: Exception) -> bool:
 
 
 class Cluster:
-    """The nodes of a store. Thread-safe.
+    """The members of a store. Thread-safe.
 
     Parameters
     ----------
-    channels : sequence of Channel
-        Channels to the nodes.
+    membership : Membership
+        The list of members, which may change.
+    connect : callable
+        Returns a channel to the node at an address.
     copies : int
         Number of nodes that have to confirm a put.
     timeout : float
@@ -52,59 +59,71 @@ class Cluster:
 
     Attributes
     ----------
+    snapshot : Snapshot
+        The present members. `view` returns it after contact with at least one of them.
     epoch : TenantEpoch
-        The tenant's highest epoch that a node has told.
+        The highest epoch of the tenant that any node has reported.
     head : bytes
         Properties of an object that never expires.
-    members : list of Member
-        The nodes, in the order in which they were named.
-    strangers : list of int
-        Numbers of the nodes that have not been met yet, so that their place in the order is not known.
     """
 
-    def __init__(self, channels: Sequence[Channel], copies: int, timeout: float) -> None:
+    def __init__(self, membership: Membership, connect: Callable[[str], Channel], copies: int, timeout: float) -> None:
         self.copies = copies
         self.timeout = timeout
         self.head = object_head(0, copies)
         self.epoch = TenantEpoch()
-        for channel in channels:
-            channel.epoch = self.epoch
-        self.members = [Member(channel, self._met) for channel in channels]
-        self.strangers = list(range(len(self.members)))
-        # The known nodes and the seeds of their ranks: one reference, so that nobody sees one without the other.
-        self._ranked: tuple[list[int], list[int]] = ([], [])
-        self._unmet: dict[int, NodeError] = {}
-        self._lock = threading.Lock()
+        self.snapshot = Snapshot(())
+        self._membership = membership
+        self._connect = connect
+        self._left: weakref.WeakSet[Member] = weakref.WeakSet()  # members that calls or pins still use
+        self._unmet: weakref.WeakKeyDictionary[Member, NodeError] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
         self._closing = threading.Event()
+        own = weakref.ref(self)
+
+        def changed() -> None:
+            cluster = own()
+            if cluster is not None:
+                cluster._follow(introduce=True)
+
+        self._unsubscribe = membership.subscribe(changed)
+        self._follow(introduce=False)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All members that are asked for objects, in the order of the list."""
+        return self.snapshot.members
 
     def deadline(self) -> float:
         """Return the deadline of a call that begins now, by the monotonic clock."""
         return time.monotonic() + self.timeout
 
-    def order(self, key: bytes, deadline: float) -> list[int]:
-        """Return the known nodes in the order of their ranks for a key.
+    def view(self, deadline: float) -> Snapshot:
+        """Return the present members, of which at least one has been met.
+
+        Members that are still being reached in the background do not delay the call.
 
         Raises
         ------
         NodeError
             None of them has ever been reached.
         """
-        if self.strangers:
-            self._meet(deadline)
-        known, seeds = self._ranked
-        if len(known) == 1:
-            return known
-        order = rank(key, seeds)
-        return order if len(known) == len(self.members) else [known[place] for place in order]
+        snapshot = self.snapshot
+        return snapshot if snapshot.is_settled else self._meet(deadline, everyone=False)
 
-    # One function without helpers: every put and get goes through it, and a call of Python's costs as much as a lookup.
+    def reachable(self, deadline: float) -> Snapshot:
+        """Return the present members after another attempt to meet the strangers among them; raises as `view`."""
+        snapshot = self.snapshot
+        return snapshot if snapshot.is_settled else self._meet(deadline, everyone=True)
+
+    # One function without helpers: every put and get uses it, and a call in Python costs as much as a lookup.
     def ask(self, asks: Sequence[Ask], deadline: float, *, fresh: bool = False) -> list[Reply | Exception]:
         """Send requests, all at the same time, and wait for the replies.
 
         Parameters
         ----------
         asks : sequence of Ask
-            Several to one node go over one connection, in their order.
+            Requests to the same member use one connection and keep their order.
         deadline : float
             By the monotonic clock.
         fresh : bool
@@ -113,30 +132,28 @@ class Cluster:
         Returns
         -------
         list of Reply or Exception
-            In their order: each reply, or why there is none.
+            For each request its reply, or the error for which there is none.
         """
-        members = self.members
         began = time.monotonic()
-        if len(asks) == 1 and not fresh:  # the way of almost all calls: the node is well, and a connection lies ready
+        if len(asks) == 1 and not fresh:  # nearly all calls: the node works, and a connection is ready
             (one,) = asks
-            member = members[one.node]
+            member = one.member
             if not member.is_failing:
                 answer = member.pool.ask(one.op, one.meta, one.serial, one.payload, one.into, deadline)
                 if answer is not None:
                     only = [answer]
                     if isinstance(answer, NodeError):
-                        self._recover(asks, only, [one.node], began, deadline, fresh=False)
+                        self._recover(asks, only, [member], began, deadline, fresh=False)
                     return only
         answers: list[Reply | Exception] = [_UNSENT] * len(asks)
-        links: dict[int, Connection | NodeError] = {}
+        links: dict[Member, Connection | NodeError] = {}
         wire: list[tuple[Connection, int, bytes, int, Payload | bytes | None, Payload | None]] = []
         places: list[int] = []
         try:
             for place, ask in enumerate(asks):
-                node = ask.node
-                link = links.get(node)
+                member = ask.member
+                link = links.get(member)
                 if link is None:
-                    member = members[node]
                     if not member.is_failing and not fresh:
                         link = member.pool.take()
                     if link is None:
@@ -144,7 +161,7 @@ class Cluster:
                             link = member.take(share_of(deadline, last=len(asks) == 1), fresh=fresh)
                         except NodeError as error:
                             link = error
-                    links[node] = link
+                    links[member] = link
                 if isinstance(link, NodeError):
                     answers[place] = link
                 else:
@@ -153,12 +170,12 @@ class Cluster:
             for place, answer in zip(places, exchange(wire, deadline), strict=True):
                 answers[place] = answer
         finally:
-            troubled: list[int] = []
-            for node, link in links.items():
+            troubled: list[Member] = []
+            for member, link in links.items():
                 if not isinstance(link, NodeError):
                     if link.broken:
-                        troubled.append(node)
-                    members[node].pool.give(link)
+                        troubled.append(member)
+                    member.pool.give(link)
         if troubled:
             self._recover(asks, answers, troubled, began, deadline, fresh=fresh)
         return answers
@@ -167,114 +184,160 @@ class Cluster:
         self,
         asks: Sequence[Ask],
         answers: list[Reply | Exception],
-        troubled: Sequence[int],
+        troubled: Sequence[Member],
         began: float,
         deadline: float,
         *,
         fresh: bool,
     ) -> None:
-        """Repeat, once and on new connections, the requests that broken ones left unanswered, where that may help."""
+        """Repeat requests that broken connections left unanswered, once and on new connections, if that may help."""
         again: list[int] = []
-        # Who has answered a part of these requests is there, however late the rest is.
-        heard = {ask.node for ask, answer in zip(asks, answers, strict=True) if not isinstance(answer, Exception)}
+        # A node that answered some of these requests works, however late the other replies are.
+        heard = {ask.member for ask, answer in zip(asks, answers, strict=True) if not isinstance(answer, Exception)}
         for place, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-            if ask.node in troubled and isinstance(answer, NodeError):
+            if ask.member in troubled and isinstance(answer, NodeError):
                 if not fresh and may_be_stale(answer) and ask.op not in _ONCE:
                     again.append(place)
                 else:
-                    silence = 0.0 if ask.node in heard else min(time.monotonic(), deadline) - began
-                    self.members[ask.node].failed(answer, silence)
+                    silence = 0.0 if ask.member in heard else min(time.monotonic(), deadline) - began
+                    ask.member.failed(answer, silence)
         if again:
             later = self.ask([asks[place] for place in again], deadline, fresh=True)
             for place, answer in zip(again, later, strict=True):
                 answers[place] = answer
 
-    def by_first(self, keys: list[bytes], deadline: float) -> dict[int, Sequence[int]]:
-        """Group keys, by their numbers, by the node that is the first in their order."""
-        if self.strangers:
-            self._meet(deadline)
-        known, seeds = self._ranked
-        if len(known) == 1:
-            return {known[0]: range(len(keys))}
-        return {known[place]: numbers for place, numbers in enumerate(by_first(keys, seeds)) if numbers}
-
     def wait(self, deadline: float) -> bool:
-        """Wait a little before nodes that have failed are asked again; return False once the deadline has passed.
+        """Wait a little before nodes that have failed are asked again; return False if the deadline has passed.
 
         Raises
         ------
         StoreClosedError
-            The store was closed meanwhile.
+            Another thread closed the store while this one waited.
         """
         left = deadline - time.monotonic()
-        # Too little time for another attempt is waited out: the error of that would only tell of the lack of time.
-        if self._closing.wait(min(_PAUSE, max(0.0, left))):
+        # If too little time is left for another attempt, sleep until the deadline: the error of a hurried attempt
+        # would only report the lack of time.
+        if self._closing.wait(min(_PAUSE_S, max(0.0, left))):
             raise StoreClosedError("this store was closed while a call waited for a node to come back")
-        return left > _PAUSE
-
-    def reachable(self, deadline: float) -> list[int]:
-        """Return the nodes that have been met, after another attempt to meet the others."""
-        if self.strangers:
-            self._meet(deadline)
-        return list(self._ranked[0])
+        return left > _PAUSE_S
 
     def tell_epoch(self, deadline: float) -> None:
         """Exchange epochs with all nodes that can be reached: those that are behind the others learn it."""
-        nodes = self.reachable(deadline)
-        asks = [Ask(node, Op.PING, b"") for node in nodes]
+        asks = [Ask(member, Op.PING, b"") for member in self.reachable(deadline).met]
         before = self.epoch.value
         self.ask(asks, share_of(deadline, last=False))
         if self.epoch.value != before:
             self.ask(asks, share_of(deadline, last=False))
 
-    def unmet(self, known: Collection[int]) -> list[NodeError]:
-        """Return an error for each node that is not known to a call: why it could not be asked."""
+    def unmet(self, members: Collection[Member]) -> list[NodeError]:
+        """Return for each member the error for which a call could not ask it."""
         return [
-            self._unmet.get(number) or NodeError(f"{member.name} was reached too late for this call", node=member.name)
-            for number, member in enumerate(self.members)
-            if number not in known
+            self._unmet.get(member)
+            or NodeError(member.status()[1] or f"{member.name} was reached too late for this call", node=member.name)
+            for member in members
         ]
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, those to members that have left too."""
         self._closing.set()
-        for member in self.members:
+        self._unsubscribe()
+        with self._lock:
+            members = [*self.snapshot.members, *self._left]
+        for member in members:
             member.close()
 
-    def _meet(self, deadline: float) -> None:
-        """Make contact with nodes that have not been met; keep trying until the deadline while none has been."""
+    def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
+        """Make contact with strangers; if no member has been met, try until the deadline.
+
+        Without `everyone`, strangers that a thread is trying to reach are left to it while other members are met.
+        """
         while True:
             failures: list[NodeError] = []
-            for number in list(self.strangers):
-                member = self.members[number]
+            snapshot = self.snapshot
+            for member in snapshot.strangers:
+                if member.is_probed and self.snapshot.met and not everyone:
+                    continue
                 try:
-                    until = share_of(deadline, last=len(self.members) == 1)
+                    until = share_of(deadline, last=len(snapshot.members) == 1)
                     member.pool.give(member.take(until))
                 except NodeError as error:
                     failures.append(error)
-                    self._unmet[number] = error
-            if self._ranked[0]:
-                return
+                    self._unmet[member] = error
+            if self.snapshot.met:
+                return self.snapshot
             if not all(map(is_away, failures)) or not self.wait(deadline):
-                raise failures[0]
+                raise failures[0] if failures else NodeError("the store has no members; expected at least one node")
+
+    def _follow(self, *, introduce: bool) -> None:
+        """Take over the list of members; with `introduce`, reach new ones in the background."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            before = self.snapshot.members
+            listed = [info for info in self._membership.members() if info.state not in _NOT_ASKED]
+            members: list[Member] = []
+            for info in listed:
+                member = next((one for one in before if _is_same(one, info) and one not in members), None)
+                if member is None:
+                    member = next((one for one in self._of_identity(info.identity) if one not in members), None)
+                if member is None:
+                    channel = self._connect(info.addresses[0])
+                    channel.epoch = self.epoch
+                    member = Member(channel, self._met, info)
+                else:
+                    member.update(info)
+                members.append(member)
+            self._replace(members)
+        if introduce:
+            for member in members:
+                if member not in before and not member.identity:
+                    member.introduce()
+
+    def _of_identity(self, identity: bytes) -> Iterator[Member]:
+        """Iterate over the members of an identity, also those that have left and that calls or pins still use."""
+        for member in (*self.snapshot.members, *self._left):
+            if identity and member.identity == identity:
+                yield member
+
+    def _replace(self, members: Sequence[Member]) -> None:
+        """Swap the snapshot; members that left are closed when the last call or pin ends. Called with the lock."""
+        for member in self.snapshot.members:
+            if member not in members:
+                member.leave()
+                self._left.add(member)
+        self._left.difference_update(members)
+        self.snapshot = Snapshot(members)
 
     def _met(self, member: Member) -> None:
-        """Rank a node by its identity; refuse a second address of one node, as copies there would be lost together."""
+        """Rank a member by the identity of its node.
+
+        A known identity at a new address is a node that has moved, if the old address is not in the list any more or
+        does not answer. Otherwise the node has two addresses, which is refused: its failure would lose two copies.
+        """
         with self._lock:
-            for other in self.members:
-                if other is not member and other.identity == member.identity:
-                    raise ConfigError(
-                        f"{other.name} and {member.name} are the same node; expected each once", setting="nodes"
-                    )
-            known = [number for number, one in enumerate(self.members) if one.identity]
-            seeds = [int.from_bytes(self.members[number].identity[:8], "little") for number in known]
-            self._ranked = (known, seeds)
             reader = member.channel.reader
             if reader is not None:
                 reader.expect_copies(self.copies)
-            self.strangers = [number for number, one in enumerate(self.members) if not one.identity]
+            members = self.snapshot.members
+            if member not in members or self.snapshot.by_identity.get(member.identity) is member:
+                return
+            others = [other for other in self._of_identity(member.identity) if other is not member]
+            for other in others:
+                if other in members and not other.is_failing:
+                    raise ConfigError(
+                        f"{other.name} and {member.name} are the same node, with the identity {member.identity.hex()}; "
+                        "expected each once",
+                        setting="nodes",
+                    )
+            if others:
+                moved = others[0]
+                moved.update(member.info)
+                members = tuple([moved if one is member else one for one in members if one not in others])
+            self._replace(members)
 
 
-_PAUSE = 0.02
-"""Seconds between two attempts; a node that has failed is asked again once it has answered a probe."""
-_UNSENT = NodeError("the request was not sent")
+def _is_same(member: Member, info: MemberInfo) -> bool:
+    """Return True if a member is the one that the list describes: by identity if both are known, else by address."""
+    if info.identity and member.identity:
+        return info.identity == member.identity
+    return any(address in member.info.addresses for address in info.addresses)

@@ -1,10 +1,13 @@
-"""One node of a store: the connections to it, and the record of whether it answers.
+"""One member of a store: the connections to its node, and the record of whether the node answers.
 
-A node that has failed is left alone: calls pass it over, or fail at once where there is no other. Meanwhile a thread
-asks it again and again, so that no call has to find out, and calls go to it as soon as it answers.
+Calls do not ask a node that has failed: they go to other nodes, or fail at once if there is none. A thread probes the
+node until it answers, so that no call has to find out, and then calls go to it again.
 
-An answer that is late for a call which could hardly wait is no failure. A thread asks the node once more, with more
-time; meanwhile calls go to it as before, and only if it stays silent it has failed.
+A short call may end before a healthy node can answer, which is no failure. The thread then asks the node once, with
+more time, while calls still go to it. Only if the node does not answer that either has it failed.
+
+A member that has left the list is closed when nothing refers to it any more: no call that is under way, no pin. Python
+counts these references anyway; a counter of our own would make each lookup slower.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import math
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from farpool.abc.membership import MemberInfo
 from farpool.cluster.wire.frames import Op
 from farpool.errors import AccessDeniedError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
 
@@ -25,65 +30,76 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "may_be_stale"]
 
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 1.0
-"""Seconds between two attempts to reach a node that has failed; they double."""
-_PATIENCE = 1.0
-"""Seconds in which a node that is probed has to answer."""
-_SILENCE = 0.05
-"""Seconds of silence that are a failure; a call that has waited for less says little about the node."""
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+"""Pauses between two probes of a node that has failed; each is twice as long as the one before, up to the longest."""
+_PROBE_TIMEOUT_S = 1.0
+"""Time in which a node has to answer a probe."""
+_SILENCE_S = 0.05
+"""Shortest silence that counts as a failure. A call that waited for less says little about the node."""
 
 
 def may_be_stale(error: Exception) -> bool:
-    """Return True if a new connection may work where an open one has failed, as the node may have been restarted."""
+    """Return True if a new connection may work where an open one has failed, because the node may have restarted."""
     return isinstance(error, NodeError) and not isinstance(error, NodeTimeoutError | ProtocolError | AccessDeniedError)
 
 
 class Member:
-    """A node of a store. Thread-safe.
+    """A member of a store. Thread-safe.
 
     Parameters
     ----------
     channel : Channel
         Connections to the node.
     met : callable
-        Called with this object at each new contact; may refuse the node with `ConfigError`.
+        Called with this object at each new contact with the node. It raises `ConfigError` to refuse the node.
+    info : MemberInfo, optional
+        What the list of members says about it; the channel's address alone if it is left out.
 
     Attributes
     ----------
     name : str
-        Its address.
+        Address of the node.
     identity : bytes
-        The node's identity, which it keeps over restarts; empty before the first contact.
+        Identity of the node, which it keeps when it restarts or moves; empty before the first contact.
+    info : MemberInfo
+        What the list of members says about it.
     pool : ConnectionPool
-        Connections to it.
+        Connections to the node.
     is_failing : bool
-        True while the node has failed and is left alone.
+        True while calls do not ask the node because it has failed.
+    is_probed : bool
+        True while a thread tries to reach the node.
     """
 
-    def __init__(self, channel: Channel, met: Callable[[Member], None]) -> None:
+    def __init__(self, channel: Channel, met: Callable[[Member], None], info: MemberInfo | None = None) -> None:
         self.channel = channel
         self.name = channel.name
         self.identity = b""
+        self.info = info or MemberInfo((channel.name,))
         self.pool = channel.pool
         self.is_failing = False
+        self.is_probed = False
         self._met = met
-        # Kind and text of the error, which itself would keep alive whatever its caller was reading into.
+        # Type and text of the error. The error itself would keep the buffers of the call alive that it ended.
         self._error: tuple[type[NodeError], str] = (NodeError, "")
         self._since = 0.0
-        self._closing = threading.Event()
+        self._ending = threading.Event()
         self._prober: threading.Thread | None = None
-        self._probing = False
         self._met_at: object = None
         self._lock = threading.Lock()
+        weakref.finalize(self, channel.close).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<Member {self.name} {self.identity.hex() or 'not met'}>"
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a connection, to be given back to `pool`; a new one if `fresh`.
+        """Borrow a connection, a new one if `fresh`; the caller gives it back to `pool`.
 
         Raises
         ------
         NodeError
-            The node cannot be reached, or is left alone because it has failed.
+            The node cannot be reached, or is not asked because it has failed.
         """
         if self.is_failing:
             self._refuse()
@@ -95,22 +111,34 @@ class Member:
             raise
 
     def _connect(self, deadline: float, *, fresh: bool) -> Connection:
-        connection = self.channel.take(deadline, fresh=fresh)
-        if self.channel.welcome is not self._met_at:  # the contact is new, and the node may be another one
-            try:
-                self._meet(connection, deadline)
-            except BaseException:
-                self.pool.give(connection)
-                raise
+        try:
+            connection = self.channel.take(deadline, fresh=fresh)
+            if self.channel.welcome is not self._met_at:  # the contact is new, and the node may be another one
+                try:
+                    self._meet(connection, deadline)
+                except BaseException:
+                    self.pool.give(connection)
+                    raise
+        except NodeError as error:
+            addresses = self.info.addresses
+            if len(addresses) > 1 and not error.refused and self.name in addresses:
+                self._move(addresses[(addresses.index(self.name) + 1) % len(addresses)])
+            raise
         return connection
 
     def _meet(self, connection: Connection, deadline: float) -> None:
-        """Learn the node's identity and the tenant's epoch, and map its objects where that is possible."""
+        """Learn the node's identity and the tenant's epoch, and map the node's objects if that is possible."""
         self.channel.attach(deadline)
-        # The reply tells the epoch, also to a program that will only read mapped memory.
+        # The reply contains the epoch. A program needs it even if it will only read mapped memory.
         connection.exchange(Op.PING, b"", deadline)
         welcome = self.channel.welcome
         assert welcome is not None
+        if self.info.identity not in (b"", welcome.identity):
+            raise NodeError(
+                f"{self.name}: the node there has the identity {welcome.identity.hex()}, expected "
+                f"{self.info.identity.hex()}; the list of members has another node at this address",
+                node=self.name,
+            )
         before, self.identity = self.identity, welcome.identity
         try:
             self._met(self)
@@ -119,14 +147,30 @@ class Member:
             raise
         self._met_at = welcome
 
+    def update(self, info: MemberInfo) -> None:
+        """Take over what the list of members says now. If the node has moved, later calls ask it at its new address."""
+        with self._lock:
+            self.info = info
+            is_back, is_moved = self._ending.is_set(), self.name not in info.addresses
+            if is_back:
+                self._ending = threading.Event()
+            if is_moved:
+                self._move(info.addresses[0])
+            if is_back or is_moved:
+                self.is_failing = False
+
+    def _move(self, address: str) -> None:
+        self.name = address
+        self.channel.move(address)
+
     def attach(self, deadline: float) -> ObjectReader | None:
-        """Map the node's objects; None where they cannot be mapped."""
+        """Map the node's objects; return None if they cannot be mapped."""
         self.pool.give(self.take(deadline))
         return self.channel.reader
 
     def call(self, name: str, deadline: float, **arguments: object) -> dict[str, object]:
         """Call a named operation of the node over its control connection."""
-        self.attach(deadline)  # a refusal from here on is not one of the connection
+        self.attach(deadline)  # if the node refuses from here on, it refuses the call and not the connection
         try:
             return self.channel.call(name, deadline, **arguments)
         except NodeError as error:
@@ -134,33 +178,42 @@ class Member:
                 self.failed(error)
             raise
 
+    def introduce(self) -> None:
+        """Try to reach the node in the background, so that no call has to wait for it."""
+        with self._lock:
+            self._start_probe(None)
+
     def failed(self, error: Exception, silence: float = math.inf) -> None:
-        """Mark the node as failed: leave it alone until it answers a probe.
+        """Record that the node has failed: no call asks it until it answers a probe.
 
         Parameters
         ----------
         error : Exception
-            What has gone wrong.
+            The error of the call.
         silence : float
-            Seconds for which it has said nothing. If its answer was only late, and they are few, it is probed first.
+            Seconds since the node last answered. If its answer was only late, and these are few, it is probed first.
         """
-        if isinstance(error, AccessDeniedError):  # that it refuses this program says nothing about its health
+        if isinstance(error, AccessDeniedError):  # the node answers, and only refuses this program
             return
-        late = isinstance(error, NodeTimeoutError) and silence < _SILENCE
+        late = isinstance(error, NodeTimeoutError) and silence < _SILENCE_S
         with self._lock:
-            if self._closing.is_set():
-                return
-            kinds = (NodeTimeoutError, ProtocolError)
-            known = next((kind for kind in kinds if isinstance(error, kind)), NodeError), str(error)
-            if not self._probing:
-                prober = threading.Thread(target=self._probe, args=(known,), name="farpool-store-probe", daemon=True)
-                try:
-                    prober.start()
-                except RuntimeError:  # no more threads may be started: the next call asks the node again
-                    return
-                self._prober, self._probing = prober, True
-            if not late:
+            known = _described(error)
+            if self._start_probe(known) and not late:
                 self._mark(known)
+
+    def _start_probe(self, error: tuple[type[NodeError], str] | None) -> bool:
+        """Start the thread that probes the node, unless it runs; return True if it does. Called with the lock."""
+        if self._ending.is_set():
+            return False
+        if not self.is_probed:
+            arguments = (error, self._ending)
+            prober = threading.Thread(target=self._probe, args=arguments, name="farpool-store-probe", daemon=True)
+            try:
+                prober.start()
+            except RuntimeError:  # no more threads may be started: the next call asks the node again
+                return False
+            self._prober, self.is_probed = prober, True
+        return True
 
     def _mark(self, error: tuple[type[NodeError], str]) -> None:
         if not self.is_failing:
@@ -168,14 +221,19 @@ class Member:
             self.is_failing = True
 
     def status(self) -> tuple[float, str]:
-        """Return for how many seconds the node has been failing (0.0 if it is well), and the error."""
+        """Return for how many seconds the node has been failing (0.0 if it works), and the error."""
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
+    def leave(self) -> None:
+        """Stop probing the node, because it is no member any more. Its connections stay open for calls and pins."""
+        with self._lock:
+            self._ending.set()
+            self.is_probed = False
+
     def close(self) -> None:
         """Close all connections, and end the requests that are under way on them."""
-        with self._lock:
-            self._closing.set()
+        self.leave()
         self.channel.close()
         if self._prober is not None and self._prober is not threading.current_thread():
             self._prober.join()
@@ -190,37 +248,46 @@ class Member:
             node=self.name,
         )
 
-    def _probe(self, error: tuple[type[NodeError], str]) -> None:
-        with self._lock:  # whoever has started this has marked the node by then
+    def _probe(self, error: tuple[type[NodeError], str] | None, ending: threading.Event) -> None:
+        with self._lock:  # the thread that started this one has marked the node by then
             late = not self.is_failing
         if late:
-            answers = self._answers()
+            failure = self._failure()
             with self._lock:
-                if answers and not self.is_failing:
-                    self._probing = False
+                if ending.is_set():
                     return
-                self._mark(error)
-        pause = _FIRST_PAUSE
-        # Not in step with other programs that have lost it at the same time.
-        while not self._closing.wait(pause * random.uniform(0.75, 1.0)):
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            if self._answers():
+                if failure is None and not self.is_failing:
+                    self.is_probed = False
+                    return
+                if failure is not None:
+                    self._mark(error or failure)
+        pause = _FIRST_PAUSE_S
+        # The pauses are random, so that programs which lost the node at the same time do not probe it at the same time.
+        while not ending.wait(pause * random.uniform(0.75, 1.0)):
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            if self._failure() is None:
                 with self._lock:
-                    self.is_failing, self._error = False, (NodeError, "")
-                    self._probing = False
+                    if not ending.is_set():
+                        self.is_failing, self._error = False, (NodeError, "")
+                        self.is_probed = False
                 return
 
-    def _answers(self) -> bool:
-        """Ask the node whether it is there, over a new connection, which calls may use afterwards."""
-        deadline = time.monotonic() + _PATIENCE
+    def _failure(self) -> tuple[type[NodeError], str] | None:
+        """Ask the node whether it is there, over a new connection, which later calls may use; None if it answers."""
+        deadline = time.monotonic() + _PROBE_TIMEOUT_S
         try:
             connection = self._connect(deadline, fresh=True)
             try:
                 connection.exchange(Op.PING, b"", deadline)
             finally:
                 self.pool.give(connection)
-        except (AccessDeniedError, ConfigError):  # it answers; the next call is told so as well
-            return True
-        except NodeError:
-            return False
-        return True
+        except AccessDeniedError:  # the node answers; the next call gets the same refusal
+            return None
+        except (NodeError, ConfigError) as error:
+            return _described(error)
+        return None
+
+
+def _described(error: Exception) -> tuple[type[NodeError], str]:
+    kinds = (NodeTimeoutError, ProtocolError)
+    return next((kind for kind in kinds if isinstance(error, kind)), NodeError), str(error)

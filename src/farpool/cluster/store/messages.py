@@ -1,15 +1,18 @@
-"""Results and requests that the parts of the store exchange."""
+"""Requests and results that the parts of the store exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from farpool.abc.objects import Payload
 from farpool.cluster.wire.frames import HEAD, Op
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.member import Member
 
 __all__ = ["Ask", "Lookup", "ObjectInfo", "object_head", "results", "seconds_left"]
 
@@ -27,9 +30,9 @@ class ObjectInfo:
     ttl : float or None
         Seconds until it expires; None for never.
     copies : int
-        Number of copies that the program asked for which put it.
+        Number of copies that the program which put it asked for.
     pins : int
-        Number of programs that hold it in its place on that node.
+        Number of programs that have it pinned on that node.
     kept : bool
         True if it is never evicted.
     """
@@ -49,14 +52,14 @@ class Lookup:
     Attributes
     ----------
     sizes : sequence of int or None
-        Bytes of each key's value, in the order of the keys; None where there is none.
+        Size of each key's value in bytes, in the order of the keys; None if it has none.
     """
 
     sizes: Sequence[int | None]
 
     @property
     def leading(self) -> int:
-        """Number of keys, from the first on, that have a value without a gap."""
+        """Number of keys before the first one that has no value."""
         return next((number for number, size in enumerate(self.sizes) if size is None), len(self.sizes))
 
     @property
@@ -70,21 +73,21 @@ class Ask(msgspec.Struct, gc=False):
 
     Attributes
     ----------
-    node : int
-        Number of the node.
+    member : Member
+        The node to ask.
     op : Op
         The operation.
     meta : bytes
         A key or arguments.
     serial : int
-        Serial of the object, for operations on a certain one.
+        Serial of the object, for operations on one object of a key; or the mark that a copy must have.
     payload : buffer, tuple of buffers or None
         Bytes to send.
     into : buffer, tuple of buffers or None
-        Place for the reply's payload; None for new bytes.
+        Buffer for the reply's payload; None for new bytes.
     """
 
-    node: int
+    member: Member
     op: Op
     meta: bytes
     serial: int = 0
@@ -94,7 +97,7 @@ class Ask(msgspec.Struct, gc=False):
 
 ResultT = TypeVar("ResultT")
 
-_MOST_NAMED = 20
+_NAMED_KEYS_MAX = 20
 """Most keys that the note of a failed batch names."""
 
 
@@ -120,8 +123,8 @@ def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done
         error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
         whole = done + len(outcomes)
         if whole > 1:
-            named = ", ".join(map(repr, failed[:_MOST_NAMED]))
-            more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
+            named = ", ".join(map(repr, failed[:_NAMED_KEYS_MAX]))
+            more = f" and {len(failed) - _NAMED_KEYS_MAX} more" if len(failed) > _NAMED_KEYS_MAX else ""
             error.add_note(
                 f"{len(failed)} of {whole} operations of this batch failed; the others were done. Failed: {named}{more}"
             )

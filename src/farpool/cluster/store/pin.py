@@ -1,4 +1,4 @@
-"""Pins: objects that stay in place in memory while a program uses them."""
+"""Pins: objects that stay where they are in memory while a program uses them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from farpool.errors import ChecksumError
 
 if TYPE_CHECKING:
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
 
 __all__ = ["Pin", "Pins", "pin_all"]
 
@@ -27,8 +28,9 @@ __all__ = ["Pin", "Pins", "pin_all"]
 class Pin:
     """A stored object that is held in memory, with a view of its bytes; a context manager.
 
-    On a node of this host the view is the node's memory itself, mapped, and the node keeps the object in its place
-    until the pin is released, also when it is dropped or expires meanwhile. From elsewhere it is a copy.
+    For a node of this host, the view is the node's memory itself, mapped. The node keeps the object where it is until
+    the pin is released, even if the object is dropped or expires, or if the node leaves the list of members. For
+    another node, the view is a copy.
 
     Attributes
     ----------
@@ -42,7 +44,7 @@ class Pin:
         self.is_mapped = place is not None
         self._key = key
         self._until = until
-        # Mapped memory is shown through an object of the pin's own, whose references tell whether any view is left.
+        # The view of mapped memory is made from an object of this pin, whose reference count shows if a view is left.
         self._shown = _shown(view) if place is not None else view
         self._view: memoryview | None = self._look()
         self._crc = crc
@@ -64,12 +66,12 @@ class Pin:
         return self._view
 
     def verify(self) -> None:
-        """Read all bytes and compare their checksum; a mapped view has not been verified before.
+        """Read all bytes and compare their checksum, which is not done for a mapped view when it is pinned.
 
         Raises
         ------
         ChecksumError
-            The bytes are not those that were put.
+            The bytes differ from the bytes that were put.
         """
         _verify([self])
 
@@ -86,7 +88,7 @@ class Pin:
             place.release()
 
     def _leave(self) -> _Place | None:
-        """Drop the view; return the place that the node has still to be told to unpin, if any."""
+        """Drop the view; return the place that its node has to unpin, if any."""
         if self._view is None:
             return None
         if self._place is not None and not self._let_go():
@@ -101,13 +103,13 @@ class Pin:
         return memoryview(self._shown).toreadonly().cast("B")
 
     def _let_go(self) -> bool:
-        """Drop this pin's view of the memory unless somebody else still uses it; return True if it was dropped."""
+        """Drop this pin's view of the memory unless another object still uses it; return True if it was dropped."""
         assert self._view is not None
         try:
             self._view.release()
         except BufferError:
             return False
-        alone = sys.getrefcount(self._shown) == 2  # that of this object, and the argument's
+        alone = sys.getrefcount(self._shown) == 2  # one reference of this pin, and one of the argument
         if not alone:
             self._view = self._look()
         return alone
@@ -123,7 +125,7 @@ class Pin:
         except BufferError as held:
             if error is None:
                 raise
-            error.add_note(str(held))  # the traceback itself may hold what was made from the view
+            error.add_note(str(held))  # the traceback itself may refer to an array that was made from the view
 
 
 class Pins(Sequence[Pin | None]):
@@ -158,7 +160,7 @@ class Pins(Sequence[Pin | None]):
         _verify([pin for pin in self._pins if pin is not None])
 
     def release(self) -> None:
-        """Release all objects, and tell all nodes at the same time. Idempotent.
+        """Release all objects, with requests to all nodes at the same time. Idempotent.
 
         Raises
         ------
@@ -194,12 +196,12 @@ class Pins(Sequence[Pin | None]):
 
 
 def _verify(pins: Sequence[Pin]) -> None:
-    """Compare the checksums of pins; copies were verified when they arrived."""
+    """Compare the checksums of mapped pins; copies were verified when they arrived."""
     views = [(pin, pin.view) for pin in pins]
     mapped = [(pin, view) for pin, view in views if pin._crc is not None]
     sums = crc32c_many([view for _, view in mapped])
     for (pin, _), crc in zip(mapped, sums, strict=True):
-        pin.view  # noqa: B018 - raises if the pin ended while we read: the bytes may have changed
+        pin.view  # noqa: B018 - raises if the pin ended while we read, because the bytes may have changed
         if crc != pin._crc:
             raise ChecksumError(f"{pin._key!r}: the bytes of the pinned object differ from those that were put")
 
@@ -216,22 +218,22 @@ class _Place:
     """Location of a pinned object: its node, its offset there, and the number of the pin."""
 
     cluster: Cluster
-    node: int
+    member: Member
     offset: int
     number: int
     serial: int
 
     def release(self) -> None:
-        """Tell the node to unpin the object."""
+        """Have the node unpin the object."""
         _release([self])
 
 
 def _release(places: Sequence[_Place]) -> None:
-    """Tell the nodes to unpin objects."""
+    """Have nodes unpin objects."""
     if places:
-        # The answers do not matter: a node that cannot be reached frees the pins with the session.
+        # The answers do not matter: a node that cannot be reached ends the pins with the session.
         cluster = places[0].cluster
-        asks = [Ask(one.node, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
+        asks = [Ask(one.member, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
         cluster.ask(asks, cluster.deadline())
 
 
@@ -245,18 +247,19 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
     keys : sequence of bytes
         The keys.
     ttl_ms : int
-        Milliseconds after which the nodes let them go; 0 for as long as the program runs.
+        Milliseconds after which the nodes unpin them; 0 for as long as the program runs.
     """
     now = time.monotonic()
     deadline = cluster.deadline()
-    # Counted from before the nodes count, so that nobody looks at what they have let go.
+    # This time begins before the nodes' own, so that no view is used after its node has unpinned the object.
     until = now + ttl_ms / 1000 if ttl_ms else math.inf
-    orders = [cluster.order(key, deadline) for key in keys]
+    view = cluster.view(deadline)
+    orders = [view.order(key) for key in keys]
     pins: list[Pin | None] = [None] * len(keys)
     try:
         for rank in range(max(map(len, orders), default=0)):
             places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
-            # The copies of others can be read, if nothing else, so none of them may take all the time.
+            # Other nodes can return a copy at least, so none of these may use all of the time.
             _pin_at(cluster, keys, places, pins, ttl_ms, until, share_of(deadline, last=False))
         left = [number for number, pinned in enumerate(pins) if pinned is None]
         if not left:
@@ -275,24 +278,24 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
 def _pin_at(
     cluster: Cluster,
     keys: Sequence[bytes],
-    places: Sequence[tuple[int, int]],
+    places: Sequence[tuple[int, Member]],
     pins: list[Pin | None],
     ttl_ms: int,
     until: float,
     deadline: float,
 ) -> None:
-    """Pin the objects that lie in the mapped memory of the given nodes, all at the same time."""
-    readers = [cluster.members[node].channel.reader for _, node in places]
+    """Pin the objects that are in the mapped memory of the given nodes, all at the same time."""
+    readers = [member.channel.reader for _, member in places]
     asked = [(*place, reader) for place, reader in zip(places, readers, strict=True) if reader is not None]
-    asks = [Ask(node, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, node, _ in asked]
+    asks = [Ask(member, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, member, _ in asked]
     lost: list[_Place] = []
-    for (number, node, reader), reply in zip(asked, cluster.ask(asks, deadline) if asks else (), strict=True):
+    for (number, member, reader), reply in zip(asked, cluster.ask(asks, deadline) if asks else (), strict=True):
         if isinstance(reply, Exception) or reply.status != Status.DONE:
             continue
         offset, nbytes, crc, pin_number = PLACE.unpack(reply.meta)
-        place = _Place(cluster, node, offset, pin_number, reply.serial)
-        if cluster.members[node].channel.reader is reader:
+        place = _Place(cluster, member, offset, pin_number, reply.serial)
+        if member.channel.reader is reader:
             pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
-        else:  # new contact was made in between, with other files
+        else:  # there was new contact in between, and the node may have other files now
             lost.append(place)
     _release(lost)

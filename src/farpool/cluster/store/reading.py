@@ -1,9 +1,9 @@
-"""Finding objects: the nodes of a key are asked in their order until one has it (docs/store.md)."""
+"""Finding objects: ask the nodes of a key in their order until one has it (docs/store.md)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,8 @@ from farpool.errors import ChecksumError, NodeError, ReplicationError
 if TYPE_CHECKING:
     from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
+    from farpool.cluster.store.snapshot import Snapshot
     from farpool.cluster.wire.channel import Channel
 
 __all__ = ["fetch", "listing", "look_up", "probe", "read_many", "read_memory"]
@@ -29,48 +31,49 @@ class _Search:
 
     number: int
     key: bytes
-    order: list[int]
-    sources: list[int]
-    missing: set[int] = field(default_factory=set)
-    failures: dict[int, Exception] = field(default_factory=dict)
+    view: Snapshot
+    sources: list[Member] = field(default_factory=list)
+    missing: set[Member] = field(default_factory=set)
+    failures: dict[Member, Exception] = field(default_factory=dict)
     size: int | None = None
 
-    def retry(self, cluster: Cluster, deadline: float) -> None:
-        """Count nodes that were away as not asked."""
-        self.order = cluster.order(self.key, deadline)
-        for node in self.away():
-            del self.failures[node]
+    def retry(self, view: Snapshot) -> None:
+        """Begin another attempt with the present members; nodes that were away count as not asked."""
+        self.view = view
+        for member in self.away():
+            del self.failures[member]
 
-    def note(self, ask: Ask, answer: Reply | Exception, name: str) -> None:
+    def note(self, ask: Ask, answer: Reply | Exception) -> None:
         """Record why a node did not return the object."""
+        member = ask.member
         if isinstance(answer, Exception):
-            self.failures[ask.node] = answer
+            self.failures[member] = answer
         elif answer.status == Status.MISSING:
-            self.missing.add(ask.node)
+            self.missing.add(member)
         else:
             said = answer.meta.decode(errors="replace")
-            self.failures[ask.node] = refusal(answer.status, said, name, Op(ask.op))
+            self.failures[member] = refusal(answer.status, said, member.name, Op(ask.op))
 
-    def unasked(self) -> list[int]:
-        """Return the nodes that have not said that they lack the object, and have not failed."""
-        return [node for node in self.order if node not in self.missing and node not in self.failures]
+    def unasked(self) -> list[Member]:
+        """Return the nodes that have neither failed nor answered that they lack the object, in their order."""
+        order = self.view.order(self.key)
+        return [member for member in order if member not in self.missing and member not in self.failures]
 
-    def away(self) -> list[int]:
+    def away(self) -> list[Member]:
         """Return the nodes that could not be asked."""
-        return [node for node, failure in self.failures.items() if is_away(failure)]
+        return [member for member, failure in self.failures.items() if is_away(failure)]
 
-    def absent(self, cluster: Cluster) -> bool:
-        """Return True if no node has the object: too few are away, or were not met before, to hold all copies."""
+    def absent(self, copies: int) -> bool:
+        """Return True if no node has the object: too few are away, or were never met, to hold all copies."""
         others = any(not is_away(failure) for failure in self.failures.values())
-        unmet = len(cluster.members) - len(self.order)
-        return not others and len(self.away()) + unmet < cluster.copies
+        return not others and len(self.away()) + len(self.view.strangers) < copies
 
     def failure(self, cluster: Cluster) -> Exception:
         """Return the error that says why the object cannot be found or read."""
         worst = [failure for failure in self.failures.values() if not is_away(failure)]
         if worst:
             return worst[0]
-        errors: list[Exception] = [*self.failures.values(), *cluster.unmet(self.order)]
+        errors: list[Exception] = [*self.failures.values(), *cluster.unmet(self.view.strangers)]
         if cluster.copies == 1:
             return errors[0]
         reasons = "; ".join(dict.fromkeys(map(str, errors)))
@@ -88,8 +91,8 @@ def fetch(
     meta: bytes = b"",
     first: tuple[Ask, Reply | Exception] | None = None,
     patient: bool = True,
-) -> list[tuple[int, Reply] | Exception | None]:
-    """Ask for objects: the first rank of each key, then whichever node says that it has it.
+) -> list[tuple[Member, Reply] | Exception | None]:
+    """Ask for objects: first the node of highest rank for each key, then the nodes that answer that they have it.
 
     Parameters
     ----------
@@ -98,40 +101,54 @@ def fetch(
     keys : sequence of bytes
         The keys.
     targets : sequence of memoryview, tuple of them, or None
-        Places for the payloads.
+        Buffers for the payloads.
     deadline : float
-        By the monotonic clock. Nodes that fail are asked again until then, where the answer depends on them.
+        By the monotonic clock. Nodes that fail are asked again until then, if the answer depends on them.
     op : Op
         ``GET``, or another operation on one object (``STAT``, ``PIN``).
     meta : bytes
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        Request that the first rank of the only key has been sent already, and its answer.
+        Request that was sent already to the first rank of the only key, and its answer.
     patient : bool
         Ask nodes that fail again; False to make one attempt.
 
     Returns
     -------
     list of tuple, None or Exception
-        The node and its reply, None where there is no such object, or why that cannot be known.
+        The node and its reply, None if there is no such object, or the error for which that is not known.
     """
-    outcomes: list[tuple[int, Reply] | Exception | None] = [None] * len(keys)
+    outcomes: list[tuple[Member, Reply] | Exception | None] = [None] * len(keys)
+    view = cluster.view(deadline)
     if first is not None:
         asks, answers = [first[0]], [first[1]]
     else:
-        asks = [
-            Ask(cluster.order(key, deadline)[0], op, meta + key, 0, None, into)
-            for key, into in zip(keys, targets, strict=True)
-        ]
-        answers = cluster.ask(asks, share_of(deadline, last=len(cluster.members) == 1))
+        asks = [Ask(view.first(key), op, meta + key, 0, None, into) for key, into in zip(keys, targets, strict=True)]
+        answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == 1))
     searches: list[_Search] = []
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if not isinstance(answer, Exception) and answer.status == Status.DONE:
-            outcomes[number] = ask.node, answer
+            outcomes[number] = ask.member, answer
         else:
-            search = _Search(number, keys[number], cluster.order(keys[number], deadline), [])
+            search = _Search(number, keys[number], view)
             searches.append(search)
-            search.note(ask, answer, cluster.members[ask.node].name)
+            search.note(ask, answer)
+    if searches:
+        _search(cluster, searches, outcomes, targets, deadline, op, meta, patient)
+    return outcomes
+
+
+def _search(
+    cluster: Cluster,
+    searches: list[_Search],
+    outcomes: list[tuple[Member, Reply] | Exception | None],
+    targets: Sequence[Payload | None],
+    deadline: float,
+    op: Op,
+    meta: bytes,
+    patient: bool,
+) -> None:
+    """Ask the other nodes for objects that the first rank did not return, and enter the outcomes; see `fetch`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         while asked := [search for search in searches if search.sources]:
@@ -139,12 +156,12 @@ def fetch(
             answers = cluster.ask(asks, share_of(deadline, last=False))
             for search, ask, answer in zip(asked, asks, answers, strict=True):
                 if not isinstance(answer, Exception) and answer.status == Status.DONE:
-                    outcomes[search.number] = ask.node, answer
+                    outcomes[search.number] = ask.member, answer
                     searches.remove(search)
                 else:
-                    search.note(ask, answer, cluster.members[ask.node].name)
+                    search.note(ask, answer)
         for search in searches:
-            absent = search.absent(cluster)
+            absent = search.absent(cluster.copies)
             outcomes[search.number] = None if absent else search.failure(cluster)
         searches = [
             search
@@ -153,97 +170,98 @@ def fetch(
         ]
         if not searches or not patient or not cluster.wait(deadline):
             break
+        view = cluster.view(deadline)
         for search in searches:
-            search.retry(cluster, deadline)
-    return outcomes
+            search.retry(view)
 
 
 def _find_sources(cluster: Cluster, searches: Sequence[_Search], deadline: float) -> None:
     """Ask the other nodes which of the keys they have, each node once for all keys."""
-    wanted: dict[int, list[_Search]] = defaultdict(list)
+    wanted: dict[Member, list[_Search]] = defaultdict(list)
     for search in searches:
-        for node in search.unasked():
-            wanted[node].append(search)
-    keys = {node: [one.key for one in own] for node, own in wanted.items()}
+        for member in search.unasked():
+            wanted[member].append(search)
+    keys = {member: [one.key for one in own] for member, own in wanted.items()}
     found = probe(cluster, keys, deadline)
-    for node, own in wanted.items():
-        answer = found[node]
+    for member, own in wanted.items():
+        answer = found[member]
         for place, search in enumerate(own):
             if isinstance(answer, Exception):
-                search.failures[node] = answer
+                search.failures[member] = answer
             elif answer.sizes[place] is None:
-                search.missing.add(node)
+                search.missing.add(member)
             else:
-                search.sources.append(node)
+                search.sources.append(member)
                 search.size = answer.sizes[place]
     for search in searches:
-        search.sources.sort(key=search.order.index)
+        if len(search.sources) > 1:
+            search.sources.sort(key=search.view.order(search.key).index)
 
 
 @dataclass(slots=True)
 class Probed:
-    """Answer of a node to a probe: the bytes of each key's value, None where there is none, and the places of those."""
+    """Answer of a node to a probe: the size of each key's value or None, and the positions of keys without a value."""
 
     sizes: list[int | None]
     missing: list[int]
 
 
 def probe(
-    cluster: Cluster, wanted: dict[int, list[bytes]], deadline: float, *, use: bool = False
-) -> dict[int, Probed | Exception]:
+    cluster: Cluster, wanted: Mapping[Member, list[bytes]], deadline: float, *, use: bool = False
+) -> dict[Member, Probed | Exception]:
     """Ask each node which of its keys it has.
 
     Parameters
     ----------
     cluster : Cluster
         The nodes.
-    wanted : dict of int to list of bytes
+    wanted : mapping of Member to list of bytes
         The keys for each node.
     deadline : float
         By the monotonic clock.
     use : bool
-        Count it as a use of what is there, so that it stays longer.
+        Count the probe as a use of the objects, so that they stay longer.
 
     Returns
     -------
-    dict of int to Probed or Exception
+    dict of Member to Probed or Exception
         Answer of each node, or the error for which there is none.
     """
-    found: dict[int, Probed | Exception] = {}
+    found: dict[Member, Probed | Exception] = {}
     asks: list[Ask] = []
     asked: list[tuple[Probed, list[int]]] = []
-    for node, keys in wanted.items():
-        reader = cluster.members[node].channel.reader
+    for member, keys in wanted.items():
+        reader = member.channel.reader
         probed = Probed([None] * len(keys), list(range(len(keys))))
         if reader is not None:
             probed = Probed(*reader.lookup(keys, visit=use))
-        found[node] = probed
+        found[member] = probed
         if probed.missing:
             for meta, places in lookup_requests(keys, probed.missing, use):
-                asks.append(Ask(node, Op.LOOKUP, meta))
+                asks.append(Ask(member, Op.LOOKUP, meta))
                 asked.append((probed, places))
             probed.missing = []
     if not asks:
         return found
     answers = cluster.ask(asks, share_of(deadline, last=len(wanted) == 1))
     for ask, (probed, places), answer in zip(asks, asked, answers, strict=True):
-        name = cluster.members[ask.node].name
+        member = ask.member
         if isinstance(answer, Exception):
-            found[ask.node] = answer
+            found[member] = answer
         elif answer.status != Status.DONE:
-            found[ask.node] = refusal(answer.status, answer.meta.decode(errors="replace"), name, ask.op)
+            found[member] = refusal(answer.status, answer.meta.decode(errors="replace"), member.name, ask.op)
         else:
             try:
-                probed.missing += looked_up(answer.meta, places, probed.sizes, name)
+                probed.missing += looked_up(answer.meta, places, probed.sizes, member.name)
             except NodeError as error:
-                found[ask.node] = error
+                found[member] = error
     return found
 
 
 def look_up(
     cluster: Cluster, keys: list[bytes], deadline: float, *, patient: bool = True
 ) -> Sequence[int | Exception | None]:
-    """Find out which keys have a value: the first rank of each is asked, then the others for what it does not have.
+    """Find out which keys have a value: ask the first rank of each, then the others about the keys that it lacks.
 
     Parameters
     ----------
@@ -260,7 +278,7 @@ def look_up(
     Returns
     -------
     sequence of int, None or Exception
-        Bytes of each key's value, None where there is none, or the error for which that cannot be known.
+        Size of each key's value in bytes, None if it has none, or the error for which that is not known.
 
     Raises
     ------
@@ -268,68 +286,85 @@ def look_up(
         Nodes cannot be asked that may be all that have a copy.
     """
     sizes: list[int | Exception | None] = [None] * len(keys)
-    groups = cluster.by_first(keys, deadline)
-    whole = len(groups) == 1  # nothing to be picked out and put together
-    found = probe(cluster, {node: keys if whole else [keys[n] for n in own] for node, own in groups.items()}, deadline)
+    view = cluster.view(deadline)
+    groups = view.by_first(keys)
+    whole = len(groups) == 1  # then one answer is the whole result
+    wanted = {member: keys if whole else [keys[n] for n in own] for member, own in groups.items()}
+    found = probe(cluster, wanted, deadline)
     searches: list[_Search] = []
-    for node, numbers in groups.items():
-        answer = found[node]
+    for member, numbers in groups.items():
+        answer = found[member]
         if isinstance(answer, Exception):
             lacking = numbers
         else:
-            # The only node of a store has all that there is.
-            lacking = [numbers[place] for place in answer.missing] if len(cluster.members) > 1 else []
+            # If there is one node only, no other can have the object.
+            lacking = [numbers[place] for place in answer.missing] if len(view.members) > 1 else []
             if whole:
                 sizes = cast("list[int | Exception | None]", answer.sizes)
             else:
                 for number, size in zip(numbers, answer.sizes, strict=True):
                     sizes[number] = size
         for number in lacking:
-            search = _Search(number, keys[number], cluster.order(keys[number], deadline), [])
+            search = _Search(number, keys[number], view)
             if isinstance(answer, Exception):
-                search.failures[node] = answer
+                search.failures[member] = answer
             else:
-                search.missing.add(node)
+                search.missing.add(member)
             searches.append(search)
+    if searches:
+        _look_up_others(cluster, searches, sizes, deadline, patient=patient)
+    return sizes
+
+
+def _look_up_others(
+    cluster: Cluster,
+    searches: list[_Search],
+    sizes: list[int | Exception | None],
+    deadline: float,
+    *,
+    patient: bool,
+) -> None:
+    """Ask the other nodes about keys that the first rank lacks, and enter the sizes; see `look_up`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         for search in searches:
             if search.sources:
                 sizes[search.number] = search.size
-        searches = [search for search in searches if not search.sources and not search.absent(cluster)]
+        searches = [search for search in searches if not search.sources and not search.absent(cluster.copies)]
         if not patient:
             for search in searches:
                 sizes[search.number] = search.failure(cluster)
-            break
+            return
         for search in searches:
             if not all(map(is_away, search.failures.values())):
                 raise search.failure(cluster)
         if searches and not cluster.wait(deadline):
             raise searches[0].failure(cluster)
-        for search in searches:
-            search.retry(cluster, deadline)
-    return sizes
+        if searches:
+            view = cluster.view(deadline)
+            for search in searches:
+                search.retry(view)
 
 
-def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[int, ObjectInfo]]:
+def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[Member, ObjectInfo]]:
     """Iterate over the objects whose keys begin with `prefix`, once for each copy, with the node that has it.
 
-    Objects that are put or dropped meanwhile may be among them or not.
+    An object that is put or dropped during the iteration may be returned or not.
 
     Raises
     ------
     NodeError, ReplicationError
         So many nodes cannot be asked that they may be all that have a copy of some object.
     """
-    cluster.tell_epoch(deadline())  # requests to list tell none
-    nodes = cluster.reachable(deadline())
-    failures = cluster.unmet(nodes)
+    cluster.tell_epoch(deadline())  # because requests for a listing do not contain the epoch
+    view = cluster.reachable(deadline())
+    failures = cluster.unmet(view.strangers)
     _require_few(cluster, failures)
-    for node in nodes:
+    for member in view.met:
         try:
-            for page in _pages_of(cluster, node, prefix, deadline):
+            for page in _pages_of(member, prefix, deadline):
                 for key, _, nbytes, ttl, pins, copies, kept in page:
-                    yield node, ObjectInfo(key, nbytes, seconds_left(ttl), copies, pins, bool(kept))
+                    yield member, ObjectInfo(key, nbytes, seconds_left(ttl), copies, pins, bool(kept))
         except NodeError as error:
             failures.append(error)
             _require_few(cluster, failures)
@@ -347,10 +382,10 @@ def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
     ) from failures[-1]
 
 
-def _pages_of(cluster: Cluster, node: int, prefix: bytes, deadline: Callable[[], float]) -> Iterator[list[Any]]:
+def _pages_of(member: Member, prefix: bytes, deadline: Callable[[], float]) -> Iterator[list[Any]]:
     after = b""
     while True:
-        result: dict[str, Any] = cluster.members[node].call("list", deadline(), after=after, prefix=prefix)
+        result: dict[str, Any] = member.call("list", deadline(), after=after, prefix=prefix)
         yield result["objects"]
         after = result["next"]
         if not after:
@@ -358,7 +393,7 @@ def _pages_of(cluster: Cluster, node: int, prefix: bytes, deadline: Callable[[],
 
 
 def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
-    """Read a value from a node's memory: its bytes, or their number once they are in `into`; None to ask the node."""
+    """Read a value from a node's memory: return its bytes, or its size if they are in `into`; None to ask the node."""
     try:
         reader = channel.reader
         if reader is not None:
@@ -368,15 +403,15 @@ def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: fl
             copied = channel.one_sided.get(key, deadline, into)
             if copied is not None:
                 return copied[0] if into is None else copied[2]
-    except (ChecksumError, NodeError):  # another copy may be whole, another way may work
+    except (ChecksumError, NodeError):  # another copy may be whole, and a request may work
         return None
     return None
 
 
 def read_many(
     cluster: Cluster, keys: list[bytes], targets: Sequence[Payload | None], deadline: float
-) -> tuple[list[bytes | int | Exception | None], dict[int, list[int]]]:
-    """Read what lies in the mapped memory of the keys' first ranks.
+) -> tuple[list[bytes | int | Exception | None], dict[Member, list[int]]]:
+    """Read the values that are in mapped memory of the first rank of their key.
 
     Parameters
     ----------
@@ -385,22 +420,22 @@ def read_many(
     keys : list of bytes
         The keys.
     targets : sequence of memoryview, tuple of them, or None
-        Places for the values; None for new bytes.
+        Buffers for the values; None for new bytes.
     deadline : float
         By the monotonic clock.
 
     Returns
     -------
     list of bytes, int, Exception or None
-        Each value, or its bytes once they are in its target; why it could not be read; None where the nodes have to be
-        asked.
-    dict of int to list of int
-        By node, the numbers of the values that were read there.
+        Each value, or its size if it was read into its target; the error for which it could not be read; None if the
+        nodes have to be asked.
+    dict of Member to list of int
+        By node, the positions of the values that were read there.
     """
     values: list[bytes | int | Exception | None] = [None] * len(keys)
-    readers: dict[int, list[int]] = {}
-    for node, numbers in cluster.by_first(keys, deadline).items():
-        channel = cluster.members[node].channel
+    readers: dict[Member, list[int]] = {}
+    for member, numbers in cluster.view(deadline).by_first(keys).items():
+        channel = member.channel
         if channel.reader is None and channel.one_sided is None:
             continue
         own, places = keys, targets
@@ -413,5 +448,5 @@ def read_many(
             found = [read_memory(channel, key, into, deadline) for key, into in zip(own, places, strict=True)]
         for number, one in zip(numbers, found, strict=True):
             values[number] = one
-        readers[node] = [n for n in numbers if values[n] is not None and not isinstance(values[n], Exception)]
+        readers[member] = [n for n in numbers if values[n] is not None and not isinstance(values[n], Exception)]
     return values, readers

@@ -1,4 +1,4 @@
-"""Repair: a sweep over all nodes that restores missing copies."""
+"""Repair: a sweep over all nodes that restores missing copies, and copies objects off nodes that are draining."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farpool.cluster.store.reading import listing
+from farpool.cluster.store.snapshot import is_draining
 from farpool.cluster.store.upkeep import mend
 
 if TYPE_CHECKING:
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
 
 __all__ = ["Repaired", "Unmended", "repair"]
 
@@ -44,7 +46,8 @@ class Repaired:
     objects : int
         Objects that were found.
     endangered : int
-        Objects with too few copies; of objects that are kept, only copies that are kept count.
+        Objects with too few copies. Copies on nodes that are draining do not count; of kept objects, only copies that
+        their nodes keep do.
     mended : int
         Endangered objects that have all their copies again.
     nbytes : int
@@ -65,17 +68,18 @@ class Repaired:
 
 def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
     """Copy objects with too few copies to the first nodes of their order that lack them; see `Store.repair`."""
-    kept: dict[bytes, list[int]] = {}
-    others: dict[bytes, list[int]] = {}
+    kept: dict[bytes, list[Member]] = {}
+    others: dict[bytes, list[Member]] = {}
     about: dict[bytes, tuple[int, int]] = {}
-    for node, info in listing(cluster, b"", cluster.deadline):
-        (kept if info.kept else others).setdefault(info.key, []).append(node)
+    for member, info in listing(cluster, b"", cluster.deadline):
+        (kept if info.kept else others).setdefault(info.key, []).append(member)
         about[info.key] = info.nbytes, max(info.copies, about.get(info.key, (0, 0))[1])
-    # If an object is kept, only kept copies count: a node that could not be told so evicts its copy one day.
+    # If an object is kept, only kept copies count: a node that was away when it was kept may evict its copy.
     holders = others | kept
-    places = len(cluster.reachable(cluster.deadline()))
-    lacking = {key: min(copies, places) - len(holders[key]) for key, (_, copies) in about.items()}
-    endangered = sorted((key for key, lack in lacking.items() if lack > 0), key=lambda key: len(holders[key]))
+    places = sum(not is_draining(member) for member in cluster.reachable(cluster.deadline()).met)
+    staying = {key: sum(not is_draining(member) for member in own) for key, own in holders.items()}
+    lacking = {key: min(copies, places) - staying[key] for key, (_, copies) in about.items()}
+    endangered = sorted((key for key, lack in lacking.items() if lack > 0), key=staying.__getitem__)
     begun = time.monotonic()
     mended = nbytes = gone = 0
     left: list[Unmended] = []
@@ -83,13 +87,14 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
         if progress is not None:
             progress(done, len(endangered))
         deadline = cluster.deadline()
-        free = [node for node in cluster.order(key, deadline) if node not in holders[key]]
-        free.sort(key=lambda node: node not in others.get(key, ()))
+        having = {member.identity for member in holders[key]}
+        free = [member for member in cluster.view(deadline).places(key) if member.identity not in having]
+        free.sort(key=lambda member: member not in others.get(key, ()))
         copied, is_gone = 0, False
         reasons: list[str] = []
         while free and copied < lacking[key] and not is_gone:
-            nodes, free = free[: lacking[key] - copied], free[lacking[key] - copied :]
-            outcome = mend(cluster, key, holders[key], nodes, deadline)
+            members, free = free[: lacking[key] - copied], free[lacking[key] - copied :]
+            outcome = mend(cluster, key, holders[key], members, deadline)
             copied, is_gone = copied + outcome.copies, outcome.gone
             reasons += outcome.reasons
         if is_gone:

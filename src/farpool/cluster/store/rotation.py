@@ -1,8 +1,8 @@
-"""A new epoch of a tenant: everything that was put before can no longer be read (docs/store.md)."""
+"""Begin a new epoch of a tenant: no program can read its earlier objects any more (docs/store.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class RotatedNode:
     node : str
         Its address.
     rotated : bool
-        True if the node is in the new epoch. Else it has not confirmed that, and may still return what was put before.
+        True if the node is in the new epoch. If not, it has not confirmed it, and may still return earlier objects.
     objects : int
         Objects that became unreadable there.
     nbytes : int
@@ -68,48 +68,50 @@ class Rotation:
 
 
 def rotate(cluster: Cluster) -> Rotation:
-    """Begin a new epoch, above all that the nodes know, on each node; see `Store.rotate_tenant`."""
+    """Begin a new epoch on each node, above all epochs that the nodes know; see `Store.rotate_tenant`."""
     deadline = cluster.deadline()
-    others = len(cluster.members) > 1
-    # Other programs may have rotated since these nodes were met; each reply tells the node's epoch.
+    # Other programs may have rotated since these nodes were met; each reply contains the node's epoch.
     cluster.tell_epoch(deadline)
     epoch = _next(cluster.epoch.value)
-    rotated: set[int] = set()
-    hidden = [(0, 0)] * len(cluster.members)
-    errors: dict[int, Exception] = {}
+    rotated: set[Member] = set()
+    hidden: dict[Member, tuple[int, int]] = {}
+    errors: dict[Member, Exception] = {}
     while True:
-        left = [node for node in cluster.reachable(deadline) if node not in rotated]
-        asks = [Ask(node, Op.ROTATE, ROTATE.pack(epoch)) for node in left]
-        for node, answer in zip(left, cluster.ask(asks, share_of(deadline, last=not others)), strict=True):
+        view = cluster.reachable(deadline)
+        left = [member for member in view.met if member not in rotated]
+        asks = [Ask(member, Op.ROTATE, ROTATE.pack(epoch)) for member in left]
+        answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == 1))
+        for member, answer in zip(left, answers, strict=True):
             if isinstance(answer, Exception):
-                errors[node] = answer
+                errors[member] = answer
             elif answer.status != Status.DONE:
                 said = answer.meta.decode(errors="replace")
-                errors[node] = refusal(answer.status, said, cluster.members[node].name, Op.ROTATE)
+                errors[member] = refusal(answer.status, said, member.name, Op.ROTATE)
             else:
                 now, _, objects, nbytes = ROTATED.unpack(answer.meta)
-                hidden[node] = hidden[node][0] + objects, hidden[node][1] + nbytes
-                errors.pop(node, None)
-                rotated.add(node)
-                if now > epoch:  # it was away when the others told theirs, and is further than they are
+                before = hidden.get(member, (0, 0))
+                hidden[member] = before[0] + objects, before[1] + nbytes
+                errors.pop(member, None)
+                rotated.add(member)
+                if now > epoch:  # the node was away when the others reported their epochs, and is ahead of them
                     epoch = _next(now)
                     rotated.clear()
-        if len(rotated) == len(cluster.members):
-            break
-        waits = any(is_away(errors[node]) for node in errors) or len(rotated) + len(errors) < len(cluster.members)
-        if not waits or not cluster.wait(deadline):
+        waiting = [member for member in view.members if member not in rotated]
+        if not any(member not in errors or is_away(errors[member]) for member in waiting) or not cluster.wait(deadline):
             break
     if not rotated:
         raise next(iter(errors.values()))
-    return Rotation(
-        epoch,
-        [
-            RotatedNode(
-                member.name, node in rotated, *hidden[node], "" if node in rotated else _why(member, errors.get(node))
-            )
-            for node, member in enumerate(cluster.members)
-        ],
-    )
+    return Rotation(epoch, [_outcome(one, one in rotated, hidden, errors) for one in cluster.members])
+
+
+def _outcome(
+    member: Member,
+    rotated: bool,
+    hidden: Mapping[Member, tuple[int, int]],
+    errors: Mapping[Member, Exception],
+) -> RotatedNode:
+    why = "" if rotated else str(errors.get(member, "")) or member.status()[1] or "it cannot be reached"
+    return RotatedNode(member.name, rotated, *hidden.get(member, (0, 0)), why)
 
 
 def _next(epoch: int) -> int:
@@ -119,7 +121,3 @@ def _next(epoch: int) -> int:
             refused=True,
         )
     return epoch + 1
-
-
-def _why(member: Member, error: Exception | None) -> str:
-    return str(error or "") or member.status()[1] or "it cannot be reached"

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
+from farpool.abc.membership import Membership
 from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
 from farpool.cluster.store.best_effort import BestEffort
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from farpool._native import Reply
     from farpool.cluster.names import NameInfo, NameWatch, OpenedName
     from farpool.cluster.registry import Registry
+    from farpool.cluster.store.member import Member
 
     Value = Buffer | tuple[Buffer, ...]
 
@@ -47,8 +50,8 @@ __all__ = ["NodeStatus", "Store"]
 
 Key = str | bytes
 
-_GET, _DONE = Op.GET, Status.DONE  # found sooner than members of an enum, once for each read
-_COPIES = 8
+_GET, _DONE = Op.GET, Status.DONE  # because each read would look up the members of the enums again
+_COPIES_OFFSET = 8
 """Offset of the number of copies in an object's head."""
 
 
@@ -61,13 +64,17 @@ class NodeStatus:
     node : str
         Its address.
     failing : float
-        Seconds since it began to fail, from when it is left alone until it answers again; 0.0 while it is well.
+        Seconds since it failed. Until it answers again, calls do not ask it; 0.0 if it works.
     error : str
-        Error with which it failed, or cannot be asked now; empty while it is well.
+        Error with which it failed, or for which it cannot be asked now; empty if it works.
     mapped : bool
         True if its objects are in mapped memory.
     stats : dict or None
         Its counters; None if it cannot be asked.
+    identity : str
+        Its identity in hexadecimal; empty before the first contact.
+    state : str
+        Its state in the list of members: ``active``, ``suspect`` or ``draining``.
     """
 
     node: str
@@ -75,36 +82,39 @@ class NodeStatus:
     error: str
     mapped: bool
     stats: dict[str, Any] | None
+    identity: str = ""
+    state: str = "active"
 
 
 class Store:
     """Immutable values under write-once keys, kept in the memory of nodes.
 
-    Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key says what the value is: it is
-    its hash (`put_content`), or names where it came from. So the first value that is put under a key stays, and any
-    copy that can be read is right. A value is there until it is dropped, expires, or is evicted by a node that needs
-    the room: to a reader that is a miss. What is read is verified (CRC32C). Thread-safe. Unusable in a forked child:
+    Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key identifies its value: it is the
+    hash of the value (`put_content`), or names its origin. So the first value that is put under a key stays, and any
+    copy that can be read is right. A value stays until it is dropped, expires, or is evicted by a node that needs the
+    room, which is a miss for a reader. Each read verifies the bytes (CRC32C). Thread-safe. Unusable in a forked child:
     make a new one there.
 
     Parameters
     ----------
-    *nodes : str
-        Addresses like ``tcp://10.0.0.7:7471``. Every program names the same nodes, in any order.
+    *nodes : str or Membership
+        Addresses like ``tcp://10.0.0.7:7471``, or one `Membership`, such as `farpool.StaticMembers`, whose members may
+        join, leave and move while the store is open. Every program names the same nodes, in any order.
     replicas : int
         Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them.
     key : AccessKey or str or None
-        The access key, ``NAME:SECRET`` as text; None for that of the environment (``FARPOOL_KEY``), if any.
+        The access key, ``NAME:SECRET`` as text; None for the access key of the environment (``FARPOOL_KEY``), if any.
     timeout : float
-        Seconds that a call may take, connecting included; at most 1e6. A call fails only when they are used up, or
-        where waiting cannot help.
+        Seconds that a call may take, connecting included; at most 1e6. A call fails only after this time, or if waiting
+        cannot help.
     transport : "auto", "mapped", "tcp" or the name of a fabric
         ``auto`` maps the memory of nodes on this host and uses TCP for others; a fabric such as ``nixl`` reads
         one-sided (docs/nixl.md).
     spin : float
-        Seconds of asking a socket over and over before a wait for it blocks; 0 saves processor time.
+        Seconds for which a wait polls a socket before it blocks; 0 saves processor time.
     registry : Registry, str or path, optional
-        Registry of names, opened when the first is used; None for the registry of the environment
-        (``FARPOOL_REGISTRY``), else a file of this user on this host.
+        Registry of names, opened when a name is used for the first time; None for the registry of the environment
+        (``FARPOOL_REGISTRY``), or else a file of this user on this host.
 
     Attributes
     ----------
@@ -119,7 +129,7 @@ class Store:
 
     def __init__(
         self,
-        *nodes: str,
+        *nodes: str | Membership,
         replicas: int = 1,
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
@@ -127,29 +137,31 @@ class Store:
         spin: float = SPIN_SECONDS,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
-        addresses = [parse_address(node, "node") for node in nodes]
-        if not addresses or len(set(addresses)) < len(addresses):
-            what = "given twice" if addresses else "missing"
-            raise ConfigError(f"nodes is {nodes!r}: an address is {what}; expected one of each node", setting="nodes")
+        membership = _membership_of(nodes)
         transport = checked_transport(transport)
         if isinstance(spin, bool) or not isinstance(spin, int | float) or not 0 <= spin < math.inf:
             raise ConfigError(f"spin is {spin!r}, expected seconds, at least 0", setting="spin")
         access = client_key(key)
-        channels = [Channel(address, key=access, transport=transport, spin=spin) for address in addresses]
-        self._start(channels, replicas, timeout, registry)
+
+        def connect(address: str) -> Channel:
+            return Channel(parse_address(address), key=access, transport=transport, spin=spin)
+
+        self._start(membership, connect, replicas, timeout, registry)
 
     def _start(
         self,
-        channels: Sequence[Channel],
+        membership: Membership,
+        connect: Callable[[str], Channel],
         replicas: int,
         timeout: float,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= len(channels):
-            raise ConfigError(
-                f"replicas is {replicas!r}, expected 1 to {len(channels)}, the number of nodes", setting="replicas"
-            )
-        self._cluster: Cluster | None = Cluster(channels, replicas, checked_timeout(timeout))
+        # Other lists may grow until there are enough members.
+        most = len(membership.members()) if isinstance(membership, StaticMembers) else math.inf
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= most:
+            expected = "at least 1" if most == math.inf else f"1 to {most}, the number of nodes"
+            raise ConfigError(f"replicas is {replicas!r}, expected {expected}", setting="replicas")
+        self._cluster: Cluster | None = Cluster(membership, connect, replicas, checked_timeout(timeout))
         self.replicas = replicas
         self._upkeep = Upkeep(self._cluster) if replicas > 1 else None
         self._why = "was closed"
@@ -172,17 +184,16 @@ class Store:
         key : str or bytes
             1 to 256 bytes.
         value : buffer or tuple of buffers
-            Contiguous; of a tuple the buffers follow each other in the value. They must not change during the call.
+            Contiguous; the value is the buffers of a tuple one after the other. They must not change during the call.
         ttl : float or None
-            Seconds after which it expires, or None for no limit; of a value that is there, the longer time counts.
+            Seconds after which it expires, or None for no limit. If the key has a value, the longer time counts.
         check : bool
             Raise if the key has a value of another size or checksum.
 
         Returns
         -------
         PutOutcome
-            ``STORED``, or ``PRESENT`` where a copy was there. After a failure in between, a value that this call has
-            stored may be found as present.
+            ``STORED``, or ``PRESENT`` if a node had a copy. A call that repeats a request may find its own copy.
 
         Raises
         ------
@@ -191,9 +202,9 @@ class Store:
         KeyConflictError
             With `check`: the key has another value.
         NodeError, NodeTimeoutError
-            The node cannot be reached. The value may have been stored, or may still be.
+            The node cannot be reached. It may have stored the value, or may still store it.
         ReplicationError
-            With `replicas`: too few nodes have confirmed. The same holds.
+            With `replicas`: too few nodes have confirmed. Some may have stored the value, or may still store it.
         """
         cluster = self._cluster or self._open()
         item = (as_key(key), as_payload(value))
@@ -220,7 +231,7 @@ class Store:
         Raises
         ------
         NodeError
-            As of `put`.
+            As raised by `put`.
         """
         key = content_key(parts_of(as_payload(value)))
         self.put(key, value, ttl=ttl, check=True)
@@ -232,7 +243,7 @@ class Store:
         Raises
         ------
         ChecksumError
-            No copy has the bytes that were put.
+            Every copy that could be read is damaged.
         NodeError, NodeTimeoutError
             The node cannot be reached.
         ReplicationError
@@ -246,14 +257,15 @@ class Store:
         Returns
         -------
         int or None
-            Its bytes. None if there is no value: the buffer's contents are then unspecified, as after an error.
+            Size of the value in bytes; None if there is none. The buffer's contents are unspecified then, and after an
+            error.
 
         Raises
         ------
         ValueError
             The buffer is smaller than the value.
         ChecksumError, NodeError, NodeTimeoutError, ReplicationError
-            As of `get`.
+            As raised by `get`.
         """
         return self._read_one(as_key(key), as_target(buffer))
 
@@ -266,19 +278,22 @@ class Store:
     @overload
     def _read_one(self, key: bytes, into: Payload) -> int | None: ...
     def _read_one(self, key: bytes, into: Payload | None) -> bytes | int | None:
-        """Read one value: return its bytes, or their number once they are in the target; None if there is no value."""
+        """Read one value: return its bytes, or its size if they are in the target; None if there is no value."""
         cluster = self._cluster or self._open()
         deadline = time.monotonic() + cluster.timeout
-        node = cluster.order(key, deadline)[0]
-        found = read_memory(cluster.members[node].channel, key, into, deadline)
+        view = cluster.snapshot
+        if not view.is_settled:
+            view = cluster.view(deadline)
+        member = view.first(key)
+        found = read_memory(member.channel, key, into, deadline)
         if found is not None:
             if self._upkeep is not None:
-                self._upkeep.note(key, node)
+                self._upkeep.note(key, member)
             return found
-        ask = Ask(node, _GET, key, 0, None, into)
-        first = cluster.ask((ask,), share_of(deadline, last=len(cluster.members) == 1))
+        ask = Ask(member, _GET, key, 0, None, into)
+        first = cluster.ask((ask,), share_of(deadline, last=len(view.members) == 1))
         if not isinstance(first[0], Exception) and first[0].status == _DONE:
-            return self._taken(cluster, key, node, first[0], into)
+            return self._taken(cluster, key, member, first[0], into)
         (answer,) = fetch(cluster, [key], [into], deadline, first=(ask, first[0]))
         if answer is None:
             return None
@@ -286,29 +301,29 @@ class Store:
             raise answer
         return self._taken(cluster, key, *answer, into)
 
-    def _taken(self, cluster: Cluster, key: bytes, node: int, reply: Reply, into: Payload | None) -> bytes | int:
+    def _taken(self, cluster: Cluster, key: bytes, member: Member, reply: Reply, into: Payload | None) -> bytes | int:
         if self._upkeep is not None:
-            self._upkeep.note(key, node)
-        if not self._warned and reply.meta[_COPIES] != cluster.copies:
+            self._upkeep.note(key, member)
+        if not self._warned and reply.meta[_COPIES_OFFSET] != cluster.copies:
             self._warned = True
             warnings.warn(
-                f"{key!r} was put with replicas={reply.meta[_COPIES]}, this store has replicas={cluster.copies}: it "
-                "looks for and mends that many copies",
+                f"{key!r} was put with replicas={reply.meta[_COPIES_OFFSET]}, this store has "
+                f"replicas={cluster.copies}: it looks for and mends that many copies",
                 FarpoolWarning,
                 stacklevel=4,
             )
         return reply.payload or b"" if into is None else reply.nbytes
 
     def _read(self, keys: list[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
-        """Read many values: for each key its bytes, or their number once they are in its target; None for no value."""
+        """Read many values: for each key its bytes, or its size if they are in its target; None if it has no value."""
         cluster = self._open()
         deadline = cluster.deadline()
         found, readers = read_many(cluster, keys, targets, deadline)
         values = results(found, keys)
         if self._upkeep is not None:
-            for node, numbers in readers.items():
+            for member, numbers in readers.items():
                 for number in numbers:
-                    self._upkeep.note(keys[number], node)
+                    self._upkeep.note(keys[number], member)
         left = [number for number, value in enumerate(values) if value is None]
         if left:
             rest = [keys[n] for n in left]
@@ -328,7 +343,7 @@ class Store:
         Raises
         ------
         NodeError, ReplicationError
-            As of `get`.
+            As raised by `get`.
         """
         cluster = self._open()
         return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
@@ -347,14 +362,14 @@ class Store:
     def drop(self, key: Key) -> bool:
         """Drop a key's value; return True if there was one.
 
-        It is hidden at once on all nodes that can be reached; its memory is free when nobody holds it pinned any more.
-        A copy on a node that is away may come back with it.
+        All nodes that can be reached hide it at once, and free its memory when no program has it pinned any more. If a
+        node is away, or is no member at the moment, its copy may come back with it.
         """
         cluster, data = self._open(), as_key(key)
         return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
 
     def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
-        """Let a value live for `ttl` seconds from now, or for ever; return True if there is one.
+        """Let a value live for `ttl` seconds from now, or without a limit; return True if there is one.
 
         Parameters
         ----------
@@ -373,18 +388,18 @@ class Store:
         ttl: float | None,
         *,
         keep: bool | None = None,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
-        """Touch many values at the same time and return how many copies that has reached; see `touch`.
+        """Touch many values at the same time, and return how many copies were touched; see `touch`.
 
         Parameters
         ----------
         keys : iterable of str or bytes
             The keys.
         ttl : float or None
-            As of `touch`.
+            As for `touch`.
         keep : bool or None
-            As of `touch`.
+            As for `touch`.
         seen : sequence of mapping, optional
             The ``marks`` of an earlier touch of the same keys. Nodes then touch only these copies, and only if no
             program has kept or released them, or given them more time to live, since. With `keep` True they also touch
@@ -404,7 +419,7 @@ class Store:
         keep: bool | None,
         *,
         copies: int,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
         cluster = self._open()
         arguments = TOUCH.pack(ttl_of(ttl), 0 if keep is None else 1 if keep else 2)
@@ -419,8 +434,8 @@ class Store:
         key : str or bytes
             The key.
         ttl : float or None
-            Seconds after which the pin ends by itself; None for as long as the program runs. What was made from its
-            view (arrays, tensors) must not be used after that.
+            Seconds after which the pin ends by itself; None for as long as the program runs. After that, do not use
+            arrays or tensors that were made from its view.
 
         Raises
         ------
@@ -440,17 +455,17 @@ class Store:
         keys : iterable of str or bytes
             The keys.
         ttl : float or None
-            As of `pin`. A program that ends without releasing them holds nothing for longer than that.
+            As for `pin`. If a program ends without a release, the nodes end its pins after this time at the latest.
 
         Returns
         -------
         Pins
-            For each key its `Pin`, or None where it has no value. A context manager that releases all of them.
+            For each key its `Pin`, or None if it has no value. A context manager that releases all of them.
 
         Raises
         ------
         NodeError, ReplicationError
-            As of `get`. Nothing stays pinned then.
+            As raised by `get`. Nothing stays pinned then.
         """
         cluster = self._open()
         return pin_all(cluster, [as_key(key) for key in keys], ttl_of(ttl))
@@ -486,7 +501,7 @@ class Store:
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
         """Iterate over the objects whose keys begin with `prefix`, in no particular order.
 
-        Objects that are put or dropped meanwhile may be among them or not.
+        An object that is put or dropped during the iteration may be returned or not.
 
         Raises
         ------
@@ -502,12 +517,14 @@ class Store:
     def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
         """Restore missing copies, beginning with the objects that have the fewest.
 
+        Copies on members that are draining count as missing, so a member that is drained and repaired can leave.
+
         Parameters
         ----------
         bandwidth : float or None
             Bytes a second that may be copied; None for no limit.
         progress : callable or None
-            Is called with the number of objects that have been mended and of those that have to be.
+            Is called with the number of objects that were processed, and with the number of all that lack copies.
 
         Returns
         -------
@@ -526,16 +543,16 @@ class Store:
     ) -> NameInfo:
         """Publish a value, or tensors, as the next version of a name.
 
-        The name holds its objects: they are never evicted and do not expire. Objects that are there already are not
-        sent again. Readers keep the version that they have open; the one before stays for a minute.
+        The name holds its objects: nodes never evict them, and they do not expire. Objects that the nodes have already
+        are not sent again. Readers keep the version that they have open; the previous version stays for a minute.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes of printable text.
         value : buffer, iterable of buffers, or mapping of str to tensors
-            A value; the parts of one, each of which is sent before the next is asked for; or tensors such as
-            ``model.state_dict()``, each of which is an object of its own.
+            A value; the parts of one, each of which is sent before the iterable makes the next; or tensors such as
+            ``model.state_dict()``, each of which becomes one object.
         expect : int, optional
             The version that the name has to have now; 0 for none yet.
 
@@ -553,35 +570,35 @@ class Store:
         QuotaExceededError
             The tenant would keep more than it may.
         RegistryAwayError
-            The name could not be moved. With `uncertain` it may have been, or may still be.
+            The name could not be moved. With `uncertain` it may have been moved, or may still be.
         NodeError
             The objects could not be stored.
         """
         return self._open_names().publish(name, value, expect=expect)
 
     def open(self, name: str, version: int | None = None) -> OpenedName:
-        """Open a name for reading; what it holds stays until it is closed. A context manager.
+        """Open a name for reading; its objects stay until it is closed. A context manager.
 
         Parameters
         ----------
         name : str
             The name.
         version : int, optional
-            An older version that is still held; None for the current one.
+            An older version that is still held; None for the current version.
 
         Raises
         ------
         NameMissingError
-            Nothing is published under it, or not in that version any more.
+            Nothing is published under it, or that version is not held any more.
         NameLostError
-            An object of it is on no node any more.
+            No node has one of its objects any more.
         RegistryAwayError
             The registry is away, and this program has not read the name before.
         """
         return self._open_names().open(name, version)
 
     def watch(self, name: str, after: int = 0) -> NameWatch:
-        """Watch a name for versions above `after`; the current one comes first if it is. A context manager."""
+        """Watch a name for versions above `after`, beginning with the current one. A context manager."""
         return self._open_names().watch(name, after)
 
     def list_names(self, prefix: str = "") -> list[NameInfo]:
@@ -600,7 +617,7 @@ class Store:
         NameMissingError
             Nothing is published under it.
         NameHeldError, NameMovedError, RegistryAwayError
-            As of `publish`.
+            As raised by `publish`.
         """
         return self._open_names().unpublish(name, expect=expect)
 
@@ -613,11 +630,11 @@ class Store:
             return self._names
 
     def rotate_tenant(self) -> Rotation:
-        """Make everything that the tenant of the access key has put so far unreadable, for all programs.
+        """Make all objects that the tenant of the access key has put so far unreadable, for all programs.
 
-        Values that are pinned stay in memory until they are let go. A put that is under way may come before or after.
-        A node that cannot be reached is asked again until the call's time is used up, and may give out what it has
-        until a program tells it the new epoch (docs/store.md): see `Rotation.complete`.
+        Values that are pinned stay in memory until their unpin. A put that is under way may come before or after. A
+        node that cannot be reached is asked again until the call's time is used up, and may still return old objects
+        until a program sends it the new epoch (docs/store.md): see `Rotation.complete`.
 
         Raises
         ------
@@ -631,8 +648,8 @@ class Store:
     def largest(self) -> int:
         """Return the size in bytes of the largest value that one of the nodes can hold."""
         cluster = self._open()
-        cluster.reachable(cluster.deadline())
-        return max(member.channel.welcome.largest for member in cluster.members if member.channel.welcome is not None)
+        met = cluster.reachable(cluster.deadline()).met
+        return max(member.channel.welcome.largest for member in met if member.channel.welcome is not None)
 
     def nodes(self) -> list[NodeStatus]:
         """Ask each node for its state and counters."""
@@ -645,14 +662,16 @@ class Store:
             except NodeError as failure:
                 error = str(failure)
             failing, why = member.status()
-            statuses.append(NodeStatus(member.name, failing, error or why, member.channel.reader is not None, stats))
+            mapped, identity = member.channel.reader is not None, member.identity.hex()
+            state = str(member.info.state)
+            statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, identity, state))
         return statuses
 
     def close(self) -> None:
-        """Close all connections. Idempotent. The nodes free what is still pinned after their grace period.
+        """Close all connections. Idempotent. The nodes end pins that are left after their grace period.
 
-        With `replicas`, missing copies of what was read are made before, for as long as a call may take. Names that are
-        open are let go.
+        With `replicas`, it first restores missing copies of objects that were read, for as long as a call may take.
+        Names that are open are closed.
         """
         with self._naming:
             cluster, self._cluster = self._cluster, None
@@ -678,7 +697,15 @@ class Store:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
 
 
-def _each_once(copies: Iterable[tuple[int, ObjectInfo]]) -> Iterator[ObjectInfo]:
+def _membership_of(nodes: tuple[str | Membership, ...]) -> Membership:
+    """Return the given membership, or one of the given addresses."""
+    given = [node for node in nodes if isinstance(node, Membership)]
+    if given and len(nodes) > 1:
+        raise ConfigError(f"nodes is {nodes!r}, expected addresses or one Membership", setting="nodes")
+    return given[0] if given else StaticMembers(*cast("tuple[str, ...]", nodes))
+
+
+def _each_once(copies: Iterable[tuple[Member, ObjectInfo]]) -> Iterator[ObjectInfo]:
     seen: set[bytes] = set()
     for _, info in copies:
         if info.key not in seen:
@@ -690,7 +717,7 @@ _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Disable all stores in the child of a fork: connections are the parent's, and locks may be held for ever."""
+    """Disable all stores in the child of a fork: connections are the parent's, and no thread will release its locks."""
     for store in _STORES:
         store._cluster = None
         store._names = None
@@ -699,7 +726,7 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Close stores that were left open, as their threads cannot go on in an interpreter that ends."""
+    """Close stores that were left open, because their threads cannot run in an interpreter that ends."""
     for store in list(_STORES):
         store.close()
 

@@ -39,9 +39,9 @@ def publish_tensors(
     Raises
     ------
     UnsupportedError
-        One is not dense, or has no elements to publish (``meta``).
+        A tensor is not dense, or has no elements to publish (``meta``).
     TypeError
-        A name is no text, or what it names is no tensor.
+        A name is not text, or a value is not a tensor.
     ConfigError
         There are no tensors.
     NameHeldError, NameMovedError, RegistryAwayError, NodeError
@@ -91,9 +91,9 @@ def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
     Raises
     ------
     NameLostError
-        An object of it is on no node any more.
+        No node has one of its objects any more.
     ConfigError
-        The name holds no tensors, or some of a type that this torch does not have.
+        The name holds no tensors, or this torch does not have the type of one.
     """
     tensors = {entry.name: _empty(entry) for entry in opened.tensors()}
     opened.read_tensors_into((entry, _bytes_of(tensors[entry.name])) for entry in opened.tensors())
@@ -108,10 +108,10 @@ def read_tensor(opened: OpenedName, entry: TensorEntry) -> torch.Tensor:
 
 
 def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str, torch.Tensor]:
-    """Map the tensors that are published under a name into this process, without copying those on a node of this host.
+    """Map the tensors that are published under a name into this process, without a copy if they are on this host.
 
-    Such a tensor exists once, however many processes map it. Its memory is read-only, and a write to it ends the
-    process: clone what is to change. Other tensors are copied once. All bytes are verified.
+    A tensor on a node of this host exists once, however many processes map it. Its memory is read-only, and a write to
+    it ends the process, so clone a tensor before you change it. Other tensors are copied once. All bytes are verified.
 
     Parameters
     ----------
@@ -121,18 +121,18 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     name : str
         Name under which they are published.
     version : int, optional
-        An older version that is still held; None for the current one.
+        An older version that is still held; None for the current version.
 
     Raises
     ------
     NameMissingError
-        Nothing is published under the name, or not in that version any more.
+        Nothing is published under the name, or that version is not held any more.
     NameLostError
-        An object of it is on no node any more.
+        No node has one of its objects any more.
     ChecksumError
-        The bytes are not those that were published.
+        The bytes differ from the bytes that were published.
     ConfigError
-        The name holds no tensors, or some of a type that this torch does not have.
+        The name holds no tensors, or this torch does not have the type of one.
     NodeError
         As for ``store.pin``.
     """
@@ -155,7 +155,7 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
 
 
 class _Held:
-    """Object that mapped tensors share; when the last of them is gone, it closes the opened version."""
+    """Object that mapped tensors share; when the last tensor is deleted, it closes the opened version."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -204,7 +204,7 @@ def _over(pin: Pin, opened: OpenedName, entry: TensorEntry, held: _Held) -> torc
         tensor = _empty(entry)
         _bytes_of(tensor)[:] = pin.view
         return tensor
-    # torch.frombuffer would warn that the view is read-only; and this keeps store, version and pin for the tensor.
+    # torch.frombuffer would warn that the view is read-only. And this object keeps store, version and pin alive.
     memory = (ctypes.c_ubyte * entry.nbytes).from_address(buffer_address(pin.view))
     memory.held = held  # type: ignore[attr-defined]
     weakref.finalize(memory, opened.defer, pin.release).atexit = False
@@ -230,7 +230,7 @@ def _empty(entry: TensorEntry) -> torch.Tensor:
 
 def _dtype_of(entry: TensorEntry) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
-    # A quantized type is none of a dense tensor, and torch crashes when it is given one over a buffer.
+    # Dense tensors do not have quantized types, and torch crashes if it makes a quantized tensor over a buffer.
     if not isinstance(dtype, torch.dtype) or entry.dtype.startswith("q"):
         raise ConfigError(
             f"the tensor {entry.name!r} has the type {entry.dtype!r}, which no dense tensor of this torch has; use a "

@@ -1,7 +1,7 @@
-"""Background upkeep: other copies of what is read are kept warm, and missing ones are restored.
+"""Background upkeep: keep the other copies of a read object warm, and restore the missing ones.
 
-A hit is a use of one copy only. Without this the others would look unused to their nodes, be evicted, and be gone when
-the first node is lost.
+A hit counts as a use on one node only. Without upkeep the other copies would look unused, their nodes would evict them,
+and the object would be lost with the first node.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
     from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
 
 __all__ = ["Mended", "Upkeep", "mend"]
 
-_PAUSE = 0.005
-"""Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
-_MOST = 65536
-"""Most keys whose hits are remembered; more in one pause are left to a later hit."""
+_PAUSE_S = 0.005
+"""Time in which hits are collected. It is short, because a small cache is full of other objects a little later."""
+_HITS_MAX = 65536
+"""Most keys whose hits are remembered in one pause. The next hit of any other key does the work."""
 _UNKEPT_MS = 60_000
-"""Milliseconds after the call's deadline that a copy of a kept object lives if it is not kept after all."""
+"""Time after the call's deadline for which a copy of a kept object lives if it is not kept after all."""
 
 
 class Upkeep:
-    """Background thread that looks after the other copies of what is read; it runs only while there is work.
+    """Background thread that keeps the other copies of read objects; it runs only while there is work.
 
     Parameters
     ----------
@@ -47,19 +48,19 @@ class Upkeep:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._hits: dict[bytes, int] = {}
+        self._hits: dict[bytes, Member] = {}
         self._lacking: set[bytes] = set()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._until = math.inf
 
-    def note(self, key: bytes, node: int) -> None:
+    def note(self, key: bytes, member: Member) -> None:
         """Record that a key was read from a node."""
         with self._lock:
             if self._closing.is_set():
                 return
-            if len(self._hits) < _MOST:
-                self._hits[key] = node
+            if len(self._hits) < _HITS_MAX:
+                self._hits[key] = member
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="farpool-store-upkeep", daemon=True)
                 self._thread.start()
@@ -67,7 +68,7 @@ class Upkeep:
     def finish(self, deadline: float) -> None:
         """Finish the work for all hits so far, until the deadline by the monotonic clock. Idempotent.
 
-        A program that reads and ends at once is to leave as many copies behind as one that stays.
+        So a program that reads and ends at once leaves as many copies behind as one that stays.
         """
         with self._lock:
             self._until = deadline
@@ -78,7 +79,7 @@ class Upkeep:
 
     def _work(self) -> None:
         while time.monotonic() < self._until:
-            self._closing.wait(_PAUSE)
+            self._closing.wait(_PAUSE_S)
             with self._lock:
                 hits, self._hits = self._hits, {}
                 if not hits:
@@ -89,21 +90,22 @@ class Upkeep:
             except FarpoolError:  # a later hit tries again
                 continue
 
-    def _visit(self, hits: dict[bytes, int]) -> None:
+    def _visit(self, hits: dict[bytes, Member]) -> None:
         cluster = self._cluster
         deadline = self._deadline()
-        wanted: dict[int, list[bytes]] = defaultdict(list)
+        view = cluster.view(deadline)
+        wanted: dict[Member, list[bytes]] = defaultdict(list)
         for key, holder in hits.items():
-            for node in cluster.order(key, deadline)[: cluster.copies]:
-                if node != holder:
-                    wanted[node].append(key)
-        lacking: dict[bytes, list[int]] = defaultdict(list)
-        for node, answer in probe(cluster, wanted, deadline, use=True).items():
+            for member in view.places(key)[: cluster.copies]:
+                if member.identity != holder.identity:
+                    wanted[member].append(key)
+        lacking: dict[bytes, list[Member]] = defaultdict(list)
+        for member, answer in probe(cluster, wanted, deadline, use=True).items():
             if not isinstance(answer, Exception):
                 for place in answer.missing:
-                    lacking[wanted[node][place]].append(node)
-        # An object that is being put or dropped is on some nodes only, for a moment: a copy is missing if it is at the
-        # next check, too. There is no next check once the store is being closed.
+                    lacking[wanted[member][place]].append(member)
+        # While an object is being put or dropped, only some nodes have it. So a copy counts as missing only if the next
+        # check does not find it either. There is no next check when the store is being closed.
         again = set() if self._closing.is_set() else lacking.keys() - self._lacking
         self._lacking = again
         with self._lock:
@@ -129,8 +131,8 @@ class Mended:
     reasons : tuple of str
         Why the other targets do not have it, or why no holder returned it.
     gone : bool
-        No holder has it any more, or the source was kept and is not any more: the object was dropped, let go, evicted
-        or expired.
+        True if no holder has it any more, or the source was kept and is not any more: the object was dropped,
+        released, evicted or expired.
     """
 
     copies: int
@@ -138,12 +140,12 @@ class Mended:
     gone: bool = False
 
 
-def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> Mended:
+def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Sequence[Member], deadline: float) -> Mended:
     """Copy an object from the first holder that returns it to other nodes.
 
-    The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped
-    lately takes none: the drop may have come after the source was read. Nor does one that is in a later epoch than the
-    source was: the head of what was read says in which.
+    The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped a
+    short time ago takes no copy, because the drop may have come after the source was read. A node that is in a later
+    epoch than the source takes none either; the head of the object contains its epoch.
     """
     reasons: list[str] = []
     for holder in holders:
@@ -151,57 +153,58 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[i
         if not isinstance(source, Exception) and source.status == Status.DONE:
             break
         if isinstance(source, Exception) or source.status != Status.MISSING:
-            reasons.append(_reason(source, cluster.members[holder].name, Op.GET))
+            reasons.append(_reason(source, holder.name, Op.GET))
     else:
         return Mended(0, tuple(reasons), gone=not reasons)
     ttl, *head, flags = HEAD.unpack(source.meta)
     is_kept = bool(flags & KEPT)
     meta = HEAD.pack(_unkept_ms(deadline) if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
-    answers = cluster.ask([Ask(node, Op.PUT, meta, 0, source.payload or b"") for node in nodes], deadline)
+    answers = cluster.ask([Ask(member, Op.PUT, meta, 0, source.payload or b"") for member in members], deadline)
     refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
     let_go = False
     if is_kept:
         taken = [place for place, answer in enumerate(answers) if _has_taken(answer)]
-        kept, let_go = _keep(cluster, key, holder, [nodes[place] for place in taken], deadline)
+        kept, let_go = _keep(cluster, key, holder, [members[place] for place in taken], deadline)
         for place, answer in zip(taken, kept, strict=True):
             answers[place] = answer
     copies = 0
-    for node, answer in zip(nodes, answers, strict=True):
+    for member, answer in zip(members, answers, strict=True):
         if _has_taken(answer):
             copies += 1
         else:
-            reasons.append(_reason(answer, cluster.members[node].name, Op.PUT))
+            reasons.append(_reason(answer, member.name, Op.PUT))
     return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
 
 
 def _keep(
-    cluster: Cluster, key: bytes, holder: int, nodes: Sequence[int], deadline: float
+    cluster: Cluster, key: bytes, holder: Member, members: Sequence[Member], deadline: float
 ) -> tuple[list[Reply | Exception], bool]:
-    """Have nodes keep new copies of an object if the holder keeps its copy; also return True if it does so no more.
+    """Have nodes keep new copies of an object if the holder keeps its copy; also return True if the holder does not.
 
-    A sweep may let go of the object at the same time, and must leave no copy kept. So we note the marks of the new
-    copies first, then have the holder keep its own again, which gives that another mark. A sweep that has not let go of
-    it by then is refused, looks at all copies again, and finds the new ones. If it lets go of these before we keep
-    them, they have other marks than we noted, and their nodes do not keep them.
+    A sweep may release the object at the same time, and must leave no copy kept. So we note the marks of the new copies
+    first, and then have the holder keep its own copy again, which gives it another mark. A sweep that has not released
+    that copy by then is refused, looks at all copies again, and finds the new ones. If the sweep releases the new
+    copies before we keep them, they have other marks than we noted, and their nodes do not keep them.
     """
     touch = TOUCH.pack(_unkept_ms(deadline), 0) + key
-    marked = cluster.ask([Ask(node, Op.TOUCH, touch) for node in nodes], deadline)
+    marked = cluster.ask([Ask(member, Op.TOUCH, touch) for member in members], deadline)
     (again,) = cluster.ask([Ask(holder, Op.TOUCH, TOUCH.pack(0, 1) + key, MARK_OF_NONE)], deadline)
     if isinstance(again, Exception) or again.status != Status.DONE:
         gone = not isinstance(again, Exception) and again.status in (Status.MISSING, Status.UNKNOWN)
-        return [again] * len(nodes), gone
+        return [again] * len(members), gone
     answers = list(marked)
     known = [(place, answer.serial) for place, answer in enumerate(marked) if _has_taken(answer)]
-    asks = [Ask(nodes[place], Op.TOUCH, TOUCH.pack(0, 1) + key, mark) for place, mark in known]
+    asks = [Ask(members[place], Op.TOUCH, TOUCH.pack(0, 1) + key, mark) for place, mark in known]
     for (place, _), answer in zip(known, cluster.ask(asks, deadline), strict=True):
         answers[place] = answer
     return answers, False
 
 
 def _unkept_ms(deadline: float) -> int:
-    """Return the time to live of a copy that is still to be kept. It begins with the first byte that the node receives.
+    """Return the time to live of a copy that its node does not keep yet.
 
-    So it includes the time until the deadline: a copy that takes minutes to send has not expired when it is complete.
+    That time begins with the first byte that the node receives. It includes the time until the deadline, so that a copy
+    which takes minutes to send has not expired when it is complete.
     """
     return _UNKEPT_MS + max(0, round((deadline - time.monotonic()) * 1000))
 
@@ -211,17 +214,17 @@ def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
     return not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT)
 
 
-def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> bool:
+def _is_missing(cluster: Cluster, holder: Member, key: bytes, deadline: float) -> bool:
     (answer,) = cluster.ask([Ask(holder, Op.STAT, key)], deadline)
     return not isinstance(answer, Exception) and answer.status == Status.MISSING
 
 
 def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
-    """Return the reason why a node has not returned, taken or kept an object."""
+    """Return why a node has not returned, taken or kept an object."""
     if isinstance(answer, Exception):
         return str(answer)
     if answer.status == Status.UNKNOWN:
-        return f"{node}: it does not keep its copy, because another program has let go of the object"
+        return f"{node}: it does not keep its copy, because another program has released the object"
     if answer.status == Status.MISSING:
         return f"{node}: it takes no copy, because the key was dropped there lately or the node is in a later epoch"
     return str(refusal(answer.status, answer.meta.decode(errors="replace"), node, op))

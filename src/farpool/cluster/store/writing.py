@@ -1,8 +1,8 @@
-"""Putting and dropping objects, with as many copies as the store has (docs/store.md)."""
+"""Put, touch and drop objects, with as many copies as the store has (docs/store.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,13 @@ from farpool.abc.objects import Payload, PutOutcome, Touched
 from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.cluster.store.cluster import is_away, share_of
 from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.snapshot import is_draining
 from farpool.cluster.wire.frames import PRESENT, Op, Status
 from farpool.cluster.wire.refusals import refusal
 from farpool.errors import (
     AccessDeniedError,
     KeyConflictError,
+    NodeError,
     ObjectTooLargeError,
     ReplicationError,
 )
@@ -23,58 +25,60 @@ from farpool.errors import (
 if TYPE_CHECKING:
     from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
+    from farpool.cluster.store.snapshot import Snapshot
 
 __all__ = ["everywhere", "put"]
 
 
 @dataclass(slots=True)
 class _Put:
-    """State of a put under way: nodes that have confirmed, nodes still to be asked, and the errors of others."""
+    """State of a put under way: the nodes that may take it, and the answers so far."""
 
     key: bytes
     payload: Payload
-    known: list[int]
-    waiting: list[int]
+    view: Snapshot
+    waiting: list[Member]
     confirmed: int = 0
     present: list[Reply] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
-    away: dict[int, Exception] = field(default_factory=dict)
+    away: dict[Member, Exception] = field(default_factory=dict)
+    answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
 
-    def next_nodes(self, copies: int) -> list[int]:
-        """Take as many waiting nodes as there are confirmations missing."""
+    def next_nodes(self, copies: int) -> list[Member]:
+        """Take as many waiting nodes as confirmations are missing."""
         lacking = copies - self.confirmed
         nodes, self.waiting = self.waiting[:lacking], self.waiting[lacking:]
         return nodes
 
-    def is_waiting(self, cluster: Cluster) -> bool:
+    def is_waiting(self, copies: int) -> bool:
         """Return True if enough nodes are away, or had not been met when it began, to confirm it after all."""
-        unmet = len(cluster.members) - len(self.known)
-        return 0 < cluster.copies - self.confirmed <= len(self.away) + unmet
+        return 0 < copies - self.confirmed <= len(self.away) + len(self.view.strangers)
 
-    def retry(self, cluster: Cluster, deadline: float) -> list[int]:
-        """Take nodes to ask once more: those that were away, and those that have been met since."""
-        if not self.is_waiting(cluster):
+    def retry(self, view: Snapshot, copies: int) -> list[Member]:
+        """Take nodes to ask in another attempt: those that have not answered."""
+        if not self.is_waiting(copies):
             return []
-        order = cluster.order(self.key, deadline)
-        self.waiting = [node for node in order if node in self.away or node not in self.known]
-        self.known = order
+        self.view = view
+        self.waiting = [one for one in view.places(self.key) if one.identity not in self.answered]
         self.away.clear()
-        return self.next_nodes(cluster.copies)
+        return self.next_nodes(copies)
 
-    def note(self, node: int, answer: Reply | Exception, name: str) -> None:
+    def note(self, member: Member, answer: Reply | Exception) -> None:
         """Record a node's answer."""
+        if isinstance(answer, Exception) and is_away(answer):
+            self.away[member] = answer
+            return
+        self.answered.add(member.identity)
         if isinstance(answer, Exception):
-            if is_away(answer):
-                self.away[node] = answer
-            else:
-                self.refused.append(answer)
+            self.refused.append(answer)
         elif answer.status in (Status.DONE, Status.PRESENT):
             self.confirmed += 1
             if answer.status == Status.PRESENT:
                 self.present.append(answer)
         else:
             said = answer.meta.decode(errors="replace")
-            self.refused.append(refusal(answer.status, said, name, Op.PUT, nbytes_of(self.payload)))
+            self.refused.append(refusal(answer.status, said, member.name, Op.PUT, nbytes_of(self.payload)))
 
     def outcome(self, cluster: Cluster, *, check: bool) -> PutOutcome | Exception:
         """Return the outcome of the put, or the error with which it failed."""
@@ -97,8 +101,11 @@ class _Put:
     def _too_few(self, cluster: Cluster) -> Exception:
         copies = cluster.copies
         errors = list(self.refused)
-        if self.is_waiting(cluster):
-            errors += [*self.away.values(), *cluster.unmet(self.known)]
+        if self.is_waiting(copies) or not errors:
+            errors += [*self.away.values(), *cluster.unmet(self.view.strangers)]
+        if not errors:
+            takers = sum(not is_draining(member) for member in self.view.met)
+            errors = [NodeError(f"{takers} of the store's members take objects, expected {copies}")]
         same = type(errors[0])
         if copies == 1 or (
             issubclass(same, AccessDeniedError | ObjectTooLargeError) and all(type(error) is same for error in errors)
@@ -130,7 +137,7 @@ def put(
     deadline : float
         By the monotonic clock. Nodes that fail are asked again until then.
     check : bool
-        Require a copy that is there to have the same size and checksum.
+        Require that a copy which a node already has is of the same size and checksum.
     patient : bool
         Ask nodes that fail again; False to make one attempt with each.
 
@@ -140,50 +147,41 @@ def put(
         Outcome of each put.
     """
     copies = cluster.copies
-    orders: list[list[int]] = []
-    asked: list[tuple[int, int]] = []
-    for number, (key, _) in enumerate(items):
-        order = cluster.order(key, deadline)
+    view = cluster.view(deadline)
+    orders: list[list[Member]] = []
+    asks: list[Ask] = []
+    for key, payload in items:
+        order = view.places(key)
         orders.append(order)
-        for node in order[:copies]:
-            asked.append((number, node))
+        meta = head + key
+        for member in order[:copies]:
+            asks.append(Ask(member, Op.PUT, meta, 0, payload))
     epoch = cluster.epoch.value
-    answers = _write(cluster, items, asked, head, share_of(deadline, last=len(cluster.members) == copies))
-    if len(asked) == copies * len(items):  # else too few nodes have been met
+    # All at the same time. Connections to nodes on this host take large payloads through memory.
+    answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == copies))
+    if len(asks) == copies * len(items):  # enough nodes have been met
         for answer in answers:
             if isinstance(answer, Exception) or answer.status != Status.DONE:
                 break
         else:
             if cluster.epoch.value == epoch:
                 return [PutOutcome.STORED] * len(items)
-    puts = [_Put(key, payload, order, order[copies:]) for (key, payload), order in zip(items, orders, strict=True)]
+    puts = [_Put(key, payload, view, order[copies:]) for (key, payload), order in zip(items, orders, strict=True)]
+    asked = [(one, member) for one, order in zip(puts, orders, strict=True) for member in order[:copies]]
     while True:
-        for (number, node), answer in zip(asked, answers, strict=True):
-            puts[number].note(node, answer, cluster.members[node].name)
-        asked = [(number, node) for number, one in enumerate(puts) for node in one.next_nodes(copies)]
+        for (one, member), answer in zip(asked, answers, strict=True):
+            one.note(member, answer)
+        asked = [(one, member) for one in puts for member in one.next_nodes(copies)]
         if not asked:
-            if not patient or not any(one.is_waiting(cluster) for one in puts) or not cluster.wait(deadline):
-                if cluster.epoch.value != epoch:  # some copies may be of the earlier epoch, and gone
+            if not patient or not any(one.is_waiting(copies) for one in puts) or not cluster.wait(deadline):
+                if cluster.epoch.value != epoch:  # some copies may belong to the earlier epoch, and are gone then
                     return put(cluster, items, head, deadline, check=check, patient=patient)
                 return [one.outcome(cluster, check=check) for one in puts]
-            asked = [(number, node) for number, one in enumerate(puts) for node in one.retry(cluster, deadline)]
+            view = cluster.view(deadline)
+            asked = [(one, member) for one in puts for member in one.retry(view, copies)]
         last = not any(one.waiting for one in puts)
-        answers = _write(cluster, items, asked, head, share_of(deadline, last=last))
-
-
-def _write(
-    cluster: Cluster,
-    items: Sequence[tuple[bytes, Payload]],
-    asked: Sequence[tuple[int, int]],
-    head: bytes,
-    deadline: float,
-) -> list[Reply | Exception]:
-    """Send payloads, all at the same time; connections to nodes on this host take large ones through memory."""
-    asks: list[Ask] = []
-    for number, node in asked:
-        key, payload = items[number]
-        asks.append(Ask(node, Op.PUT, head + key, 0, payload))
-    return cluster.ask(asks, deadline)
+        asks = [Ask(member, Op.PUT, head + one.key, 0, one.payload) for one, member in asked]
+        answers = cluster.ask(asks, share_of(deadline, last=last))
 
 
 def everywhere(
@@ -193,7 +191,7 @@ def everywhere(
     deadline: float,
     *,
     copies: int = 1,
-    seen: Sequence[Mapping[int, int]] | None = None,
+    seen: Sequence[Mapping[bytes, int]] | None = None,
 ) -> Touched:
     """Send an operation on objects to all nodes.
 
@@ -206,53 +204,59 @@ def everywhere(
     metas : sequence of bytes
         Arguments and key of each object.
     deadline : float
-        By the monotonic clock. Nodes are asked again until then for objects of which no node has said anything.
+        By the monotonic clock. Until then nodes are asked again about objects for which no node has answered.
     copies : int
         Number of nodes on which it has to succeed; refusals by others are then ignored.
     seen : sequence of mapping, optional
-        Marks of each object's copies, from an earlier touch. Only the nodes of these copies get a request, and each
-        does the operation only if its copy still has that mark.
+        Marks of each object's copies by the identity of their nodes, from an earlier touch. Only these nodes get a
+        request, and each does the operation only if its copy still has that mark.
 
     Raises
     ------
     NodeError
         No node could be asked by the deadline, or one refuses it.
     """
-    done, marks = [0] * len(metas), [dict[int, int]() for _ in metas]
+    done, marks = [0] * len(metas), [dict[bytes, int]() for _ in metas]
     left = list(range(len(metas)))
-    complete, refused, away = True, list[int](), set[int]()
+    complete, refused, away = True, list[int](), set[str]()
     usual = (Status.DONE, Status.MISSING) if seen is None else (Status.DONE, Status.MISSING, Status.UNKNOWN)
     while left:
-        nodes = cluster.reachable(deadline)
-        asked = [[node for node in nodes if seen is None or node in seen[number]] for number in left]
+        view = cluster.reachable(deadline)
+        asked = [[one for one in view.met if seen is None or one.identity in seen[number]] for number in left]
         asks = [
-            Ask(node, op, metas[number], seen[number][node] if seen is not None else 0)
+            Ask(member, op, metas[number], seen[number][member.identity] if seen is not None else 0)
             for number, some in zip(left, asked, strict=True)
-            for node in some
+            for member in some
         ]
-        answers = iter(cluster.ask(asks, share_of(deadline, last=len(nodes) == 1)))
+        answers = iter(cluster.ask(asks, share_of(deadline, last=len(view.met) == 1)))
         unknown, failures = [], []
         for number, some in zip(left, asked, strict=True):
-            answered = [(node, next(answers)) for node in some]
-            replies = [(node, answer) for node, answer in answered if not isinstance(answer, Exception)]
-            marks[number] = {node: reply.serial for node, reply in replies if reply.status == Status.DONE}
+            answered = [(member, next(answers)) for member in some]
+            replies = [(member, answer) for member, answer in answered if not isinstance(answer, Exception)]
+            marks[number] = {one.identity: reply.serial for one, reply in replies if reply.status == Status.DONE}
             done[number] = len(marks[number])
             if seen is not None and any(reply.status == Status.UNKNOWN for _, reply in replies):
                 refused.append(number)
             if done[number] < copies:
-                for node, reply in replies:
+                for member, reply in replies:
                     if reply.status not in usual:
-                        said = reply.meta.decode(errors="replace")
-                        raise refusal(reply.status, said, cluster.members[node].name, op)
+                        raise refusal(reply.status, reply.meta.decode(errors="replace"), member.name, op)
             if replies or not some:
-                expected = range(len(cluster.members)) if seen is None else seen[number]
-                complete = complete and len(replies) == len(expected)
-                away.update(set(expected) - {node for node, _ in replies})
-                away.update(node for node, mark in marks[number].items() if not mark)
+                silent = _names(view, view.by_identity if seen is None else seen[number], [one for one, _ in replies])
+                if seen is None:
+                    silent |= {member.name for member in view.strangers}
+                complete = complete and not silent
+                away |= silent
+                away.update(one.name for one, reply in replies if reply.status == Status.DONE and not reply.serial)
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
-        left = unknown
-        if left and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
+        if (left := unknown) and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
             raise failures[0]
-    return Touched(done, complete, marks, refused, frozenset(cluster.members[node].name for node in away))
+    return Touched(done, complete, marks, refused, frozenset(away))
+
+
+def _names(view: Snapshot, expected: Iterable[bytes], answered: Collection[Member]) -> set[str]:
+    """Return the addresses of expected nodes that did not answer; the identity of a node that is no member any more."""
+    known = {identity: view.by_identity.get(identity) for identity in expected}
+    return {one.name if one else identity.hex() for identity, one in known.items() if one not in answered}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farpool._native import Connection, ConnectionPool, ObjectReader, RemoteEnd, Stream, TenantEpoch
-from farpool.cluster.wire.address import Address
+from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import Connected, Dialled, dial
 from farpool.cluster.wire.fabrics import load_fabric
@@ -103,6 +103,7 @@ class Channel:
         self.name = str(address)
         self.epoch = TenantEpoch()
         self._address = address
+        self._moved_to: Address | None = None
         self._key = key
         self._transport: Transport = transport
         self._spin = spin
@@ -219,6 +220,14 @@ class Channel:
             self.one_sided.forget(lease)
         self.call("release", deadline, lease=lease)
 
+    def move(self, address: str) -> None:
+        """Make the next contact, and each later one, at another address of the node.
+
+        The session stays, and with it leases and pins. Open connections are used until they break.
+        """
+        self._moved_to = parse_address(address)
+        self.name = str(self._moved_to)
+
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. Mapped memory stays mapped.
 
@@ -285,9 +294,12 @@ class Channel:
 
     def _contact(self, deadline: float) -> Control:
         self._refuse_if_closed()
+        moved_to, self._moved_to = self._moved_to, None
+        if moved_to is not None:
+            self._address = self._data_address = moved_to
         control = self._control  # taken once, as `close` may drop it at any moment
         if control is not None:
-            if not control.is_closed and not _has_hung_up(self._control_socket):
+            if moved_to is None and not control.is_closed and not _has_hung_up(self._control_socket):
                 return control
             control.close()
             self._control = self.reader = None

@@ -1,0 +1,132 @@
+// The order of a store's members for each key.
+#include "bindings/bindings.hpp"
+#include "core/ranking.hpp"
+
+namespace {
+
+std::vector<std::uint64_t> part(const std::vector<std::uint64_t>& seeds, std::size_t begin, std::size_t end) {
+    return {seeds.begin() + static_cast<std::ptrdiff_t>(begin), seeds.begin() + static_cast<std::ptrdiff_t>(end)};
+}
+
+std::vector<double> part(const std::vector<double>& weights, std::size_t begin, std::size_t end) {
+    return {weights.begin() + static_cast<std::ptrdiff_t>(begin), weights.begin() + static_cast<std::ptrdiff_t>(end)};
+}
+
+std::string_view text(const nb::bytes& key) { return {key.c_str(), key.size()}; }
+
+class MemberRanking {
+public:
+    MemberRanking(nb::tuple members, const std::vector<std::uint64_t>& seeds, const std::vector<double>& weights,
+                  std::size_t takers)
+        : members_(std::move(members)),
+          takers_(checked(seeds, weights, takers), part(weights, 0, takers)),
+          others_(part(seeds, takers, seeds.size()), part(weights, takers, weights.size())) {}
+
+    nb::object first(const nb::bytes& key) const {
+        if (members_.size() == 0) {
+            throw nb::value_error("there is no member to be the first");
+        }
+        return takers_.size() > 0 ? member(takers_.first(text(key))) : member(others_.first(text(key)));
+    }
+
+    nb::list places(const nb::bytes& key) const {
+        nb::list order;
+        append(order, takers_, 0, key);
+        return order;
+    }
+
+    nb::list order(const nb::bytes& key) const {
+        nb::list order = places(key);
+        append(order, others_, takers_.size(), key);
+        return order;
+    }
+
+    nb::dict by_first(const nb::list& keys) const {
+        const farpool::Ranking& ranking = takers_.size() > 0 ? takers_ : others_;
+        nb::dict groups;
+        if (ranking.size() == 1) {
+            groups[member(0)] = nb::steal(
+                PyObject_CallFunction(reinterpret_cast<PyObject*>(&PyRange_Type), "n", static_cast<Py_ssize_t>(keys.size())));
+        }
+        if (ranking.size() <= 1) {
+            return groups;
+        }
+        std::vector<nb::list> numbers(ranking.size());
+        for (std::size_t number = 0; number < keys.size(); ++number) {
+            numbers[ranking.first(key_at(keys, number))].append(number);
+        }
+        for (std::size_t place = 0; place < numbers.size(); ++place) {
+            if (numbers[place].size() > 0) {
+                groups[member(place)] = numbers[place];
+            }
+        }
+        return groups;
+    }
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            const auto* ranking = nb::inst_ptr<MemberRanking>(self);
+            Py_VISIT(ranking->members_.ptr());
+        }
+        return 0;
+    }
+
+    static int clear(PyObject* self) {
+        nb::inst_ptr<MemberRanking>(self)->members_.reset();
+        return 0;
+    }
+
+private:
+    std::vector<std::uint64_t> checked(const std::vector<std::uint64_t>& seeds, const std::vector<double>& weights,
+                                       std::size_t takers) const {
+        if (seeds.size() != members_.size() || weights.size() != members_.size() || takers > members_.size()) {
+            throw nb::value_error("expected one seed and one weight for each member, and at most as many takers");
+        }
+        return part(seeds, 0, takers);
+    }
+
+    nb::object member(std::size_t place) const { return nb::borrow(PyTuple_GET_ITEM(members_.ptr(), place)); }
+
+    void append(nb::list& order, const farpool::Ranking& ranking, std::size_t from, const nb::bytes& key) const {
+        if (ranking.size() == 1) {
+            order.append(member(from));
+            return;
+        }
+        for (const std::size_t place : ranking.order(text(key))) {
+            order.append(member(from + place));
+        }
+    }
+
+    nb::tuple members_;
+    farpool::Ranking takers_;
+    farpool::Ranking others_;
+};
+
+PyType_Slot ranking_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(MemberRanking::traverse)},
+                               {Py_tp_clear, reinterpret_cast<void*>(MemberRanking::clear)},
+                               {0, nullptr}};
+
+}  // namespace
+
+void bind_ranking(nb::module_& m) {
+    nb::class_<MemberRanking>(m, "Ranking", nb::type_slots(ranking_slots),
+                              R"(Rendezvous order of members for keys. Immutable.
+
+The first `takers` of the members take new objects; the others only return the objects that they have, and rank behind.)")
+        .def(nb::init<nb::tuple, const std::vector<std::uint64_t>&, const std::vector<double>&, std::size_t>(),
+             nb::arg("members"), nb::arg("seeds"), nb::arg("weights"), nb::arg("takers"),
+             nb::sig("def __init__(self, members: tuple[typing.Any, ...], seeds: collections.abc.Sequence[int], weights: "
+                     "collections.abc.Sequence[float], takers: int) -> None"),
+             "Rank members by the hash of key and seed. A member's share of the keys is proportional to its weight.")
+        .def("first", &MemberRanking::first, nb::arg("key"), nb::sig("def first(self, key: bytes) -> typing.Any"),
+             "Return the member of highest rank for a key; ValueError if there is none.")
+        .def("order", &MemberRanking::order, nb::arg("key"), nb::sig("def order(self, key: bytes) -> list[typing.Any]"),
+             "Return all members, the highest rank for a key first.")
+        .def("places", &MemberRanking::places, nb::arg("key"), nb::sig("def places(self, key: bytes) -> list[typing.Any]"),
+             "Return the members that take new objects, the highest rank for a key first.")
+        .def(
+            "by_first", &MemberRanking::by_first, nb::arg("keys"),
+            nb::sig("def by_first(self, keys: list[bytes]) -> dict[typing.Any, collections.abc.Sequence[int]]"),
+            "Group keys by the member of highest rank for each; return the numbers of its keys for each member that has some.");
+}

@@ -1,0 +1,8 @@
+"""Who the members are: the list of nodes that a store uses (docs/store.md)."""
+
+from __future__ import annotations
+
+from farpool.abc.membership import MemberInfo, Membership, MemberState
+from farpool.cluster.members.static import StaticMembers
+
+__all__ = ["MemberInfo", "MemberState", "Membership", "StaticMembers"]

@@ -1,0 +1,116 @@
+"""Members that their owner lists by address."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from farpool.abc.membership import MemberInfo, Membership, MemberState
+from farpool.cluster.wire.address import parse_address
+from farpool.errors import ConfigError
+
+__all__ = ["StaticMembers"]
+
+
+class StaticMembers(Membership):
+    """A list of addresses that its owner may replace while stores use it. Thread-safe.
+
+    The list does not know identities: a store learns them at its first contact with a node. So to move a node, list its
+    new address in place of the old one, and stores recognize it.
+
+    Parameters
+    ----------
+    *addresses : str
+        Addresses like ``tcp://10.0.0.7:7471``, at least one.
+
+    Raises
+    ------
+    ConfigError
+        No address is given, one is given twice, or one is not an address.
+    """
+
+    def __init__(self, *addresses: str) -> None:
+        self._members = _listed(addresses, ())
+        self._forget_subscribers()
+        _ALL.add(self)
+
+    def members(self) -> Sequence[MemberInfo]:
+        """Return the present members, in the order of their addresses."""
+        return self._members
+
+    def update(self, addresses: Iterable[str], *, draining: Iterable[str] = ()) -> None:
+        """Replace the whole list. Stores finish the calls that are under way with the members that these began with.
+
+        Parameters
+        ----------
+        addresses : iterable of str
+            All addresses from now on.
+        draining : iterable of str
+            Those of them whose nodes are about to leave: stores read from them and put nothing there any more, and
+            `farpool.Store.repair` copies their objects to the others.
+
+        Raises
+        ------
+        ConfigError
+            As for a new list, or `draining` has an address that is not in it. The list stays as it was.
+        """
+        members = _listed(tuple(addresses), tuple(draining))
+        with self._lock:
+            self._members = members
+            subscribers = list(self._subscribers.values())
+        errors: list[Exception] = []
+        for changed in subscribers:
+            try:
+                changed()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have `changed` called after each `update`, in its thread."""
+        mark = object()
+        with self._lock:
+            self._subscribers[mark] = changed
+
+        def end() -> None:
+            with suppress(KeyError):
+                del self._subscribers[mark]
+
+        return end
+
+    def _forget_subscribers(self) -> None:
+        self._lock = threading.Lock()
+        self._subscribers: dict[object, Callable[[], None]] = {}
+
+
+def _listed(addresses: tuple[str, ...], draining: tuple[str, ...]) -> tuple[MemberInfo, ...]:
+    parsed = [str(parse_address(address, "node")) for address in addresses]
+    if not parsed or len(set(parsed)) < len(parsed):
+        what = "given twice" if parsed else "missing"
+        raise ConfigError(f"nodes is {addresses!r}: an address is {what}; expected one of each node", setting="nodes")
+    leaving = {str(parse_address(address, "draining")) for address in draining}
+    if unknown := sorted(leaving - set(parsed)):
+        raise ConfigError(
+            f"draining is {draining!r}: {unknown[0]} is not in the list; expected addresses of members",
+            setting="draining",
+        )
+    return tuple(
+        MemberInfo((address,), state=MemberState.DRAINING if address in leaving else MemberState.ACTIVE)
+        for address in parsed
+    )
+
+
+_ALL: weakref.WeakSet[StaticMembers] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Forget the parent's subscribers in the child of a fork, and the lock that another thread may have held."""
+    for members in list(_ALL):
+        members._forget_subscribers()
+
+
+os.register_at_fork(after_in_child=_forked)

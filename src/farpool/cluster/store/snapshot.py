@@ -1,0 +1,83 @@
+"""The members of a store at one moment, and their order for a key.
+
+The members are ranked for each key by rendezvous hashing of their identities and the key. An object is put on the first
+ones that take it. So all programs find the same order, whatever addresses they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from farpool._native import Ranking
+from farpool.abc.membership import MemberState
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.member import Member
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """The members of a store at one moment. Immutable: a store replaces it as a whole when members change.
+
+    A call uses one snapshot for each attempt. The methods that take keys use members that have been met, because only
+    their identities are known.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        All members that are asked for objects.
+
+    Attributes
+    ----------
+    members : tuple of Member
+        All members that are asked for objects, in the order of the list.
+    strangers : tuple of Member
+        Members that have not been met yet.
+    met : tuple of Member
+        The other members: those that take new objects first, then those that are draining.
+    is_settled : bool
+        True if there are members and all of them have been met.
+    by_identity : mapping of bytes to Member
+        The members that have been met, by identity.
+    first : callable
+        Returns the member of highest rank for a key; ValueError if none has been met.
+    order : callable
+        Returns all met members in the order of their ranks for a key; those that take no new objects come last.
+    places : callable
+        Returns the met members that take new objects, in the order of their ranks for a key.
+    by_first : callable
+        Groups keys by the member of highest rank: the numbers of its keys for each member that has some.
+    """
+
+    __slots__ = ("by_first", "by_identity", "first", "is_settled", "members", "met", "order", "places", "strangers")
+
+    by_first: Callable[[list[bytes]], dict[Member, Sequence[int]]]
+    by_identity: Mapping[bytes, Member]
+    first: Callable[[bytes], Member]
+    is_settled: bool
+    members: tuple[Member, ...]
+    met: tuple[Member, ...]
+    order: Callable[[bytes], list[Member]]
+    places: Callable[[bytes], list[Member]]
+    strangers: tuple[Member, ...]
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = tuple(members)
+        self.strangers = tuple([member for member in members if not member.identity])
+        met = [member for member in members if member.identity]
+        takers = [member for member in met if not is_draining(member)]
+        self.met = (*takers, *[member for member in met if is_draining(member)])
+        self.is_settled = bool(met) and not self.strangers
+        self.by_identity = {member.identity: member for member in self.met}
+        seeds = [int.from_bytes(member.identity[:8], "little") for member in self.met]
+        ranking = Ranking(self.met, seeds, [member.info.weight for member in self.met], len(takers))
+        # Bound methods of the native object: one call for each lookup, not two.
+        self.first, self.order = ranking.first, ranking.order
+        self.places, self.by_first = ranking.places, ranking.by_first
+
+
+def is_draining(member: Member) -> bool:
+    """Return True if a member takes no new objects, because it is about to leave."""
+    return member.info.state is MemberState.DRAINING
