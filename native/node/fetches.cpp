@@ -50,12 +50,11 @@ void Server::start_fetch(Peer& peer, Reply& answer, const Fetch& fetch) {
     const Place place{peer.tenant, fetch.offset};
     auto reading = readings_.find(place);
     if (reading == readings_.end()) {
-        auto into = std::make_shared<Aside>(fetch.nbytes);
+        auto into = std::make_shared<AlignedBuffer>(fetch.nbytes);
         reading = readings_.emplace(place, Reading{into, {}}).first;
-        Found found{};
-        found.offset = fetch.offset;
-        peer.objects->hold(found);  // its blocks stay its own until they have been read, also if the connection is closed
-        jobs_.emplace(shelf_->read(fetch.block, into), place);
+        peer.objects->hold_again(
+            fetch.offset);  // its blocks stay its own until they have been read, also if the connection is closed
+        peer.objects->read(fetch.block, into, [this, place](bool ok) { fetched(place, ok); });
     }
     reading->second.waiting.push_back(fetch);
     answer.aside = reading->second.into;
@@ -67,31 +66,18 @@ void Server::finish_jobs() {
     if (shelf_ == nullptr) {
         return;
     }
-    for (const Shelf::Done& done : shelf_->done()) {
-        guarded([&] {  // each by itself: what one holds must not stay held because another failed
-            bool known = false;
-            for (const auto& [tenant, objects] : objects_) {
-                known = known || objects->written(done.job, done.ok);
-            }
-            if (!known) {
-                fetched(done.job, done.ok);
-            }
-        });
+    for (const auto& then : shelf_->finished()) {
+        guarded(then);  // each by itself: what one holds must not stay held because another failed
     }
 }
 
-void Server::fetched(std::uint64_t job, bool ok) {
-    const auto known = jobs_.extract(job);
-    if (known.empty()) {
-        return;
-    }
-    const Place place = known.mapped();
+void Server::fetched(const Place& place, bool ok) {
     const Reading reading = std::move(readings_.extract(place).mapped());
-    Objects& objects = *objects_.at(place.first);
+    Catalogue& objects = *objects_.at(place.first);
     if (!ok) {
         objects.lose(place.second);
     }
-    objects.drop(place.second);
+    objects.release(place.second);
     for (const Fetch& fetch : reading.waiting) {
         const auto found = peers_.find(fetch.fd);
         if (found == peers_.end() || found->second->number != fetch.peer || found->second->dead) {
@@ -127,7 +113,7 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     }
     const bool pins = static_cast<Op>(answer.header.op) == Op::pin;
     const std::optional<Found> promoted =
-        ok && fetch.promote ? peer.objects->promote(fetch.offset, *answer.aside) : std::nullopt;
+        ok && fetch.promote ? peer.objects->promote(fetch.offset, answer.aside->data()) : std::nullopt;
     if (promoted) {
         turns_.charge(*peer.seat, fetch.nbytes);
     }
@@ -150,7 +136,7 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
 // Retries a pin whose object did not come back into memory. Another request may have brought it there, or changed it.
 void Server::pin_again(Peer& peer, Reply& answer, const Fetch& fetch) {
     const Found found = peer.objects->find(fetch.key, true);
-    if (found.status == Status::done && !found.shelved) {
+    if (found.status == Status::done && found.is_mapped_by_readers) {
         pin(peer, found, answer, fetch.ttl_ms);
     } else if (found.status == Status::done && found.offset != fetch.offset) {
         // Not behind others: theirs may be the replies that wait for this one to go.

@@ -193,7 +193,7 @@ void Server::begin_put(Peer& peer) {
 }
 
 // Aborts the put that has been silent for longest, of those that announced more bytes than have come; false if there is none.
-bool Server::give_up_a_put(const Objects& objects) {
+bool Server::give_up_a_put(const Catalogue& objects) {
     Peer* silent = nullptr;
     for (const auto& [fd, peer] : peers_) {
         const bool announces = peer->objects == &objects && peer->prepared != 0 && peer->left > peer->room;
@@ -216,7 +216,7 @@ void Server::extend_put(Peer& peer) {
         const std::string_view key = key_after(peer.meta, sizeof(ObjectHead));
         const auto prepare = [&] {
             return peer.objects->prepare(key, peer.header.payload_nbytes, number_at<ObjectHead>(peer.meta, 0),
-                                         Objects::Arrival::in_slices);
+                                         Catalogue::Arrival::in_slices);
         };
         Found prepared = prepare();
         // Give up another put only if this one can continue then.
@@ -286,12 +286,12 @@ void Server::answer_get(Peer& peer) {
     }
     peer.objects->count_hit();
     reply(peer, Status::done, found->serial, packed(found->head));
-    if (found->shelved) {
+    if (found->view == nullptr) {
         return fetch(peer, *found, key, 0);
     }
     Reply& answer = peer.replies.back();
     if (peer.held_back.empty() && has_room(peer, *found)) {
-        return send_object(peer, answer, *found, key);
+        return send_object(peer, answer, found->visited ? peer.objects->copy_to_ram(*found) : *found, key);
     }
     answer.ticket = ++tickets_;
     peer.held_back.emplace_back(answer.ticket, key);
@@ -428,15 +428,19 @@ void Server::answer_pin(Peer& peer) {
     }
     const auto ttl_ms = number_at<std::uint64_t>(peer.meta, 0);
     reply(peer, Status::done, found->serial);
-    if (found->shelved) {
+    if (found->view == nullptr) {
         return fetch(peer, *found, key, ttl_ms);
     }
-    pin(peer, *found, peer.replies.back(), ttl_ms);
+    const Found in_ram = peer.objects->copy_to_ram(*found);
+    if (!in_ram.is_mapped_by_readers) {
+        return refuse(peer.replies.back(), Status::full);
+    }
+    pin(peer, in_ram, peer.replies.back(), ttl_ms);
 }
 
 void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t ttl_ms) {
     Session& session = sessions_.at(peer.session);
-    const std::uint64_t room = peer.objects->room_of(found);
+    const std::uint64_t room = peer.objects->ram_nbytes(found);
     if (std::string refusal = quotas_.pin_refusal(session.charged(), session.pins.size(), found.offset, room);
         !refusal.empty()) {
         return refuse(answer, Status::busy, std::move(refusal));

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "node/catalogue/catalogue.hpp"
 #include "node/leases.hpp"
 #include "node/loop_time.hpp"
-#include "node/objects.hpp"
 #include "node/turns.hpp"
 #include "wire/frame.hpp"
 #include "wire/looked_up.hpp"
@@ -61,12 +61,12 @@ struct Reply {
     std::uint64_t sent = 0;
     std::uint64_t held_object = 0;  // offset, 0 for none
     std::shared_ptr<Lease> held_lease;
-    std::shared_ptr<Aside> aside;  // holds the payload if it comes from the file
-    std::uint64_t ticket = 0;      // of a fetch from the file: the reply, and those behind it, wait for its end
-    std::uint64_t fetched = 0;     // bytes that count as fetched until the reply has gone
-    std::uint64_t unsent = 0;      // bytes that count as unsent until then
-    Clock::time_point begun{};     // when the header of its request had arrived
-    File file;                     // goes with its first byte
+    std::shared_ptr<AlignedBuffer> aside;  // holds the payload if it comes from the file
+    std::uint64_t ticket = 0;              // of a fetch from the file: the reply, and those behind it, wait for its end
+    std::uint64_t fetched = 0;             // bytes that count as fetched until the reply has gone
+    std::uint64_t unsent = 0;              // bytes that count as unsent until then
+    Clock::time_point begun{};             // when the header of its request had arrived
+    File file;                             // goes with its first byte
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
@@ -103,7 +103,7 @@ struct Peer {
     std::uint32_t tenant = 0;
     std::uint32_t rights = 0;
     std::string key;  // name of the access key
-    Objects* objects = nullptr;
+    Catalogue* objects = nullptr;
     Turns::Seat seat{nullptr, {nullptr}};
 
     Stage stage = Stage::header;

@@ -99,7 +99,7 @@ std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use
     if (!is_told && expected_of(owner.first).holders <= 1) {
         return {};  // the tenant's share is all that bounds it
     }
-    if (nbytes > budget_.limit) {
+    if (nbytes > budget_.limit()) {
         return {};  // which has an answer of its own
     }
     const std::uint64_t all = is_told ? key->second.nbytes : budget_.share_of_fixed(owner.first) / 2;

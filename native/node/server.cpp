@@ -55,7 +55,7 @@ Server::Server(Settings settings)
     }
     next_tick_ = Clock::now() + tick_period;
     if (!settings_.shelf.empty()) {
-        shelf_ = std::make_unique<Shelf>(settings_.shelf, settings_.shelf_capacity, settings_.ephemeral, [this] { wake(); });
+        shelf_ = std::make_unique<Nvme>(settings_.shelf, settings_.shelf_capacity, settings_.ephemeral, [this] { wake(); });
     }
     const BusGuard guard;
     std::vector<std::string> notes;
@@ -85,7 +85,7 @@ Server::Server(Settings settings)
             name.ends_with(".visited") && name.starts_with("objects-");  // an earlier farpool had a file for them
         if (unfinished || outdated) {
             remove_file(path.string());
-        } else if (const auto tenant = Objects::tenant_of(name)) {
+        } else if (const auto tenant = tenant_of_file(name)) {
             objects_of(*tenant);
         }
     }
@@ -128,7 +128,7 @@ void Server::stop() {
     }
     reap();
     if (shelf_ != nullptr) {
-        shelf_->finish();  // what is on its way is adopted by the next start
+        shelf_->close();  // what is on its way is adopted by the next start
         finish_jobs();
     }
     for (const auto& [tenant, objects] : objects_) {
@@ -276,16 +276,16 @@ void Server::end_key(std::string_view key) {
     wake();  // the loop closes them
 }
 
-Objects& Server::objects_of(std::uint32_t tenant) {
+Catalogue& Server::objects_of(std::uint32_t tenant) {
     if (stopped_ && !objects_.contains(tenant)) {  // nobody would remove its files
         errno = ESHUTDOWN;
         fail("making files for a tenant");
     }
-    std::unique_ptr<Objects>& objects = objects_[tenant];
+    std::unique_ptr<Catalogue>& objects = objects_[tenant];
     if (objects == nullptr) {
         std::string text;
         try {
-            objects = std::make_unique<Objects>(settings_.folder, tenant, budget_, shelf_.get(), settings_.ephemeral, text);
+            objects = std::make_unique<Catalogue>(settings_.folder, tenant, budget_, shelf_.get(), settings_.ephemeral, text);
         } catch (...) {
             objects_.erase(tenant);
             throw;
@@ -297,7 +297,7 @@ Objects& Server::objects_of(std::uint32_t tenant) {
     return *objects;
 }
 
-Objects::Paths Server::objects_paths(std::uint32_t tenant) {
+ObjectPaths Server::objects_paths(std::uint32_t tenant) {
     const Hold hold(mutex_);
     return objects_of(tenant).paths();
 }
@@ -312,9 +312,9 @@ int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
     session_of(session, tenant);
     Visits& visits = objects_of(tenant).visits();
     const std::uint64_t nbytes = visits.has(session) ? 0 : visits.session_nbytes();
-    if (nbytes > 0 && (visits.sessions() >= Visits::most_sessions || !budget_.may_fix(tenant, nbytes) ||
+    if (nbytes > 0 && (visits.sessions() >= Visits::sessions_max || !budget_.may_fix(tenant, nbytes) ||
                        !budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes))) {
-        throw Busy("at most " + std::to_string(Visits::most_sessions) +
+        throw Busy("at most " + std::to_string(Visits::sessions_max) +
                    " sessions of a tenant may map its objects, and each takes " + std::to_string(nbytes) +
                    " bytes of its share for marks of visits");
     }
@@ -337,7 +337,7 @@ std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place
         const Clock::time_point before = Clock::now();
         {
             const Hold hold(mutex_);
-            Objects& objects = objects_of(tenant);
+            Catalogue& objects = objects_of(tenant);
             place = place == 0 ? objects.place_of(after) : place;
             objects.list(place, after, prefix, limit, found);
         }
@@ -353,8 +353,8 @@ Server::Stats Server::stats() {
     const Hold hold(mutex_);
     Stats stats;
     static_cast<Counts&>(stats) = counts_;
-    stats.capacity = budget_.limit;
-    stats.used = budget_.used;
+    stats.capacity = budget_.limit();
+    stats.used = budget_.used();
     stats.lent = lent_;
     stats.backed = budget_.taken();
     stats.connections = peers_.size();
@@ -363,10 +363,10 @@ Server::Stats Server::stats() {
     if (shelf_ != nullptr) {
         stats.shelf_capacity = shelf_->capacity();
         stats.shelf_used = shelf_->used();
-        stats.leaving = budget_.leaving;
+        stats.leaving = budget_.moving();
     }
     for (const auto& [tenant, objects] : objects_) {
-        const Objects::Counts& counts = objects->counts();
+        const Catalogue::Counts& counts = objects->counts();
         stats.objects += objects->size();
         stats.object_bytes += counts.payload_bytes;
         stats.gets += counts.gets;
@@ -377,7 +377,7 @@ Server::Stats Server::stats() {
         stats.demotions += counts.demotions;
         stats.promotions += counts.promotions;
         stats.adopted += counts.adopted;
-        stats.index_bytes += objects->overhead();
+        stats.index_bytes += objects->overhead_nbytes();
         stats.taken += objects->taken();
     }
     for (const auto& lease : leases_.all()) {

@@ -21,10 +21,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "node/catalogue/catalogue.hpp"
+#include "node/catalogue/nvme.hpp"
 #include "node/freeing.hpp"
 #include "node/leases.hpp"
 #include "node/loop_time.hpp"
-#include "node/objects.hpp"
 #include "node/peer.hpp"
 #include "node/quotas.hpp"
 #include "node/tallies.hpp"
@@ -74,7 +75,7 @@ public:
 
     struct TenantStats {
         std::uint64_t objects, used, backed, taken, lent, share;
-        Objects::Counts counts;
+        Catalogue::Counts counts;
         Quotas::Charges charges;
     };
 
@@ -108,7 +109,7 @@ public:
     std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
     // Path of a lease's file (on an ephemeral node, the path that it would have); empty where there is no such lease.
     std::string lease_path(std::uint64_t session, std::uint64_t lease);
-    Objects::Paths objects_paths(std::uint32_t tenant);
+    ObjectPaths objects_paths(std::uint32_t tenant);
     // Descriptors, owned by the caller, of a lease (-1 where there is none) and of a tenant's index and data.
     int lease_file(std::uint64_t session, std::uint64_t lease);
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
@@ -153,7 +154,7 @@ private:
 
     // One read of an object from the NVMe file, shared by all requests that wait for it.
     struct Reading {
-        std::shared_ptr<Aside> into;
+        std::shared_ptr<AlignedBuffer> into;
         std::vector<Fetch> waiting;
     };
 
@@ -203,7 +204,7 @@ private:
     void frame_complete(Peer& peer);
     void begin_put(Peer& peer);
     void extend_put(Peer& peer);
-    bool give_up_a_put(const Objects& objects);
+    bool give_up_a_put(const Catalogue& objects);
     void begin_write(Peer& peer);
     void finish_put(Peer& peer);
     void finish_write(Peer& peer);
@@ -234,7 +235,7 @@ private:
     Fetch expect(Peer& peer, Reply& answer, const Found& found, std::string_view key, std::uint64_t ttl_ms);
     void start_fetches(Peer& peer);
     void start_fetch(Peer& peer, Reply& answer, const Fetch& fetch);
-    void fetched(std::uint64_t job, bool ok);
+    void fetched(const Place& place, bool ok);
     void deliver(Peer& peer, const Fetch& fetch, bool ok);
     void finish_jobs();
     void answer_unpin(Peer& peer);
@@ -277,7 +278,7 @@ private:
     void uncharge_lease(const Quotas::Owner& owner, std::uint64_t nbytes);
     std::shared_ptr<Lease> lease_of(std::uint64_t session, std::uint64_t lease) const;
     void note(std::string kind, std::uint64_t session, std::string text);
-    Objects& objects_of(std::uint32_t tenant);
+    Catalogue& objects_of(std::uint32_t tenant);
     void wake();
     // For deadlines of clients.
     Clock::time_point now() const noexcept { return time_.at(Clock::now()); }
@@ -291,11 +292,10 @@ private:
     std::uint64_t lent_ = 0;
     Leases leases_;
     std::unique_ptr<Freeing> freeing_ = std::make_unique<Freeing>();
-    std::unique_ptr<Shelf> shelf_;
-    std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
-    std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
-    std::unordered_map<std::uint64_t, Place> jobs_;  // place of the object that each job reads
-    std::uint64_t numbers_ = 0;                      // of connections
+    std::unique_ptr<Nvme> shelf_;
+    std::map<std::uint32_t, std::unique_ptr<Catalogue>> objects_;
+    std::map<Place, Reading> readings_;  // by the extent, which is held meanwhile
+    std::uint64_t numbers_ = 0;          // of connections
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;
     Quotas quotas_{budget_};

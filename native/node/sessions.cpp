@@ -83,7 +83,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     {
         const Hold hold(mutex_);
         owner = session_of(session, tenant).owner;
-        if (stopped_ || nbytes > budget_.limit) {
+        if (stopped_ || nbytes > budget_.limit()) {
             return 0;
         }
         if (const std::string refusal = quotas_.lease_refusal({tenant, owner}, leases_.of(session).size(), nbytes);

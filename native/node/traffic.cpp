@@ -419,7 +419,7 @@ void Server::let_go(Peer& peer, Reply& reply) {
         }
     }
     if (reply.held_object != 0) {
-        peer.objects->drop(reply.held_object);
+        peer.objects->release(reply.held_object);
         reply.held_object = 0;
     }
 }

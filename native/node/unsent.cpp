@@ -34,7 +34,7 @@ bool Server::send_held_back(Peer& peer) {
         Reply& answer = *std::find_if(peer.replies.rbegin(), peer.replies.rend(),
                                       [ticket = ticket](const Reply& reply) { return reply.ticket == ticket; });
         const Found found = peer.objects->find(key, false);
-        if (found.status == Status::done && !found.shelved && found.nbytes > 0) {
+        if (found.status == Status::done && found.view != nullptr && found.nbytes > 0) {
             if (!has_room_here(peer, found)) {
                 return true;  // goes on when its own replies have gone
             }
@@ -63,7 +63,7 @@ bool Server::send_held_back(Peer& peer) {
 void Server::send_object(Peer& peer, Reply& answer, const Found& found, std::string_view key) {
     answer.header.serial = found.serial;
     answer.meta.assign(reinterpret_cast<const char*>(&found.head), sizeof found.head);
-    if (found.shelved) {  // it has left memory meanwhile
+    if (found.view == nullptr) {  // it has left memory meanwhile
         return start_fetch(peer, answer, expect(peer, answer, found, key, 0));
     }
     answer.header.payload_nbytes = found.nbytes;
@@ -72,12 +72,12 @@ void Server::send_object(Peer& peer, Reply& answer, const Found& found, std::str
     if (found.nbytes == 0) {
         return;
     }
-    answer.payload = peer.objects->at(found.payload);
+    answer.payload = found.view;
     answer.held_object = found.offset;
     answer.unsent = found.nbytes;
     peer.objects->hold(found);
     peer.holding += found.nbytes;
-    const std::uint64_t room = peer.objects->room_of(found);
+    const std::uint64_t room = peer.objects->ram_nbytes(found);
     const auto [object, is_new] = peer.unsent->objects.try_emplace(found.offset, Unsent::Object{room, 0});
     ++object->second.replies;
     if (is_new) {

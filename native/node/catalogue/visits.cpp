@@ -1,4 +1,4 @@
-#include "node/visits.hpp"
+#include "node/catalogue/visits.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -8,14 +8,14 @@ namespace farpool {
 
 namespace {
 
-constexpr std::uint64_t least_area = 4096;
-constexpr std::uint64_t most_area = std::uint64_t{4} << 20;
-constexpr std::uint64_t bytes_a_mark = 1024;  // that the node lends; where objects are smaller, several share one
+constexpr std::uint64_t area_nbytes_min = 4096;
+constexpr std::uint64_t area_nbytes_max = std::uint64_t{4} << 20;
+constexpr std::uint64_t capacity_per_mark = 1024;  // several objects share a mark if they are smaller
 
 }  // namespace
 
 Visits::Visits(const SegmentHeader& index, std::uint64_t capacity)
-    : area_nbytes_(std::clamp(std::bit_ceil(capacity / bytes_a_mark), least_area, most_area)) {
+    : area_nbytes_(std::clamp(std::bit_ceil(capacity / capacity_per_mark), area_nbytes_min, area_nbytes_max)) {
     std::memcpy(header_.id, index.id, sizeof header_.id);
     header_.tenant = index.tenant;
     header_.kind = static_cast<std::uint32_t>(SegmentKind::visited);

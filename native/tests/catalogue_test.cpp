@@ -1,5 +1,5 @@
 // A tenant's objects and what a node lends, without the node round them.
-#include "node/objects.hpp"
+#include "node/catalogue/catalogue.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -16,14 +16,15 @@
 #include <string>
 
 #include "core/crc32c.hpp"
+#include "node/catalogue/nvme.hpp"
 #include "tests/folder.hpp"
 #include "tests/testing.hpp"
 
 using farpool::Budget;
+using farpool::Catalogue;
 using farpool::Found;
 using farpool::Keep;
 using farpool::ObjectHead;
-using farpool::Objects;
 using farpool::Status;
 using farpool::testing::Folder;
 
@@ -72,16 +73,16 @@ struct StoppedClock {
 };
 std::uint64_t StoppedClock::now = 0;
 
-Objects opened(const Folder& folder, Budget& budget, std::uint32_t tenant = 0) {
+Catalogue opened(const Folder& folder, Budget& budget, std::uint32_t tenant = 0) {
     std::string note;
-    return Objects(folder.path(), tenant, budget, nullptr, true, note);
+    return Catalogue(folder.path(), tenant, budget, nullptr, true, note);
 }
 
-Found announced(Objects& objects, const std::string& key, std::uint64_t nbytes) {
-    return objects.prepare(key, nbytes, ObjectHead{}, Objects::Arrival::in_slices);
+Found announced(Catalogue& objects, const std::string& key, std::uint64_t nbytes) {
+    return objects.prepare(key, nbytes, ObjectHead{}, Catalogue::Arrival::in_slices);
 }
 
-Status put(Objects& objects, const std::string& key, std::uint64_t nbytes, std::uint32_t cost_us = 0) {
+Status put(Catalogue& objects, const std::string& key, std::uint64_t nbytes, std::uint32_t cost_us = 0) {
     ObjectHead head{};
     head.recompute_us = cost_us;
     const Found place = objects.prepare(key, nbytes, head);
@@ -89,14 +90,14 @@ Status put(Objects& objects, const std::string& key, std::uint64_t nbytes, std::
 }
 
 // Puts so many objects of 100 kB, each of which has to be taken.
-void put_small(Objects& objects, int count) {
+void put_small(Catalogue& objects, int count) {
     for (int number = 0; number < count; ++number) {
         CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
     }
 }
 
 // Extends a prepared payload as a connection does when bytes come; false where there was no room.
-bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
+bool arrives(Catalogue& objects, const Found& place, std::uint64_t nbytes) {
     while (objects.writable(place.offset) < nbytes) {
         if (objects.extend(place.offset) != Status::done) {
             return false;
@@ -136,7 +137,7 @@ TEST("where the system has less memory than is lent, objects go for those that c
         System system;
         const Folder folder;
         Budget budget{16 * mib};
-        Objects objects = opened(folder, budget);
+        Catalogue objects = opened(folder, budget);
         system.most = 4 * mib;
         CHECK(put(objects, "kept", nbytes) == Status::done);
         CHECK(objects.touch("kept", 0, Keep::keep).status == Status::done);
@@ -145,7 +146,7 @@ TEST("where the system has less memory than is lent, objects go for those that c
             CHECK(objects.find(std::to_string(at), false).status == Status::done);
         }
         CHECK(objects.find("kept", false).status == Status::done);
-        CHECK(budget.backed <= system.most);
+        CHECK(budget.backed() <= system.most);
         CHECK(objects.counts().payload_bytes > 3 * mib);  // not many more go than have to
         system.most = ~std::uint64_t{0};
         for (std::uint64_t at = 0; at < 32 * mib; at += nbytes) {
@@ -159,7 +160,7 @@ TEST("what comes in slices gets the memory of objects where the system has no mo
     System system;
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     system.most = 6 * mib;
     put_small(objects, 100);
     const Found one = announced(objects, "one", 4 * mib);
@@ -176,7 +177,7 @@ TEST("an object that would not fit if all others left lets none of them go") {
     System system;
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     system.most = 4 * mib;
     put_small(objects, 30);
     CHECK(put(objects, "large", 8 * mib) == Status::full);
@@ -191,8 +192,8 @@ TEST("an object in slices stops without evicting when other programs take the me
     System system;
     const Folder folder;
     std::uint64_t others = 0;
-    Budget budget{16 * mib, {}, [&] { return 12 * mib - std::min(12 * mib, budget.backed + others); }};
-    Objects objects = opened(folder, budget);
+    Budget budget{16 * mib, {}, [&] { return 12 * mib - std::min(12 * mib, budget.backed() + others); }};
+    Catalogue objects = opened(folder, budget);
     system.most = 12 * mib;
     put_small(objects, 30);
     const Found place = announced(objects, "large", 8 * mib);
@@ -211,8 +212,8 @@ TEST("where the system has less memory than is lent, who comes later gets a shar
     System system;
     const Folder folder;
     Budget budget{16 * mib};
-    Objects first = opened(folder, budget, 1);
-    Objects second = opened(folder, budget, 2);
+    Catalogue first = opened(folder, budget, 1);
+    Catalogue second = opened(folder, budget, 2);
     system.together = true;
     system.most = 5 * mib;  // less than the first one's half of the limit
     put_small(first, 200);
@@ -225,12 +226,12 @@ TEST("where the system has less memory than is lent, some objects are forgotten 
     System system;
     const Folder folder;
     Budget budget{16 * mib};
-    farpool::Shelf shelf(folder.path() + "/shelf", 64 * mib, true, [] {});
+    farpool::Nvme nvme(folder.path() + "/shelf", 64 * mib, true, [] {});
     std::string note;
-    Objects objects(folder.path(), 0, budget, &shelf, true, note);
+    Catalogue objects(folder.path(), 0, budget, &nvme, true, note);
     system.most = 4 * mib;
     put_small(objects, 100);
-    shelf.finish();
+    nvme.close();
     CHECK(objects.counts().evictions > 0u);  // on their way they would keep their memory
     CHECK(objects.counts().demotions > 0u);
 }
@@ -239,7 +240,7 @@ TEST("a call that was interrupted is made again, and a refusal for another reaso
     System system;
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     for (int number = 0; number < 100; ++number) {
         system.interruptions = 5;
         CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
@@ -253,18 +254,18 @@ TEST("a call that was interrupted is made again, and a refusal for another reaso
 TEST("what is announced is charged a slice at a time, and given back whole") {
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     const Found place = announced(objects, "large", 10 * mib);
     CHECK(place.status == Status::done);
     constexpr std::uint64_t slice = mib / 8;
-    CHECK(budget.used <= slice + 128);
+    CHECK(budget.used() <= slice + 128);
     for (std::uint64_t slices = 2; slices <= 80; ++slices) {
         CHECK(objects.extend(place.offset) == Status::done);
         CHECK_EQUAL(objects.writable(place.offset), slices * slice);
-        CHECK(budget.used <= slices * slice + 128);
+        CHECK(budget.used() <= slices * slice + 128);
     }
     CHECK(objects.abort(place.offset, place.serial));
-    CHECK_EQUAL(budget.used, 0u);
+    CHECK_EQUAL(budget.used(), 0u);
     CHECK(!objects.may_announce(16 * mib + 1));
 }
 
@@ -273,7 +274,7 @@ TEST("programs of random puts, in slices or not, keep accounts and stay within w
         std::mt19937 random(seed);
         const Folder folder;
         Budget budget{8 * mib};
-        Objects objects = opened(folder, budget);
+        Catalogue objects = opened(folder, budget);
         std::map<std::string, std::pair<Found, std::uint64_t>> arriving;
         for (int step = 0; step < 600; ++step) {
             const std::string key = std::to_string(random() % 60);
@@ -310,9 +311,9 @@ TEST("programs of random puts, in slices or not, keep accounts and stay within w
                 default:
                     static_cast<void>(put(objects, key, nbytes));
             }
-            CHECK_EQUAL(budget.used, objects.used());
-            CHECK(budget.used <= budget.limit);
-            CHECK(budget.taken() <= budget.limit + 4096);
+            CHECK_EQUAL(budget.used(), objects.used());
+            CHECK(budget.used() <= budget.limit());
+            CHECK(budget.taken() <= budget.limit() + 4096);
         }
         for (const auto& [key, one] : arriving) {
             CHECK(objects.abort(one.first.offset, one.first.serial));
@@ -328,14 +329,14 @@ TEST("an extension that finds no room leaves what there is as it was") {
     const Folder folder;
     constexpr std::uint64_t slice = mib / 8;
     Budget budget{4 * mib - slice / 2};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     const Found one = announced(objects, "one", 20 * slice);
     const Found other = announced(objects, "other", 12 * slice);
     CHECK(one.status == Status::done && other.status == Status::done);
     CHECK(arrives(objects, one, 20 * slice - 200));
-    const std::uint64_t used = budget.used;
+    const std::uint64_t used = budget.used();
     CHECK(objects.extend(other.offset) == Status::full);  // there is room for the next slice, and not for the rest
-    CHECK_EQUAL(budget.used, used);
+    CHECK_EQUAL(budget.used(), used);
     CHECK(objects.writable(other.offset) <= slice);
     CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
     CHECK(arrives(objects, other, 12 * slice - 200));  // the node may evict what was committed
@@ -345,7 +346,7 @@ TEST("an extension that finds no room leaves what there is as it was") {
 TEST("what one tenant fixes leaves the shares of all that are expected") {
     const Folder folder;
     Budget budget{16 * mib, {{7, 4 * mib}}};
-    Objects one = opened(folder, budget, 1);
+    Catalogue one = opened(folder, budget, 1);
     CHECK_EQUAL(budget.share_of_fixed(1), 12 * mib);
     budget.expect({1, 2, 3, 7});
     CHECK_EQUAL(budget.share(1), 12 * mib);
@@ -367,7 +368,7 @@ TEST("what one tenant fixes leaves the shares of all that are expected") {
 TEST("what was used lately does not go because it lies beside what does") {
     const Folder folder;
     Budget budget{mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     std::uint64_t nbytes = 10'000;
     for (int number = 0; number < 2000; ++number) {  // each larger than any hole: at last holes have to be made
         CHECK(put(objects, std::to_string(number), nbytes) == Status::done);
@@ -381,50 +382,50 @@ TEST("what was used lately does not go because it lies beside what does") {
 TEST("an object is demoted when it is asked for, unless somebody needs it in memory") {
     const Folder folder;
     Budget budget{8 * mib};
-    Objects without_file = opened(folder, budget);
+    Catalogue without_file = opened(folder, budget);
     CHECK(put(without_file, "key", mib) == Status::done);
     CHECK(without_file.demote(without_file.find("key", false)) == Status::unknown);
     CHECK_EQUAL(without_file.counts().demotions, 0u);
 
     const Folder other;
     Budget own{8 * mib};
-    farpool::Shelf shelf(other.path() + "/shelf", 2 * mib, true, [] {});
+    farpool::Nvme nvme(other.path() + "/shelf", 2 * mib, true, [] {});
     std::string note;
-    Objects objects(other.path(), 0, own, &shelf, true, note);
+    Catalogue objects(other.path(), 0, own, &nvme, true, note);
     CHECK(put(objects, "one", mib) == Status::done);
     CHECK(put(objects, "kept", mib) == Status::done);
     CHECK(put(objects, "large", 3 * mib) == Status::done);
     CHECK(objects.touch("kept", 0, Keep::keep).status == Status::done);
-    const std::uint64_t used = own.used;
+    const std::uint64_t used = own.used();
     const Found one = objects.find("one", false);
     objects.pin(one);
     CHECK(objects.demote(one) == Status::busy);
     CHECK(objects.demote(objects.find("kept", false)) == Status::busy);
     CHECK(objects.demote(objects.find("large", false)) == Status::too_large);
     objects.unpin(one.offset);
-    CHECK_EQUAL(own.used, used);
+    CHECK_EQUAL(own.used(), used);
 
     CHECK(objects.demote(one) == Status::done);
     CHECK(objects.demote(one) == Status::done);  // on its way
     CHECK_EQUAL(objects.counts().demotions, 1u);
-    CHECK(own.used + mib <= used + 4096);
-    shelf.finish();
-    for (const farpool::Shelf::Done& done : shelf.done()) {
-        CHECK(objects.written(done.job, done.ok));
+    CHECK(own.used() + mib <= used + 4096);
+    nvme.close();
+    for (const auto& then : nvme.finished()) {
+        then();
     }
     const Found moved = objects.find("one", false);
-    CHECK(moved.status == Status::done && moved.shelved);
+    CHECK(moved.status == Status::done && !moved.is_mapped_by_readers && moved.view == nullptr);
     CHECK_EQUAL(moved.serial, one.serial);
     CHECK(objects.demote(moved) == Status::done);
     CHECK_EQUAL(objects.counts().demotions, 1u);
-    CHECK_EQUAL(own.leaving, 0u);
+    CHECK_EQUAL(own.moving(), 0u);
 }
 
 TEST("what is costly to compute again stays while others that are used as often go") {
     for (const bool costs : {false, true}) {
         const Folder folder;
         Budget budget{4 * mib};
-        Objects objects = opened(folder, budget);
+        Catalogue objects = opened(folder, budget);
         for (int number = 0; number < 1000; ++number) {
             const bool costly = number < 20;
             const std::string key = std::to_string(number);
@@ -449,7 +450,7 @@ TEST("what is costly to compute again stays while others that are used as often 
 TEST("a mapped reader's mark is worth what the object costs, and a kept object keeps its cost") {
     const Folder folder;
     Budget budget{4 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     CHECK(put(objects, "costly", 30'000, 1'000'000) == Status::done);
     CHECK(objects.touch("costly", 0, Keep::keep).status == Status::done);
     CHECK(objects.touch("costly", 0, Keep::let_go).status == Status::done);
@@ -470,7 +471,7 @@ TEST("a mapped reader's mark is worth what the object costs, and a kept object k
 TEST("a touch that names a mark is refused once another has kept the object, let it go or extended it") {
     const Folder folder;
     Budget budget{4 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     CHECK_EQUAL(objects.touch("never", 0, Keep::let_go).mark, 0u);
     CHECK(put(objects, "never", 100) == Status::done);
     const auto touch = [&](Keep keep, std::uint64_t seen, std::uint64_t ttl_ms = 0) {
@@ -510,7 +511,7 @@ TEST(
     std::set<std::uint64_t> marks;
     for (int start = 0; start < 3; ++start) {
         std::string note;
-        Objects objects(folder.path(), 0, budget, nullptr, false, note);
+        Catalogue objects(folder.path(), 0, budget, nullptr, false, note);
         CHECK_EQUAL(note, "");
         CHECK_EQUAL(objects.size(), start == 0 ? 0u : 1u);
         for (int life = 0; life < 2; ++life) {
@@ -536,7 +537,7 @@ TEST(
 TEST("a touch that names the mark of no object keeps what is kept already, and nothing else") {
     const Folder folder;
     Budget budget{4 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::missing);
     CHECK(put(objects, "key", 100) == Status::done);
     CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::unknown);
@@ -551,7 +552,7 @@ TEST("an object that was let go expires when its time is over, whatever it was b
     StoppedClock clock(1'800'000'000'000);
     const Folder folder;
     Budget budget{4 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     for (const std::uint64_t ttl_ms : {std::uint64_t{0}, std::uint64_t{5'000}}) {
         CHECK(put(objects, "key", 100) == Status::done);
         CHECK(objects.touch("key", ttl_ms, Keep::keep).status == Status::done);
@@ -576,13 +577,13 @@ int main() { return farpool::testing::run(); }
 TEST("memory that holes have kept for long goes back to the system, a part at a time, and comes again when it is needed") {
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     put_small(objects, 150);
     const std::uint64_t full = objects.taken();
     for (int number = 0; number < 150; number += 2) {
         CHECK(objects.remove(std::to_string(number)) == Status::done);
     }
-    for (int round = 1; round < Objects::idle_rounds; ++round) {
+    for (int round = 1; round < farpool::Ram::idle_rounds; ++round) {
         CHECK(!objects.return_idle(16 * mib));
     }
     CHECK_EQUAL(objects.taken(), full);
@@ -598,24 +599,24 @@ TEST("memory that holes have kept for long goes back to the system, a part at a 
     for (int number = 0; number < 150; ++number) {
         CHECK(objects.remove(std::to_string(number)) == Status::done);
     }
-    for (int round = 0; round < 20 * Objects::idle_rounds; ++round) {
+    for (int round = 0; round < 20 * farpool::Ram::idle_rounds; ++round) {
         static_cast<void>(objects.return_idle(16 * mib));
     }
-    CHECK(budget.backed <= 4096);
+    CHECK(budget.backed() <= 4096);
     CHECK(objects.taken() <= full - 14 * mib);
 }
 
 TEST("memory of holes that were used in one of the last rounds stays") {
     const Folder folder;
     Budget budget{16 * mib};
-    Objects objects = opened(folder, budget);
+    Catalogue objects = opened(folder, budget);
     put_small(objects, 100);
     for (int number = 0; number < 100; ++number) {
         CHECK(objects.remove(std::to_string(number)) == Status::done);
     }
     const std::uint64_t full = objects.taken();
-    for (int round = 0; round < 10 * Objects::idle_rounds; ++round) {
-        if (round % (Objects::idle_rounds / 2) == 0) {
+    for (int round = 0; round < 10 * farpool::Ram::idle_rounds; ++round) {
+        if (round % (farpool::Ram::idle_rounds / 2) == 0) {
             put_small(objects, 80);
         }
         static_cast<void>(objects.return_idle(16 * mib));

@@ -1,4 +1,4 @@
-#include "node/index.hpp"
+#include "node/catalogue/index.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -11,8 +11,8 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t first_level = 10;
-constexpr std::size_t most_in_bucket = 64;
-constexpr std::uint64_t backing_nbytes = 65536;  // the table is backed by memory in steps of this
+constexpr std::size_t bucket_entries_max = 64;
+constexpr std::uint64_t backing_nbytes = 65536;  // the step in which we back the table with memory
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t step) { return (value + step - 1) / step * step; }
 
@@ -21,7 +21,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t step) { retu
 void Index::lay_out(SegmentHeader& header, std::uint64_t capacity) {
     header.kind = static_cast<std::uint32_t>(SegmentKind::index);
     header.hash_seed = random_word();
-    // One for each unit, the one that rests, and the one that is filled before another goes.
+    // One for each unit, one for the slot that was removed last, and one for an object that enters before another one leaves.
     header.slot_limit = std::min<std::uint64_t>(capacity / unit_nbytes + 2, Index::none - 1);
     const std::uint64_t bucket_limit = std::max(std::bit_ceil(header.slot_limit), std::uint64_t{1} << first_level);
     header.buckets_at = segment_header_nbytes;
@@ -99,10 +99,10 @@ bool Index::back_to(std::uint64_t& backed, std::uint64_t end) {
 bool Index::is_crowded(std::uint64_t hash) const noexcept {
     std::size_t found = 0;
     for (std::uint32_t next = buckets_[bucket_of_hash(hash)].load(std::memory_order_relaxed);
-         next != 0 && found < most_in_bucket; ++found) {
+         next != 0 && found < bucket_entries_max; ++found) {
         next = slot(next - 1).next.load(std::memory_order_relaxed);
     }
-    return found == most_in_bucket;
+    return found == bucket_entries_max;
 }
 
 std::uint64_t Index::buckets_end() const noexcept { return header_.buckets_at + (buckets() + 1) * sizeof(std::uint32_t); }
@@ -158,7 +158,7 @@ void Index::link(std::uint32_t number, std::uint64_t bucket) {
 void Index::remove(std::uint32_t number) {
     IndexSlot& gone = slot(number);
     gone.serial.store(0, std::memory_order_relaxed);
-    // Writes into its memory from now on become visible after the 0.
+    // Readers see writes into its memory, which may follow, only after the 0.
     std::atomic_thread_fence(std::memory_order_release);
     std::atomic<std::uint32_t>* place = &buckets_[bucket_of_hash(gone.hash.load(std::memory_order_relaxed))];
     for (std::uint32_t next = place->load(std::memory_order_relaxed); next != number + 1;
@@ -183,7 +183,7 @@ void Index::split_one() {
     const bool full_level = split + 1 == half;
     header_.level_and_split.store(full_level ? (level + 1) << 32 : table + 1, std::memory_order_release);
     buckets_[split].store(0, std::memory_order_release);
-    for (auto member = members.rbegin(); member != members.rend(); ++member) {  // the order in the chain stays
+    for (auto member = members.rbegin(); member != members.rend(); ++member) {  // keeps the order in the chain
         link(*member, bucket_of_hash(slot(*member).hash.load(std::memory_order_relaxed)));
     }
 }
@@ -201,7 +201,7 @@ bool Index::is_live(std::uint32_t number) const noexcept {
 }
 
 void Index::set_shelf(std::uint64_t id) noexcept {
-    if (header_.session != id) {  // a node that is killed in between leaves a header that does not fit
+    if (header_.session != id) {  // a node that is killed here leaves a header with a wrong checksum
         header_.session = id;
         seal(header_);
     }
@@ -222,7 +222,7 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
         !back_to(slots_backed_, header_.slots_at + used * sizeof(IndexSlot))) {
         throw std::bad_alloc();
     }
-    // Discarded memory reads as zero only where the file system knows holes. Later buckets are filled when they are split off.
+    // Discarded memory reads as zero only if the file system supports holes. A split fills the later buckets.
     for (std::uint64_t bucket = 0; bucket < std::uint64_t{1} << first_level; ++bucket) {
         buckets_[bucket].store(0, std::memory_order_relaxed);
     }
