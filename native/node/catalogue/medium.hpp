@@ -12,6 +12,8 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -84,11 +86,11 @@ public:
     // Stores a payload in an allocated extent. `then` is called before put() returns, or by finished() later. The source must
     // stay as it is until then.
     virtual void put(std::uint64_t place, const Source& source, Then then) = 0;
-    // Reads an extent that has no view() into a buffer. Other media need no get().
+    // Reads an extent that has no view() into a buffer. finished() returns the call of `then`. Other media need no get().
     virtual void get(std::uint64_t place, std::shared_ptr<AlignedBuffer> into, Then then) {
-        static_cast<void>(place);
         static_cast<void>(into);
-        then(false);
+        static_cast<void>(then);
+        throw std::logic_error("the payload at " + std::to_string(place) + " has no view, and its medium does not read");
     }
     // The calls of `then` for all puts and gets that have finished since the last call. The caller makes them.
     virtual std::vector<std::function<void()>> finished() { return {}; }
