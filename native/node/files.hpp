@@ -68,7 +68,7 @@ std::uint64_t left_in(const std::string& folder) noexcept;
 bool is_lack_of_memory(int error) noexcept;
 // Returns whole pages of the range to the system, if the file system supports holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Restores the length that the file was made with, and frees memory behind its end.
+// Restores the length that the file was made with, and frees memory after its end.
 void restore_length(const Segment& segment) noexcept;
 void remove_file(const std::string& path) noexcept;
 

@@ -26,8 +26,8 @@ public:
     // little memory.
     bool charge(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes);
     void uncharge(const Quotas::Owner& owner, std::uint64_t nbytes);
-    // Makes a charged lease and backs it with memory, which takes long. Changes no state, so the node may serve others
-    // meanwhile. `return_memory`: as in Leases. Throws std::system_error.
+    // Makes a charged lease and backs it with memory, which takes long. Changes no state, so the node can serve others until
+    // it is done. `return_memory`: as in Leases. Throws std::system_error.
     std::shared_ptr<Lease> make(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes,
                                 const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Lease> lease) { leases_.add(std::move(lease)); }

@@ -85,9 +85,7 @@ def test_a_node_s_catalogue_knows_no_connection_and_no_session() -> None:
 
 def test_no_medium_is_known_to_the_catalogue_except_ram() -> None:
     # A new kind of memory is one file: only the server chooses it.
-    knowing = {
-        str(source.relative_to(NATIVE)) for source in sources() if "node/catalogue/nvme.hpp" in included(source)
-    }
+    knowing = {str(source.relative_to(NATIVE)) for source in sources() if "node/catalogue/nvme.hpp" in included(source)}
     assert {name for name in knowing if name.startswith("node/")} == {"node/catalogue/nvme.cpp", "node/server.cpp"}
 
 
