@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
 
-CXX_SOURCES := $(wildcard native/*/*.cpp native/*/*.hpp)
+CXX_SOURCES := $(wildcard native/*/*.cpp native/*/*.hpp native/*/*/*.cpp native/*/*/*.hpp)
 NATIVE := pyproject.toml CMakeLists.txt native/ccache.cmake $(CXX_SOURCES)
 # Packages of their own that farpool finds by entry points.
 PLUGINS := plugins/farpool-nixl benchmarks

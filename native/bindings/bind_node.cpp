@@ -206,7 +206,7 @@ lease.)")
         .def(
             "objects_paths",
             [](Server& self, std::uint32_t tenant) {
-                farpool::Objects::Paths paths;
+                farpool::ObjectPaths paths;
                 {
                     nb::gil_scoped_release release;
                     paths = self.objects_paths(tenant);

@@ -16,7 +16,7 @@
 #include "fuzz/check.hpp"
 #include "fuzz/client.hpp"
 #include "fuzz/dice.hpp"
-#include "node/objects.hpp"
+#include "node/catalogue/catalogue.hpp"
 #include "wire/connection.hpp"
 #include "wire/object_reader.hpp"
 #include "wire/payload_sum.hpp"
@@ -172,8 +172,8 @@ void try_area(Dice& dice) {
     }
 }
 
-void damage(Dice& dice, Objects& objects) {
-    const Objects::Paths& paths = objects.paths();
+void damage(Dice& dice, Catalogue& objects) {
+    const ObjectPaths& paths = objects.paths();
     if (dice.one_in(16)) {
         const std::string marks = dice.bytes(64);
         const File visits(objects.visits().open(1));
@@ -211,7 +211,7 @@ void try_segment(Dice& dice, const std::string& folder) {
     std::filesystem::create_directories(folder);
     Budget budget{1 << 18};
     std::string note;
-    Objects objects(folder, 1, budget, nullptr, false, note);
+    Catalogue objects(folder, 1, budget, nullptr, false, note);
     std::map<std::string, std::string> published;
     for (int number = 0; number < 60; ++number) {
         const std::string key = "key-" + std::to_string(number);

@@ -10,7 +10,7 @@
 #include <fstream>
 
 #include "fuzz/check.hpp"
-#include "node/index.hpp"
+#include "node/catalogue/index.hpp"
 
 namespace farpool::fuzz {
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "node/objects.hpp"
-
 namespace farpool {
 
 namespace {
@@ -12,23 +10,20 @@ constexpr std::uint64_t page_nbytes = 4096;
 
 }  // namespace
 
-std::uint64_t Budget::Tenant::use() const { return lent + (objects == nullptr ? 0 : objects->used()); }
-
-std::uint64_t Budget::Tenant::reclaimable() const { return objects == nullptr ? 0 : objects->reclaimable(); }
-
 void Budget::lend(std::uint32_t tenant, std::uint64_t nbytes) {
-    used += nbytes;
+    used_ += nbytes;
     tenants_[tenant].lent += nbytes;
 }
 
 void Budget::take_back(std::uint32_t tenant, std::uint64_t nbytes) {
-    used -= nbytes;
+    used_ -= nbytes;
     tenants_.at(tenant).lent -= nbytes;
 }
 
-// The share of each tenant for whom none was set; `tenant` and all expected tenants count as if they held something already.
+// The share of each tenant without a share of its own. `tenant` and all expected tenants count as if they used something
+// already.
 std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uint32_t>& expected) const {
-    std::uint64_t rest = limit;
+    std::uint64_t rest = limit_;
     for (const auto& [owner, nbytes] : shares_) {
         rest -= std::min(rest, nbytes);
     }
@@ -65,7 +60,7 @@ std::uint64_t Budget::fixed(std::uint32_t tenant) const {
 
 bool Budget::may_fix(std::uint32_t tenant, std::uint64_t nbytes) const {
     const std::uint64_t own = share_of_fixed(tenant);
-    return own >= limit || fixed(tenant) + nbytes <= own;  // who has the node for itself finds out what fits
+    return own >= limit_ || fixed(tenant) + nbytes <= own;  // a tenant that has the node for itself may try
 }
 
 std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
@@ -76,7 +71,7 @@ std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
 
 bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
     const std::uint64_t common = common_share(tenant);
-    Objects* victim = nullptr;
+    Evictable* victim = nullptr;
     std::int64_t farthest = 0;
     for (const auto& [owner, held] : tenants_) {
         const bool own = owner == tenant;
@@ -91,9 +86,9 @@ bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
 }
 
 bool Budget::evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
-    const std::uint64_t enough = used - std::min(used, nbytes);
+    const std::uint64_t enough = used_ - std::min(used_, nbytes);
     bool evicted = false;
-    while (used > enough && evict_one(tenant, nbytes, way)) {
+    while (used_ > enough && evict_one(tenant, nbytes, way)) {
         evicted = true;
     }
     return evicted;
@@ -115,7 +110,7 @@ bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
 }
 
 bool Budget::can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const {
-    const std::uint64_t holes = backed - std::min(backed, objects + leaving);
+    const std::uint64_t holes = backed_ - std::min(backed_, objects_ + moving_);
     if (!system_left_ || nbytes <= holes || nbytes <= holes + evictable(tenant, {})) {
         return true;  // without a system call
     }
@@ -126,7 +121,7 @@ bool Budget::can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const {
 }
 
 double Budget::given(std::uint64_t more) const {
-    return std::min(1.0, (static_cast<double>(taken()) + static_cast<double>(more)) / static_cast<double>(limit));
+    return std::min(1.0, (static_cast<double>(taken()) + static_cast<double>(more)) / static_cast<double>(limit_));
 }
 
 bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
@@ -142,14 +137,14 @@ bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
 }
 
 bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
-    // The last page may be a part of one.
-    const auto fits = [&] { return taken() + nbytes < limit + page_nbytes + leaving; };
+    // The last page of a segment may be incomplete.
+    const auto fits = [&] { return taken() + nbytes < limit_ + page_nbytes + moving_; };
     if (fits()) {
         return true;
     }
     trim();
-    while (!fits()) {  // objects share their pages with holes
-        if (!evict_some(tenant, std::max(nbytes, limit / 64), {})) {
+    while (!fits()) {  // the holes share pages with objects
+        if (!evict_some(tenant, std::max(nbytes, limit_ / 64), {})) {
             return false;
         }
         trim();
@@ -159,16 +154,16 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
 
 bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uint64_t ahead) {
     nbytes = std::max<std::uint64_t>(nbytes, 1);
-    const std::uint64_t before = backed;
+    const std::uint64_t before = backed_;
     trim();
-    if (backed < before) {  // holes had memory, so there is no need to evict yet
+    if (backed_ < before) {  // holes had memory, so there is no need to evict yet
         return true;
     }
     const double part = given(0);
     if (evictable(tenant, {part}) < nbytes + ahead || !evict_some(tenant, nbytes, {part, true})) {
         return false;
     }
-    evict_some(tenant, used / 64, {part});  // room for the next put: there is time to write these to the file
+    evict_some(tenant, used_ / 64, {part});  // room for the next put; there is time to move these objects
     trim();
     return true;
 }

@@ -20,17 +20,17 @@ std::once_flag installed;
 std::uintptr_t page_nbytes;
 struct sigaction before;
 
-// Guards `ranges`. The signal handler may take it: an access that fails is in a thread that has a guard, which holds neither
-// this mutex nor one of the allocator's at that point.
+// Guards `ranges`. The signal handler may lock it: an access that fails is in a thread that has a guard, and that thread then
+// holds neither this mutex nor a mutex of the allocator.
 std::mutex mutex;
 struct Range {
     std::uintptr_t end;
     bool cut;
 };
-using Ranges = std::map<std::uintptr_t, Range>;  // by where they begin
+using Ranges = std::map<std::uintptr_t, Range>;  // by their begin
 Ranges& ranges = *new Ranges;                    // for threads that outlive the program's last line
 
-// Marks the range that contains the page as cut and returns its end; the end of the page where no range does.
+// Marks the range that contains the page as cut and returns its end; the end of the page if no range contains it.
 std::uintptr_t cut_at(std::uintptr_t page) {
     const auto above = ranges.upper_bound(page);
     if (above == ranges.begin() || std::prev(above)->second.end <= page) {
@@ -41,8 +41,8 @@ std::uintptr_t cut_at(std::uintptr_t page) {
     return range.end;
 }
 
-// Maps zeros in place of everything from the page on, as a truncated file ends somewhere before it. Page by page, a process
-// would reach its limit of mappings.
+// Maps zeros in place of everything from the page on, because a truncated file ends somewhere before it. Page by page, a
+// process would reach its limit of mappings.
 bool replace_from(std::uintptr_t page) {
     const std::lock_guard lock(mutex);
     void* const place = reinterpret_cast<void*>(page);
@@ -62,7 +62,7 @@ void on_bus_error(int signal, siginfo_t* info, void* context) {
     if ((before.sa_flags & SA_SIGINFO) != 0) {
         before.sa_sigaction(signal, info, context);
     } else {
-        sigaction(signal, &before, nullptr);  // the access is tried again, and this time nothing stands in between
+        sigaction(signal, &before, nullptr);  // the thread repeats the access, and then the handler before this one runs
     }
     errno = saved;
 }

@@ -1,8 +1,8 @@
 // Keeps a node alive when a client truncates a segment file that the node has mapped.
 //
 // A program that may write a file may truncate it, and an access to a missing page ends a process by SIGBUS. In a thread that
-// has a guard, zeros take the place of the missing page and of all that follows it in the mapping: that content is damaged, as
-// if it had been overwritten.
+// has a guard, zeros replace the missing page and all pages after it in the mapping: their content is damaged, as if a program
+// had overwritten it.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ public:
     BusGuard& operator=(const BusGuard&) = delete;
 };
 
-// Registers a mapping of a file with the guards while it lives.
+// Registers a mapping of a file with the guards, as long as this object exists.
 class GuardedRange {
 public:
     GuardedRange() = default;

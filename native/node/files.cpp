@@ -143,7 +143,7 @@ Segment open_segment(const std::string& path, SegmentKind kind, std::optional<st
 
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
     int code = EINTR;
-    while (code == EINTR) {  // a process that was stopped meanwhile does not lack memory
+    while (code == EINTR) {  // a signal interrupted the call, and memory is not lacking
         code = posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
     }
     errno = code != 0 ? code : errno;
@@ -162,14 +162,14 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
     const std::uint64_t begin = (offset + page_nbytes - 1) / page_nbytes * page_nbytes;
     const std::uint64_t end = (offset + nbytes) / page_nbytes * page_nbytes;
     if (begin < end) {
-        // A file system without holes keeps the pages; nothing depends on them.
+        // A file system without holes keeps the pages. Nothing depends on them.
         static_cast<void>(fallocate(segment.file.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
                                     static_cast<off_t>(end - begin)));
     }
 }
 
 void restore_length(const Segment& segment) noexcept {
-    // Frees memory behind the end, too, even where the length does not change.
+    // Frees memory after the end, too, even if the length does not change.
     static_cast<void>(!ftruncate(segment.file.fd(), static_cast<off_t>(segment.memory.nbytes())));
 }
 

@@ -24,9 +24,9 @@ public:
     int release() noexcept { return std::exchange(fd_, -1); }
     // Returns a duplicate of the descriptor, owned by the caller. Throws std::system_error.
     int duplicate() const;
-    // Opens the file anew for reading only, for programs that may not write. The caller owns it. Throws std::system_error.
+    // Opens the file again, for reading only, for programs that may not write. The caller owns it. Throws std::system_error.
     int read_only() const;
-    // Bytes of memory that the file takes according to the system; 0 where it does not say.
+    // Bytes of memory that the file takes according to the system; 0 if it does not say.
     std::uint64_t taken() const noexcept;
 
 private:
@@ -40,35 +40,35 @@ struct Segment {
     std::string path;
     File file;
     Mapping memory;
-    GuardedRange guarded;  // goes before the mapping does
+    GuardedRange guarded;  // destroyed before the mapping
 
     SegmentHeader& header() const noexcept { return *memory.at<SegmentHeader>(0); }
-    // The bytes behind the header. Their number comes from the mapping, as some clients may write the header.
+    // The bytes after the header. Their number comes from the mapping, because some clients may write the header.
     std::byte* data() const noexcept { return memory.data() + segment_header_nbytes; }
     std::uint64_t nbytes() const noexcept { return memory.nbytes() - segment_header_nbytes; }
 };
 
-// Makes a sparse segment file, which replaces one of the same name only when it is complete. Throws std::system_error.
+// Makes a sparse segment file. It replaces a file of the same name only when it is complete. Throws std::system_error.
 Segment make_segment(const std::string& path, const SegmentHeader& settings);
 // make_segment() in two steps: the draft has another name until put_in_place() moves it to `path`.
 Segment draft_segment(const std::string& path, const SegmentHeader& settings);
 void put_in_place(const Segment& draft);
-// Makes a segment in anonymous memory (memfd): it lives as long as it is open or mapped, and its length is sealed, so that it
-// can be given to programs that do not trust each other. Like a file it belongs to its user: others who have a descriptor can
-// do what that allows, and cannot open it again. `name`: shown by the system. Throws std::system_error.
+// Makes a segment in anonymous memory (memfd): it exists as long as it is open or mapped. Its length is sealed, so that
+// programs that do not trust each other can share it. Like a file it belongs to its user: other users who have a descriptor may
+// use that, and cannot open the file again. `name`: shown by the system. Throws std::system_error.
 Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings);
 // Opens and maps an existing segment; throws std::runtime_error, which says what is wrong with it, or std::system_error. With
-// `nbytes`, it must have so many behind its header, which is checked before it is mapped.
+// `nbytes`, it must have so many after its header; we check that before we map it.
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
-// Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, where it cannot.
+// Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, if it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
 // Bytes that the file system of a folder can still give; the largest number if it has no limit or does not say.
 std::uint64_t left_in(const std::string& folder) noexcept;
-// True if an error of back() says that there is no more memory: giving some back may help.
+// True if an error of back() says that there is no more memory: returning some may help.
 bool is_lack_of_memory(int error) noexcept;
-// Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.
+// Returns whole pages of the range to the system, if the file system supports holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Restores the length that the file was made with, and frees memory behind its end.
+// Restores the length that the file was made with, and frees memory after its end.
 void restore_length(const Segment& segment) noexcept;
 void remove_file(const std::string& path) noexcept;
 

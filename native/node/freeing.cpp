@@ -9,7 +9,7 @@ namespace farpool {
 
 Freeing::~Freeing() { finish(); }
 
-void Freeing::let_go(std::shared_ptr<const void> memory) {
+void Freeing::release(std::shared_ptr<const void> memory) {
     {
         const std::lock_guard lock(mutex_);
         if (!thread_.joinable()) {

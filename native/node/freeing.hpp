@@ -1,4 +1,4 @@
-// A thread that returns memory to the system: for gigabytes that takes seconds, and the node's loop goes on meanwhile.
+// A thread that returns memory to the system. For gigabytes that takes seconds, in which the node's loop must not wait.
 #pragma once
 
 #include <condition_variable>
@@ -16,8 +16,8 @@ public:
     Freeing(const Freeing&) = delete;
     Freeing& operator=(const Freeing&) = delete;
 
-    // Takes a share in the ownership of `memory` and releases it on the thread; at once where no thread can be started.
-    void let_go(std::shared_ptr<const void> memory);
+    // Takes a share in the ownership of `memory` and releases it on the thread; at once if no thread can be started.
+    void release(std::shared_ptr<const void> memory);
     // Waits until everything has been released, and ends the thread.
     void finish();
 

@@ -20,10 +20,10 @@ constexpr std::string_view prefix = "lease-";
 constexpr std::string_view suffix = ".data";
 
 constexpr std::uint64_t page_nbytes = 4096;
-// Most bytes to take from the system at once.
-constexpr std::uint64_t largest_slice = std::uint64_t{4} << 20;
-// Largest page by which a file system may give memory.
-constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
+// Bytes to take from the system at once.
+constexpr std::uint64_t slice_nbytes_max = std::uint64_t{4} << 20;
+// The largest page in which a file system may give memory.
+constexpr std::uint64_t page_nbytes_max = std::uint64_t{2} << 20;
 
 std::string file_name(const LeaseTerms& terms) {
     return std::string(prefix) + std::to_string(terms.id) + '-' + std::to_string(terms.session) + '-' +
@@ -31,7 +31,7 @@ std::string file_name(const LeaseTerms& terms) {
            std::string(suffix);
 }
 
-// The numbers in the name of a lease's file; empty where the name is not that of one.
+// The numbers in the name of a lease's file; empty if it is not the name of a lease's file.
 std::vector<std::uint64_t> numbers_in(std::string_view name) {
     if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() < prefix.size() + suffix.size()) {
         return {};
@@ -53,7 +53,7 @@ std::vector<std::uint64_t> numbers_in(std::string_view name) {
     }
 }
 
-// The terms of a lease in its file's name; empty where this version of farpool would not have given that name.
+// The terms of a lease in its file's name; empty if this version of farpool does not give such names.
 std::optional<LeaseTerms> terms_in(std::string_view name, const std::vector<std::uint64_t>& numbers) {
     if (numbers.size() != 5) {
         return std::nullopt;
@@ -82,7 +82,7 @@ bool Lease::is_as_lent() const {
     if (taken > lent) {
         restore_length(segment);
     }
-    return taken <= lent + largest_page_nbytes;
+    return taken <= lent + page_nbytes_max;
 }
 
 void Leases::adopt(std::vector<std::string>& notes) {
@@ -105,7 +105,7 @@ void Leases::adopt(std::vector<std::string>& notes) {
             leases_.emplace(terms->id, std::make_shared<Lease>(*terms, std::move(segment)));
         } catch (const std::system_error& error) {
             if (error.code() != std::errc::no_such_file_or_directory) {
-                throw;  // what cannot be opened now may be whole, and somebody's memory
+                throw;  // a file that we cannot open now may be whole, and a program may need it
             }
         } catch (const std::runtime_error& error) {  // damaged
             notes.emplace_back(std::string("removed ") + error.what());
@@ -140,7 +140,7 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     };
     auto lease = std::make_shared<Lease>(terms, begin());
     const std::uint64_t total = segment_header_nbytes + nbytes;
-    std::uint64_t slice = largest_slice;
+    std::uint64_t slice = slice_nbytes_max;
     for (std::uint64_t taken = 0; taken < total;) {
         const std::uint64_t step = std::min(slice, total - taken);
         if (back(lease->segment, taken, step)) {
@@ -149,9 +149,9 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
         }
         const int code = errno;
         if (is_lack_of_memory(code) && slice > page_nbytes) {
-            slice /= 2;  // first take all that the system has, so that we return no more memory to it than is missing
+            slice /= 2;  // first take all memory that the system has, so that we return to it only what is missing
         } else if (is_lack_of_memory(code) && return_memory(total - taken)) {
-            slice = largest_slice;
+            slice = slice_nbytes_max;
         } else {
             remove_file(path);
             throw std::system_error(code, std::generic_category(), path);
@@ -189,7 +189,7 @@ std::vector<std::shared_ptr<Lease>> Leases::all() const {
 
 void Leases::remove(Lease& lease) {
     lease.over = true;
-    lease.segment.header().retired.store(1, std::memory_order_seq_cst);  // whoever has it mapped learns that it is lost
+    lease.segment.header().retired.store(1, std::memory_order_seq_cst);  // programs that have it mapped see that it has ended
     remove_file(lease.segment.path);
     leases_.erase(lease.id);
 }

@@ -1,7 +1,7 @@
 // Leases of private memory: one segment each, which is returned to the system when the lease ends.
 //
-// Lent memory is zero, as it is always a new file. The session may write all of the file, header included, and may change its
-// length where it has a name. So the terms of a lease are kept in the file's name, which only the node can give.
+// Lent memory is zero, because it is always a new file. The session may write all of the file, header included, and may change
+// its length if the file has a name. So the terms of a lease are in the file's name, which only the node can set.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct LeaseTerms {
     std::uint64_t id;
     std::uint64_t session;
     std::uint32_t tenant;
-    std::uint64_t owner;  // says which access key lent it
+    std::uint64_t owner;  // stands for the access key that has the lease
     std::uint64_t nbytes;
     bool operator==(const LeaseTerms&) const = default;
 };
@@ -34,23 +34,24 @@ struct Lease : LeaseTerms {
     bool is_as_lent() const;
 
     Segment segment;
-    // True once the node has taken the lease back: its memory is freed with the last user, even if a program keeps the file.
+    // True once the node has ended the lease: its memory is freed with the last user, even if a program keeps the file.
     bool over = false;
 };
 
 class Leases {
 public:
-    // `nameless`: leases are in anonymous memory, of which a killed node leaves nothing.
+    // `nameless`: leases are in anonymous memory, which ends with a killed node.
     Leases(std::string folder, bool nameless) : folder_(std::move(folder)), nameless_(nameless) {}
 
-    // Adopts the leases of an earlier start. `notes` gets a line for each file that was removed instead.
+    // Adopts the leases of an earlier start. Adds a line to `notes` for each file that it removes instead.
     void adopt(std::vector<std::string>& notes);
-    // Makes a lease with a file backed by memory; throws std::system_error. Slow, and changes no table: add() enters the lease.
-    // If the system has no more memory, make() calls `return_memory` with the bytes to return to it: false if it cannot.
+    // Makes a lease with a file backed by memory; throws std::system_error. It is slow, and changes no table: add() enters the
+    // lease. If the system has no more memory, make() calls `return_memory` with the bytes to return to the system; that
+    // returns false if it cannot.
     std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes,
                                 const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Lease> lease);
-    // The lease of this session, tenant and access key; null where there is none.
+    // The lease of this session, tenant and access key; null if there is none.
     std::shared_ptr<Lease> find(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t id) const;
     std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const;
     std::vector<std::shared_ptr<Lease>> all() const;

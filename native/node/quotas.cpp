@@ -10,8 +10,8 @@ namespace {
 
 std::string counted(std::uint64_t count, const char* things) { return std::to_string(count) + " " + things; }
 
-// Number of files that the process may have open. Looked up each time, as it can be changed from outside.
-std::uint64_t most_files() {
+// Number of files that the process may have open. We ask each time, because other programs can change it.
+std::uint64_t files_max() {
     rlimit limit{};
     return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : 1024;
 }
@@ -77,9 +77,9 @@ void Quotas::unpin(const Owner& owner, std::uint64_t extent) {
 }
 
 std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std::size_t of_session, const char* things) const {
-    const std::size_t of_tenant = most_of_tenant.*what;
+    const std::size_t of_tenant = tenant_max.*what;
     const std::size_t of_key = expected_of(owner.first).holders > 1 ? of_tenant / 2 : of_tenant;
-    if (of_session >= most_of_session.*what) {
+    if (of_session >= session_max.*what) {
         return "the session has " + counted(of_session, things) + ", and may not have more";
     }
     if (this->of_key(owner).*what >= of_key) {
@@ -91,16 +91,16 @@ std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std
     return {};
 }
 
-// Reason to refuse a key `nbytes` more; empty where they are allowed. Pins leave an eighth to publishes, as in a tenant's
-// share; one publish is always allowed.
+// Reason to refuse a key `nbytes` more; empty if they are allowed. Pins leave an eighth to publishes, as in a tenant's share.
+// One publish is always allowed.
 std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const {
     const auto key = keys_.find(owner);
     const bool is_told = key != keys_.end() && key->second.nbytes > 0;
     if (!is_told && expected_of(owner.first).holders <= 1) {
-        return {};  // the tenant's share is all that bounds it
+        return {};  // only the tenant's share limits it
     }
-    if (nbytes > budget_.limit) {
-        return {};  // which has an answer of its own
+    if (nbytes > budget_.limit()) {
+        return {};  // the caller refuses it for another reason
     }
     const std::uint64_t all = is_told ? key->second.nbytes : budget_.share_of_fixed(owner.first) / 2;
     const std::uint64_t most = use == Use::pin ? all - all / 8 : all;
@@ -115,10 +115,10 @@ std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use
            "), it has " + std::to_string(has) + " and asks for " + std::to_string(nbytes);
 }
 
-// Reason to refuse one more descriptor; empty where it is allowed. Each tenant that may connect has an equal part of three
-// quarters of the process's descriptors; the rest is for handshakes and for the tenants' own files.
+// Reason to refuse one more descriptor; empty if it is allowed. Each tenant that may connect has an equal part of three
+// quarters of the process's descriptors. The rest is for handshakes and for the tenants' own files.
 std::string Quotas::descriptor_refusal(const Owner& owner) const {
-    const std::uint64_t files = most_files();
+    const std::uint64_t files = files_max();
     const std::uint64_t of_tenant = files / 4 * 3 / std::max<std::uint64_t>(tenants_.size(), 1);
     const std::uint64_t of_key = expected_of(owner.first).keys > 1 ? of_tenant / 2 : of_tenant;
     const auto has = [](const Charges& charges) { return charges.connections + charges.leases + charges.areas; };
@@ -159,7 +159,7 @@ std::string Quotas::area_refusal(const Owner& owner, std::size_t of_session, std
 }
 
 std::string Quotas::connection_refusal(const Owner& owner) const {
-    const std::size_t of_tenant = most_of_tenant.connections;
+    const std::size_t of_tenant = tenant_max.connections;
     const std::size_t of_key = expected_of(owner.first).keys > 1 ? of_tenant / 2 : of_tenant;
     if (this->of_key(owner).connections >= of_key) {
         return "the access key has " + counted(of_key, "connections open, and may not have more");

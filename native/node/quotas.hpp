@@ -1,8 +1,8 @@
-// Quotas of access keys and tenants: what each holds of a node, how much it may hold, and why one more is refused.
+// Quotas of access keys and tenants: what each holds of a node, how much it may hold, and why the node refuses one more.
 //
-// A tenant's bounds keep it from what others need. Inside a tenant that has several keys, each may hold half of what the tenant
-// may, however many sessions it opens: one key alone keeps no other out, and the other half is there for those that come later.
-// The only key of a tenant has all of it. The keys file can give a key another number of bytes.
+// A tenant's limits leave enough to other tenants. If a tenant has several keys, each may hold half of the tenant's limit,
+// however many sessions it opens: no key can keep the others out, and the other half is left for keys that connect later. The
+// only key of a tenant may hold all of it. The keys file can give a key another number of bytes.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ public:
 
     // An access key that may connect.
     struct Key {
-        bool holds;            // the key has a right with which something can be held
-        std::uint64_t nbytes;  // bytes that it may hold; 0 where the keys file does not say
+        bool holds;            // the key has a right that lets it hold something
+        std::uint64_t nbytes;  // bytes that it may hold; 0 if the keys file does not say
     };
 
     struct Charges {
@@ -32,15 +32,15 @@ public:
             0;  // of leases, of publish areas, of unfinished publishes, and of pinned objects, each once; of keys only
     };
 
-    // Upper bounds, as the node keeps a record of each item, and a lease or a connection takes a descriptor.
-    static constexpr Charges most_of_session{100'000, 4'096, 1'024, 0, 64, 0};
-    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 16'384, 256, 0};
+    // Upper limits, because the node keeps a record of each item, and a lease or a connection takes a descriptor.
+    static constexpr Charges session_max{100'000, 4'096, 1'024, 0, 64, 0};
+    static constexpr Charges tenant_max{1'000'000, 16'384, 4'096, 16'384, 256, 0};
 
     explicit Quotas(const Budget& budget) : budget_(budget) {}
 
     void expect(std::map<Owner, Key> keys);
 
-    // Reasons to refuse one more item; empty where it is allowed. `of_session`: how many the session has.
+    // Reasons to refuse one more item; empty if it is allowed. `of_session`: how many the session has.
     std::string pin_refusal(const Owner& owner, std::size_t of_session, std::uint64_t extent, std::uint64_t nbytes) const;
     std::string preparation_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
     std::string lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;

@@ -1,31 +1,20 @@
-// Sessions: the leases, pins and preparations that programs hold at a node, and when they lose them.
-#include <algorithm>
-#include <cerrno>
-#include <system_error>
+#include "node/sessions.hpp"
 
-#include "node/hold.hpp"
-#include "node/server.hpp"
+#include <algorithm>
+
+#include "core/hash.hpp"
+#include "node/refusals.hpp"
 
 namespace farpool {
 
 namespace {
 
-// Names an access key in a lease's file.
+// Stands for an access key, also in the name of a lease's file.
 std::uint64_t owner_of(std::string_view key) { return key.empty() ? 0 : hash64(key.data(), key.size(), 0); }
 
 }  // namespace
 
-Server::Session& Server::bind(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
-    const std::uint64_t owner = owner_of(key);
-    Session& found = sessions_.try_emplace(session, Session{tenant, owner}).first->second;
-    if (found.tenant != tenant || found.owner != owner) {
-        throw Denied("the session belongs to another access key or tenant");
-    }
-    return found;
-}
-
-void Server::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
-    const Hold hold(mutex_);
+void Sessions::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
     std::map<Quotas::Owner, Quotas::Key> found;
     key_tenants_.clear();
     for (const auto& [name, expected] : keys) {
@@ -35,8 +24,7 @@ void Server::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
     quotas_.expect(std::move(found));
 }
 
-std::map<std::string, Server::KeyStats> Server::keys() {
-    const Hold hold(mutex_);
+std::map<std::string, Sessions::KeyStats> Sessions::keys() const {
     std::map<std::string, KeyStats> found;
     for (const auto& [name, tenant] : key_tenants_) {
         found.emplace(name, KeyStats{tenant, quotas_.of_key({tenant, owner_of(name)})});
@@ -44,175 +32,196 @@ std::map<std::string, Server::KeyStats> Server::keys() {
     return found;
 }
 
-// Finds or makes a session, which may have no connection yet.
-Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant) {
-    Session& found = sessions_.try_emplace(session, Session{tenant, 0}).first->second;
-    if (found.tenant != tenant) {
+Quotas::Owner Sessions::bind(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
+    const Quotas::Owner owner{tenant, owner_of(key)};
+    if (sessions_.try_emplace(session, Session{owner}).first->second.owner != owner) {
+        throw Denied("the session belongs to another access key or tenant");
+    }
+    return owner;
+}
+
+Quotas::Owner Sessions::open(std::uint64_t session, std::uint32_t tenant) {
+    Session& found = sessions_.try_emplace(session, Session{{tenant, 0}}).first->second;
+    if (found.owner.first != tenant) {
         throw Denied("the session belongs to another tenant");
     }
-    if (found.connections == 0) {
-        found.empty_since = now();
-    }
-    return found;
+    note_empty(found);
+    return found.owner;
 }
 
-void Server::hold(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
-    const Hold hold(mutex_);
-    Session& holder = bind(session, tenant, key);
-    if (const std::string refusal = quotas_.connection_refusal(holder.charged()); !refusal.empty()) {
+void Sessions::adopt(const Lease& lease) {
+    sessions_.try_emplace(lease.session, Session{{lease.tenant, lease.owner}}).first->second.empty_since = deadlines_.now();
+}
+
+void Sessions::connect(std::uint64_t session, bool refuses) {
+    Session& found = sessions_.at(session);
+    if (const std::string refusal = refuses ? quotas_.connection_refusal(found.owner) : std::string(); !refusal.empty()) {
         throw Busy(refusal);
     }
-    ++holder.connections;
-    quotas_.connect(holder.charged());
+    ++found.connections;
+    quotas_.connect(found.owner);
 }
 
-void Server::drop(std::uint64_t session) {
-    const Hold hold(mutex_);
+void Sessions::disconnect(std::uint64_t session) {
     const auto found = sessions_.find(session);
     if (found == sessions_.end() || found->second.connections == 0) {
         return;
     }
-    quotas_.disconnect(found->second.charged());
-    if (--found->second.connections == 0) {
-        found->second.empty_since = now();
-    }
+    quotas_.disconnect(found->second.owner);
+    --found->second.connections;
+    note_empty(found->second);
 }
 
-std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
-    std::uint64_t owner = 0;
-    {
-        const Hold hold(mutex_);
-        owner = session_of(session, tenant).owner;
-        if (stopped_ || nbytes > budget_.limit) {
-            return 0;
+void Sessions::leave(const Client& client) {
+    for (auto& [place, preparation] : sessions_.at(client.session).prepared) {
+        if (preparation.connection == client.number) {
+            preparation.left_at = deadlines_.now();
         }
-        if (const std::string refusal = quotas_.lease_refusal({tenant, owner}, leases_.of(session).size(), nbytes);
-            !refusal.empty()) {
-            throw Busy(refusal);
-        }
-        if (!budget_.may_fix(tenant, nbytes)) {
-            throw Busy("what the tenant holds so that it cannot be evicted would be more than its share of " +
-                       std::to_string(budget_.share_of_fixed(tenant)) + " bytes");
-        }
-        if (!budget_.can_be_backed(tenant, segment_header_nbytes + nbytes)) {
-            throw std::system_error(ENOSPC, std::generic_category(), settings_.folder);
-        }
-        if (!budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes)) {
-            return 0;
-        }
-        lent_ += nbytes;
-        quotas_.lend({tenant, owner}, nbytes);
-        budget_.lend(tenant, nbytes);
     }
-    // Backing a lease with memory takes long, and the loop goes on meanwhile.
-    std::shared_ptr<Lease> lease;
-    try {
-        // If the system has less memory than the node lends, evict objects for the lease, as for new objects.
-        lease = leases_.make(session, tenant, owner, nbytes, [&](std::uint64_t lacking) {
-            const Hold hold(mutex_);
-            return !stopped_ && budget_.return_backing(tenant, lacking);
-        });
-    } catch (...) {
-        const Hold hold(mutex_);
-        uncharge_lease({tenant, owner}, nbytes);
-        throw;
-    }
-    const Hold hold(mutex_);
-    if (stopped_) {  // nobody would remove it, or learn of it
-        take_lease_back(*lease);
-        return 0;
-    }
-    leases_.add(lease);
-    Session& holder = sessions_.try_emplace(session, Session{tenant, owner}).first->second;
-    if (holder.connections == 0) {
-        holder.empty_since = now();
-    }
-    return lease->id;
+    disconnect(client.session);
 }
 
-void Server::uncharge_lease(const Quotas::Owner& owner, std::uint64_t nbytes) {
-    lent_ -= nbytes;
-    quotas_.take_back(owner, nbytes);
-    budget_.take_back(owner.first, nbytes);
+int Sessions::open_visits(std::uint64_t session, std::uint32_t tenant) {
+    open(session, tenant);
+    Visits& visits = tenants_.of(tenant).visits();
+    const std::uint64_t nbytes = visits.has(session) ? 0 : visits.session_nbytes();
+    if (nbytes > 0 && (visits.sessions() >= Visits::sessions_max || !budget_.may_fix(tenant, nbytes) ||
+                       !budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes))) {
+        throw Busy("at most " + std::to_string(Visits::sessions_max) +
+                   " sessions of a tenant may map its objects, and each takes " + std::to_string(nbytes) +
+                   " bytes of its share for marks of visits");
+    }
+    const int file = visits.open(session);
+    budget_.lend(tenant, nbytes);
+    return file;
 }
 
-std::shared_ptr<Lease> Server::lease_of(std::uint64_t session, std::uint64_t lease) const {
+std::shared_ptr<Lease> Sessions::lease(std::uint64_t session, std::uint64_t lease) const {
     const auto holder = sessions_.find(session);
-    return holder == sessions_.end() ? nullptr : leases_.find(session, holder->second.tenant, holder->second.owner, lease);
+    return holder == sessions_.end() ? nullptr : lending_.find(session, holder->second.owner, lease);
 }
 
-void Server::take_lease_back(Lease& lease) {
-    uncharge_lease({lease.tenant, lease.owner}, lease.nbytes);
-    leases_.remove(lease);
+void Sessions::add_lease(std::shared_ptr<Lease> lease) {
+    note_empty(sessions_.try_emplace(lease->session, Session{{lease->tenant, lease->owner}}).first->second);
+    lending_.add(std::move(lease));
 }
 
-// Takes back leases whose files were extended or truncated, which a session can do as it may write its lease's file.
-void Server::check_leases() {
-    for (auto& lease : leases_.all()) {
-        if (!lease->is_as_lent()) {
-            note("taken_back", lease->session,
-                 "the file of a lease of " + std::to_string(lease->nbytes) +
-                     " bytes was made longer or cut off, so the lease has ended");
-            take_lease_back(*lease);
-            freeing_->let_go(std::move(lease));
-        }
+Sessions::Pin Sessions::pin(const Client& client, const Found& found, std::uint64_t ttl_ms) {
+    Session& session = sessions_.at(client.session);
+    const std::uint64_t nbytes = client.objects.ram_nbytes(found);
+    if (std::string refusal = quotas_.pin_refusal(session.owner, session.pins.size(), found.offset, nbytes); !refusal.empty()) {
+        return {0, std::move(refusal)};
     }
+    if (!client.objects.may_fix(found)) {
+        return {0, beyond_share};
+    }
+    const Place place{client.tenant, found.payload};
+    const auto ending = ttl_ms == 0 ? endings_.end()
+                                    : endings_.emplace(deadlines_.now() + seconds(static_cast<double>(ttl_ms) / 1000),
+                                                       std::pair(client.session, place));
+    client.objects.pin(found);
+    client.objects.count_lent_out(1);
+    quotas_.pin(session.owner, found.offset, nbytes);
+    session.last_pin += session.last_pin + 1 == 0 ? 2 : 1;  // never 0, which stands for any pin
+    session.pins.emplace(place, Pinned{found.offset, found.serial, session.last_pin, ending});
+    return {session.last_pin};
 }
 
-bool Server::release(std::uint64_t session, std::uint64_t lease) {
-    std::shared_ptr<Lease> found;  // its memory is freed when the loop goes on: for gigabytes that takes seconds
-    const Hold hold(mutex_);
-    found = lease_of(session, lease);
-    if (found == nullptr) {
+bool Sessions::unpin(const Client& client, std::uint64_t payload, std::uint64_t serial, std::uint64_t number) {
+    Session& session = sessions_.at(client.session);
+    const auto [first, last] = session.pins.equal_range(Place{client.tenant, payload});
+    const auto found = std::find_if(first, last, [&](const auto& pin) {
+        return pin.second.serial == serial && (number == 0 || pin.second.number == number);
+    });
+    if (found == last) {
         return false;
     }
-    take_lease_back(*found);
+    unpin(session, found);
     return true;
 }
 
-std::vector<std::pair<std::uint64_t, std::uint64_t>> Server::leases(std::uint64_t session) {
-    const Hold hold(mutex_);
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> found;
-    for (const auto& lease : leases_.of(session)) {
-        if (lease_of(session, lease->id) != nullptr) {
-            found.emplace_back(lease->id, lease->nbytes);
-        }
-    }
-    return found;
-}
-
-std::string Server::lease_path(std::uint64_t session, std::uint64_t lease) {
-    const Hold hold(mutex_);
-    const std::shared_ptr<Lease> found = lease_of(session, lease);
-    return found == nullptr ? std::string() : found->segment.path;
-}
-
-int Server::lease_file(std::uint64_t session, std::uint64_t lease) {
-    const Hold hold(mutex_);
-    const std::shared_ptr<Lease> found = lease_of(session, lease);
-    return found == nullptr ? -1 : found->segment.file.duplicate();
-}
-
-void Server::end_preparation(const Session& session, const Place& place, const Preparing& preparing) {
-    objects_.at(place.first)->abort(preparing.extent, preparing.serial);
-    objects_.at(place.first)->count_lent_out(-1);
-    quotas_.end_preparation(session.charged(), preparing.nbytes);
-}
-
-void Server::unpin(Session& session, std::multimap<Place, Pinned>::iterator pin) {
+void Sessions::unpin(Session& session, Pins::iterator pin) {
     const auto& [place, pinned] = *pin;
-    objects_.at(place.first)->unpin(pinned.extent);
-    objects_.at(place.first)->count_lent_out(-1);
-    quotas_.unpin(session.charged(), pinned.extent);
+    Catalogue& objects = tenants_.at(place.first);
+    objects.unpin(pinned.extent);
+    objects.count_lent_out(-1);
+    quotas_.unpin(session.owner, pinned.extent);
     if (pinned.ending != endings_.end()) {
         endings_.erase(pinned.ending);
     }
     session.pins.erase(pin);
 }
 
-// Frees the pins whose time to live has ended.
-void Server::end_pins() {
-    const Clock::time_point until = now();
+std::string Sessions::preparation_refusal(const Client& client, std::uint64_t nbytes) const {
+    return quotas_.preparation_refusal(client.owner, sessions_.at(client.session).prepared.size(), nbytes);
+}
+
+void Sessions::add_preparation(const Client& client, const Found& prepared, std::uint64_t nbytes) {
+    sessions_.at(client.session)
+        .prepared.emplace(Place{client.tenant, prepared.payload},
+                          Preparation{prepared.offset, prepared.serial, client.number, nbytes});
+    quotas_.prepare(client.owner, nbytes);
+    client.objects.count_lent_out(1);
+}
+
+const Sessions::Preparation* Sessions::preparation(const Client& client, std::uint64_t payload, std::uint64_t serial) const {
+    const auto& prepared = sessions_.at(client.session).prepared;
+    const auto found = prepared.find(Place{client.tenant, payload});
+    return found == prepared.end() || found->second.serial != serial ? nullptr : &found->second;
+}
+
+void Sessions::end_preparation(const Client& client, std::uint64_t payload) {
+    Session& session = sessions_.at(client.session);
+    const auto found = session.prepared.find(Place{client.tenant, payload});
+    uncharge(session, found->first, found->second);
+    session.prepared.erase(found);
+}
+
+void Sessions::uncharge(const Session& session, const Place& place, const Preparation& preparation) {
+    Catalogue& objects = tenants_.at(place.first);
+    objects.abort(preparation.extent, preparation.serial);
+    objects.count_lent_out(-1);
+    quotas_.end_preparation(session.owner, preparation.nbytes);
+}
+
+std::string Sessions::charge_area(const Client& client, std::uint64_t nbytes) {
+    Session& session = sessions_.at(client.session);
+    std::string refusal = quotas_.area_refusal(session.owner, session.areas, nbytes);
+    if (refusal.empty() && (!budget_.may_fix(client.tenant, nbytes) || !budget_.make_room(client.tenant, nbytes) ||
+                            !budget_.make_backing_room(client.tenant, nbytes))) {
+        refusal = "the tenant's share has no room for a publish area of " + std::to_string(nbytes) + " bytes";
+    }
+    if (refusal.empty()) {
+        budget_.lend(client.tenant, nbytes);
+        ++session.areas;
+        quotas_.lend_area(session.owner, nbytes);
+    }
+    return refusal;
+}
+
+void Sessions::uncharge_area(const Client& client, std::uint64_t nbytes) {
+    Session& session = sessions_.at(client.session);
+    budget_.take_back(client.tenant, nbytes);
+    --session.areas;
+    quotas_.end_area(session.owner, nbytes);
+}
+
+void Sessions::tidy() {
+    end_pins();
+    const Clock::time_point now = deadlines_.now();
+    for (auto session = sessions_.begin(); session != sessions_.end();) {
+        if (session->second.connections == 0 && now - session->second.empty_since > deadlines_.grace()) {
+            close(session->first, session->second);
+            session = sessions_.erase(session);
+        } else {
+            end_left(session->second);
+            ++session;
+        }
+    }
+}
+
+void Sessions::end_pins() {
+    const Clock::time_point until = deadlines_.now();
     while (!endings_.empty() && endings_.begin()->first <= until) {
         const auto ending = endings_.begin();
         Session& session = sessions_.at(ending->second.first);
@@ -221,12 +230,12 @@ void Server::end_pins() {
     }
 }
 
-// Ends preparations left by closed connections. Not at once, as the program may still be writing there.
-void Server::abort_left_alone(Session& session) {
+// Ends preparations of closed connections. We wait before we do, because the program may still be writing there.
+void Sessions::end_left(Session& session) {
     for (auto found = session.prepared.begin(); found != session.prepared.end();) {
-        const auto& [place, preparing] = *found;
-        if (preparing.left_alone && now() - *preparing.left_alone > seconds(settings_.grace)) {
-            end_preparation(session, place, preparing);
+        const auto& [place, preparation] = *found;
+        if (preparation.left_at && deadlines_.now() - *preparation.left_at > deadlines_.grace()) {
+            uncharge(session, place, preparation);
             found = session.prepared.erase(found);
         } else {
             ++found;
@@ -234,27 +243,25 @@ void Server::abort_left_alone(Session& session) {
     }
 }
 
-void Server::free_session(std::uint64_t id, Session& session) {
+void Sessions::close(std::uint64_t id, Session& session) {
     const std::size_t pins = session.pins.size();
     while (!session.pins.empty()) {
         unpin(session, session.pins.begin());
     }
-    for (const auto& [place, preparing] : session.prepared) {
-        end_preparation(session, place, preparing);
+    for (const auto& [place, preparation] : session.prepared) {
+        uncharge(session, place, preparation);
     }
-    if (const auto objects = objects_.find(session.tenant); objects != objects_.end() && objects->second->visits().has(id)) {
-        objects->second->end_visits(id);
-        budget_.take_back(session.tenant, objects->second->visits().session_nbytes());
+    const std::uint32_t tenant = session.owner.first;
+    if (Catalogue* const objects = tenants_.find(tenant); objects != nullptr && objects->visits().has(id)) {
+        objects->end_visits(id);
+        budget_.take_back(tenant, objects->visits().session_nbytes());
     }
-    auto leases = leases_.of(id);
-    for (auto& lease : leases) {
-        take_lease_back(*lease);
-        freeing_->let_go(std::move(lease));
-    }
-    if (pins > 0 || !session.prepared.empty() || !leases.empty()) {
-        note("freed", id,
-             "a session that has gone held " + std::to_string(pins) + " pins, " + std::to_string(session.prepared.size()) +
-                 " unfinished publishes and " + std::to_string(leases.size()) + " leases");
+    const std::size_t leases = lending_.end_all(id);
+    if (pins > 0 || !session.prepared.empty() || leases > 0) {
+        events_.note("freed", id,
+                     "a session that has gone held " + std::to_string(pins) + " pins, " +
+                         std::to_string(session.prepared.size()) + " unfinished publishes and " + std::to_string(leases) +
+                         " leases");
     }
 }
 

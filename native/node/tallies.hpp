@@ -1,4 +1,4 @@
-// Tallies of the replies of a node: times of each operation, and refusals to each tenant.
+// Tallies of a node: bytes and requests, times of each operation, and refusals to each tenant.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace farpool {
 
-// Times of one operation in buckets, each of which ends at twice the time of the one before it.
+// Times of one operation in buckets. Each bucket ends at twice the time of the bucket before it.
 struct Latencies {
     static constexpr std::size_t buckets = 25;
     static constexpr std::uint64_t first_ns = 1024;  // end of the first bucket; the last one ends after 17 s
@@ -28,6 +28,10 @@ struct Latencies {
     static constexpr double end_s(std::size_t bucket) noexcept { return static_cast<double>(first_ns << bucket) / 1e9; }
 };
 
+struct Counts {
+    std::uint64_t puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0, bad_frames = 0;
+};
+
 class Tallies {
 public:
     using Refusals = std::map<std::uint16_t, std::uint64_t>;  // by status
@@ -35,7 +39,7 @@ public:
     // Counts a reply that has been sent.
     void add(const FrameHeader& reply, std::chrono::steady_clock::duration took) {
         const auto status = static_cast<Status>(reply.status);
-        if (status == Status::taken) {  // not the reply yet
+        if (status == Status::taken) {  // progress of a request, and not its reply
             return;
         }
         latencies_[reply.op].add(static_cast<std::uint64_t>(std::chrono::nanoseconds(took).count()));
@@ -43,6 +47,14 @@ public:
             ++refusals_[reply.tenant][reply.status];
         }
     }
+    void add_in(std::uint64_t nbytes) noexcept { counts_.bytes_in += nbytes; }
+    void add_out(std::uint64_t nbytes) noexcept { counts_.bytes_out += nbytes; }
+    void add_put() noexcept { ++counts_.puts; }
+    void add_drop() noexcept { ++counts_.drops; }
+    void add_checksum_error() noexcept { ++counts_.checksum_errors; }
+    void add_bad_frame() noexcept { ++counts_.bad_frames; }
+
+    const Counts& counts() const noexcept { return counts_; }
     // By operation, if it had a reply. A request of an unknown operation has an entry under its number.
     std::map<std::uint8_t, Latencies> latencies() const {
         std::map<std::uint8_t, Latencies> found;
@@ -56,6 +68,7 @@ public:
     const std::map<std::uint32_t, Refusals>& refusals() const noexcept { return refusals_; }
 
 private:
+    Counts counts_;
     std::array<Latencies, 256> latencies_{};
     std::map<std::uint32_t, Refusals> refusals_;  // by tenant
 };

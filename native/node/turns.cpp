@@ -37,25 +37,25 @@ void Turns::leave(Flow& flow) noexcept {
     }
 }
 
-// Keeps a key that was left as long as it stands in line. Memory stays bounded: the key that was left first is forgotten.
+// Keeps a key without connections as long as it is in a line. To bound the memory, we forget the key that left first.
 void Turns::remember(Flow& key) noexcept {
     if (key.stands_ == Flow::Stands::nowhere) {
         return forget(key);
     }
     remembered_.splice(remembered_.end(), key.left_);
-    if (remembered_.size() > most_remembered) {
+    if (remembered_.size() > remembered_max) {
         forget(*remembered_.front());
     }
 }
 
-// Takes a key out of the line of those that were left, if it stands there.
+// Takes a key out of the line of remembered keys, if it is there.
 void Turns::recall(Flow& key) noexcept {
     if (key.left_.empty()) {
         key.left_.splice(key.left_.end(), remembered_, key.left_place_);
     }
 }
 
-// Removes a key or a tenant that has no connections, and the tenant of a key if that was the last that was known of it.
+// Removes a key or a tenant that has no connections. Removes the tenant of a key, too, if it has no other key.
 void Turns::forget(Flow& gone) noexcept {
     recall(gone);
     for (const auto& [name, key] : gone.below_) {
@@ -91,7 +91,7 @@ void Turns::want(Flow& flow) noexcept {
     }
 }
 
-// The flow keeps its place in line, if it has one, until its turn. Only after that may it come in front of other flows again.
+// The flow keeps its place in line, if it has one, until its turn. Only after that may it go before other flows again.
 void Turns::rest(Flow& flow) noexcept {
     for (Flow* one = &flow; one->above_ != nullptr && one->has_work_ && one->working_ == 0; one = one->above_) {
         one->has_work_ = false;

@@ -1,11 +1,11 @@
 // The order in which a node serves its connections: turns by tenant, then by access key, then by connection.
 //
-// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): flows that had no work are first, once, and all
+// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): flows that had no work come first, once, and all
 // other flows follow one another. Each tenant, each key of a tenant and each connection of a key gets `quantum` units of work a
 // round and pays for the units that it uses. If it uses more in one turn, it pays that debt in later rounds.
 //
 // A key or a tenant whose last connection ends keeps its debt and its place in line until its turn comes. So a client that
-// connects again for each request pays like one that stays.
+// connects again for each request pays as much as one that stays.
 //
 // This class knows units and no sockets. Only join() allocates. A turn takes constant time, apart from the rounds in which
 // flows pay debts.
@@ -23,8 +23,8 @@ class Turns {
 public:
     // Units of work in a turn. A unit is about the work of moving a byte.
     static constexpr std::int64_t quantum = 64 * 1024;
-    // Access keys without a connection that are remembered; one more, and the one that left first is forgotten.
-    static constexpr std::size_t most_remembered = 1024;
+    // We remember so many access keys without a connection. If there are more, we forget the key that left first.
+    static constexpr std::size_t remembered_max = 1024;
 
     // A connection's place in the order; also the groups above it, which are the key and the tenant.
     class Flow {
@@ -44,14 +44,14 @@ public:
 
         Flow* above_;
         std::uint64_t name_;
-        Line own_;              // holds the one element that stands for this flow, unless that stands in a line of `above_`
+        Line own_;              // has the one element of this flow, unless that is in a line of `above_`
         Line::iterator place_;  // that element
-        Line left_{this};       // of a key: the same for the line of those that were left; see `remembered_`
+        Line left_{this};       // of a key: the same for `remembered_`
         Line::iterator left_place_ = left_.begin();
         Stands stands_ = Stands::nowhere;
         std::int64_t credit_ = 0;
         bool has_work_ = false;
-        std::size_t joined_ = 0;   // connections: those below, or the connection itself
+        std::size_t joined_ = 0;   // connections below, or the connection itself
         std::size_t working_ = 0;  // flows below that have work
         Line fresh_{};             // flows below that had no work until now
         Line old_{};               // flows below that have been served since
@@ -75,7 +75,7 @@ public:
     void want(Flow& flow) noexcept;
     void rest(Flow& flow) noexcept;
 
-    // Returns the connection that has its turn; null if none has work. It keeps its turn until charge().
+    // Returns the connection whose turn it is; null if none has work. It keeps its turn until charge().
     Flow* next() noexcept;
     // Charges a connection, its key and its tenant for the units of work of a turn.
     void charge(Flow& flow, std::uint64_t units) noexcept;

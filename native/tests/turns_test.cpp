@@ -198,7 +198,7 @@ TEST("of the keys that were left a bounded number is remembered, those that were
         busy.add(1, 1, 1);
         busy.serve();
         busy.serve();
-        constexpr std::uint64_t count = Turns::most_remembered + 1;
+        constexpr std::uint64_t count = Turns::remembered_max + 1;
         const auto joined = [&](std::uint64_t number) {
             const std::uint64_t key = 100 + number;
             Turns::Seat seat = busy.turns.join(same_tenant ? 1 : static_cast<std::uint32_t>(key), key, key);

@@ -70,6 +70,25 @@ def test_folders_include_only_folders_below_them() -> None:
     assert not wrong, "move the file down, or pass in the thing that it needs"
 
 
+def test_a_node_s_catalogue_knows_no_connection_and_no_session() -> None:
+    catalogue = sorted((NATIVE / "node" / "catalogue").glob("*.?pp"))
+    assert len(catalogue) > 20
+    below = {"node/budget.hpp", "node/files.hpp"}
+    wrong = [
+        f"{source.relative_to(NATIVE)} includes {name}"
+        for source in catalogue
+        for name in included(source)
+        if name.startswith("node/") and not name.startswith("node/catalogue/") and name not in below
+    ]
+    assert not wrong, "pass in the thing that the catalogue needs"
+
+
+def test_no_medium_is_known_to_the_catalogue_except_ram() -> None:
+    # A new kind of memory is one file: only the server chooses it.
+    knowing = {str(source.relative_to(NATIVE)) for source in sources() if "node/catalogue/nvme.hpp" in included(source)}
+    assert {name for name in knowing if name.startswith("node/")} == {"node/catalogue/nvme.cpp", "node/server.cpp"}
+
+
 def test_no_file_includes_itself_directly_or_through_others() -> None:
     graph = {str(source.relative_to(NATIVE)): included(source) for source in sources()}
     assert sum(map(len, graph.values())) > 400

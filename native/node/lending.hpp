@@ -1,0 +1,64 @@
+// The leases of a node: what they cost its budget and its quotas, and how they end.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "node/budget.hpp"
+#include "node/events.hpp"
+#include "node/freeing.hpp"
+#include "node/leases.hpp"
+#include "node/quotas.hpp"
+
+namespace farpool {
+
+class Lending {
+public:
+    Lending(std::string folder, bool ephemeral, Budget& budget, Quotas& quotas, Events& events);
+
+    // Adopts the leases of an earlier start, and returns them. An ephemeral node ends them.
+    std::vector<std::shared_ptr<Lease>> adopt();
+    // Charges a lease that is to be made. False if there is no room. Throws Busy, and std::system_error if the system has too
+    // little memory.
+    bool charge(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes);
+    void uncharge(const Quotas::Owner& owner, std::uint64_t nbytes);
+    // Makes a charged lease and backs it with memory, which takes long. Changes no state, so the node can serve others until
+    // it is done. `return_memory`: as in Leases. Throws std::system_error.
+    std::shared_ptr<Lease> make(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes,
+                                const std::function<bool(std::uint64_t)>& return_memory) const;
+    void add(std::shared_ptr<Lease> lease) { leases_.add(std::move(lease)); }
+    // The session's lease with this id; null if there is none.
+    std::shared_ptr<Lease> find(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t lease) const;
+    std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const { return leases_.of(session); }
+    std::vector<std::shared_ptr<Lease>> all() const { return leases_.all(); }
+    std::uint64_t lent() const noexcept { return lent_; }
+
+    // Ends a lease. Its memory is freed with its last user: for gigabytes that takes seconds.
+    void end(Lease& lease);
+    // Ends all leases of a session, and frees their memory on a thread; returns how many there were.
+    std::size_t end_all(std::uint64_t session);
+    // Ends leases whose files were extended or truncated: a session may write its lease's file.
+    void check();
+    // Waits until all memory is freed.
+    void finish() { freeing_->finish(); }
+    // Removes all leases of an ephemeral node.
+    void remove_files();
+    // Lets the thread that frees memory alone, in a child forked from the process that has it.
+    void abandon() { static_cast<void>(freeing_.release()); }
+
+private:
+    std::string folder_;
+    bool ephemeral_;
+    Leases leases_;
+    std::unique_ptr<Freeing> freeing_ = std::make_unique<Freeing>();
+    std::uint64_t lent_ = 0;
+    Budget& budget_;
+    Quotas& quotas_;
+    Events& events_;
+};
+
+}  // namespace farpool
