@@ -10,8 +10,8 @@ import pytest
 
 from farpool import StaticMembers, Store
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer
-from farpool.kv.prefix import PrefixCache
 from tests.kv.test_prefix import BLOCK, Made, check, target
 from tests.nodes import PATIENCE, eventually, move
 

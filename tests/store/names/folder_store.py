@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+_SELF = bytes(16)
+"""Identity of the one node that this store stands for."""
+
+
 class FolderStore:
     replicas = 1
 
@@ -48,18 +52,18 @@ class FolderStore:
         ttl: float | None,
         *,
         keep: bool | None = None,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
         keys = list(keys)
         told = []
         with (self.folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for place, key in enumerate(keys):
-                told.append(self._touch(key, keep, None if seen is None else seen[place].get(0, 0)))
+                told.append(self._touch(key, keep, None if seen is None else seen[place].get(_SELF, 0)))
         return Touched(
             [int(bool(mark)) for mark in told],
             True,
-            [{0: mark} if mark else {} for mark in told],
+            [{_SELF: mark} if mark else {} for mark in told],
             [place for place, mark in enumerate(told) if mark == 0],
         )
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+_SELF = bytes(16)
+"""Identity of the one node that this store stands for."""
+
+
 class MemoryStore:
     """Behaves like `farpool.Store` on one node, with a clock that only the test moves."""
 
@@ -70,16 +74,16 @@ class MemoryStore:
         ttl: float | None,
         *,
         keep: bool | None = None,
-        seen: Sequence[Mapping[int, int]] | None = None,
+        seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
         self.requests += 1
         keys = list(keys)
-        wanted = [None] * len(keys) if seen is None else [one.get(0, -1) for one in seen]
+        wanted = [None] * len(keys) if seen is None else [one.get(_SELF, -1) for one in seen]
         told = [self.touch(key, ttl, keep, mark) for key, mark in zip(keys, wanted, strict=True)]
         return Touched(
             [int(mark is not None and mark > 0) for mark in told],
             not self.away,
-            [{0: mark} if mark is not None and mark > 0 else {} for mark in told],
+            [{_SELF: mark} if mark is not None and mark > 0 else {} for mark in told],
             [place for place, mark in enumerate(told) if mark == 0],
             frozenset({self.away} if self.away else ()),
         )
