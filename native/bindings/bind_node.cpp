@@ -132,7 +132,7 @@ another tenant's or another access key's.)")
             },
             nb::arg("keys"),
             R"(Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
-the bytes that it may hold, 0 where nobody says.)")
+the bytes that it may hold, 0 for the node's own limit.)")
         .def(
             "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released(),
             "Close all connections that were opened with this access key.")
@@ -284,7 +284,7 @@ first it is 0), 0 at the end.)")
             },
             nb::sig("def tenants(self) -> dict[int, dict[str, int]]"),
             R"(Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
-guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
+guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
 for want of room in the NVMe file.)")
         .def(
             "refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); },

@@ -79,7 +79,7 @@ With ``direct`` the descriptor was opened O_DIRECT: aligned pieces go straight t
 through io_uring (several requests of up to 512 KiB in flight) where the kernel has it, else through pread/pwrite; unaligned
 memory and the tail of a length that is no multiple of `alignment` go through an aligned bounce buffer.
 Short reads (a truncated file) raise TierError. With ``read_only`` writes raise TierError, and so do reads once the
-file's size or time of modification is no longer that of construction.)")
+file's size or time of modification has changed since construction.)")
         .def(
             "__init__",
             [](FilePort* self, int fd, std::string name, bool direct, std::size_t alignment, std::uint64_t base, bool ring,

@@ -92,7 +92,7 @@ private:
     };
     static iovec part_of(const BufferView& view) { return {view->buf, static_cast<std::size_t>(view->len)}; }
 
-    // A single buffer, as it mostly is, needs no memory beside this object.
+    // A single buffer, the usual case, needs no memory in addition to this object.
     std::optional<BufferView> view_;
     iovec part_{};
     std::optional<Several> several_;
@@ -558,8 +558,8 @@ is its length in each case.)")
 
 Deadlines are seconds of time.monotonic(). Waits spin for `spin` seconds before they block. Raises NodeTimeoutError at
 the deadline, NodeError where the stream breaks, ProtocolError for a bad frame: the connection is then broken and of no
-more use. ChecksumError (a payload that is not what was sent) and ValueError (a payload larger than the buffer) leave it
-usable.)")
+more use. ChecksumError (a payload that does not match its checksum) and ValueError (a payload larger than the buffer)
+leave it usable.)")
         .def(
             "__init__",
             [](Connection* self, nb::object fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin,
@@ -576,7 +576,7 @@ the UNIX socket of a node on this host, large payloads are put through memory th
         .def_prop_ro("broken", &Connection::broken)
         .def_prop_ro("unanswered", &Connection::unanswered)
         .def("stale", &Connection::stale,
-             "Return True if an idle connection is of no more use, because the node has hung up or sent what nobody asked for.")
+             "Return True if an idle connection is of no more use, because the node has hung up or sent unrequested bytes.")
         .def("exchange", exchange_one, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(),
              nb::arg("serial") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none(),
              "Send a request and receive its reply.")
@@ -584,11 +584,10 @@ the UNIX socket of a node on this host, large payloads are put through memory th
         .def("shut_down", &Connection::shut_down, "Make what another thread waits for on this connection fail with NodeError.")
         .def("close", &Connection::close);
 
-    nb::class_<ConnectionPool>(m, "ConnectionPool",
-                               "Pool of a program's connections to one node: those that lie ready, and those that are lent.")
+    nb::class_<ConnectionPool>(m, "ConnectionPool", "Pool of a program's connections to one node: idle ones and lent ones.")
         .def(nb::init<>())
         .def("take", &ConnectionPool::take, nb::sig("def take(self) -> Connection | None"),
-             "Lend a connection that lies ready; None where there is none.")
+             "Lend an idle connection; None if there is none.")
         .def("lend", &ConnectionPool::lend, nb::arg("connection"),
              nb::sig("def lend(self, connection: Connection) -> Connection"),
              "Count a new connection among those that are lent.")
@@ -598,10 +597,9 @@ the UNIX socket of a node on this host, large payloads are put through memory th
              nb::arg("into").none(), nb::arg("deadline"),
              nb::sig("def ask(self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: "
                      "float) -> Reply | Exception | None"),
-             R"(Send one request and receive its reply, as `exchange`, over a connection that lies ready; None where there is
-none.)")
-        .def("close", &ConnectionPool::close,
-             "Close the connections that lie ready, and end what is waited for on those that are lent. Idempotent.");
+             R"(Send one request over an idle connection and receive its reply, as `exchange`; None if no connection is
+idle.)")
+        .def("close", &ConnectionPool::close, "Close the idle connections, and make waits on the lent ones fail. Idempotent.");
 
     nb::class_<ObjectReader>(
         m, "ObjectReader", nb::type_slots(reader_slots),
@@ -679,8 +677,8 @@ payload that is damaged or larger than its buffer. A connection that has not ans
     m.def(
         "lookup_requests", lookup_requests, nb::arg("keys"), nb::arg("places"), nb::arg("use"),
         nb::sig("def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]"),
-        R"(Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
-counts as a use of what is there.)");
+        R"(Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; with
+`use` each object that is found counts as used.)");
     m.def("looked_up", looked_up, nb::arg("meta"), nb::arg("places"), nb::arg("sizes"), nb::arg("node"),
           nb::sig("def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]"),
           R"(Enter a node's answer to one of `lookup_requests` into `sizes`; returns the places of keys that it does not have.

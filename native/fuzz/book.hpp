@@ -10,9 +10,9 @@
 
 namespace farpool::fuzz {
 
-// A tenant's objects as its publishers know them. Rules: a key holds only what was offered under it; a serial means one object
-// for ever; an object that was there when a drop was requested is not found once the drop is confirmed; no two keeps or
-// let-goes give the same mark.
+// A tenant's objects as its publishers know them. Rules: a key holds only objects that were offered under it; a serial always
+// means the same object; an object that was there when a drop was requested is not found once the drop is confirmed; no two
+// keeps or let-goes give the same mark.
 class Book {
 public:
     using Object = std::pair<std::uint64_t, std::uint32_t>;  // bytes, CRC32C
@@ -37,7 +37,7 @@ public:
     }
     // Records the mark that a keep or let-go has given; false if it was given before.
     bool is_new_mark(std::uint64_t mark) { return marks_.insert(mark).second; }
-    // Number of known objects of a key, and the place of a serial among those of its key, from 1.
+    // Number of known objects of a key, and the place of a serial among its key's serials, from 1.
     std::uint64_t known(const std::string& key) const { return at(known_, key); }
     std::uint64_t place(std::uint64_t serial) const { return serials_.at(serial).place; }
     // Notes that the first `count` known objects of a key have been dropped.

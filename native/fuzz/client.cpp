@@ -96,7 +96,7 @@ void Client::push(std::size_t nbytes) {
     if (sent > 0) {
         outgoing_.erase(0, static_cast<std::size_t>(sent));
     } else if (errno != EAGAIN) {
-        outgoing_.clear();  // what came before the end can still be read
+        outgoing_.clear();  // the bytes that came before the end can still be read
     }
 }
 

@@ -38,7 +38,7 @@ Replies random_replies(Dice& dice, std::uint64_t count, const std::vector<Op>& o
         FrameHeader header = make_header(ops[request - 1]);
         header.request = request;
         header.status = static_cast<std::uint16_t>(dice.one_in(3) ? dice.any() : 0);
-        made.damaged = made.damaged || header.status == static_cast<std::uint16_t>(Status::taken);  // nothing lies in an area
+        made.damaged = made.damaged || header.status == static_cast<std::uint16_t>(Status::taken);  // no request used an area
         header.serial = dice.any();
         std::string meta = dice.bytes(dice.one_in(3) ? dice.below(400) : 0);
         std::string payload = dice.bytes(dice.one_in(2) ? dice.below(dice.one_in(6) ? 100000 : 300) : 0);
@@ -205,7 +205,7 @@ void damage(Dice& dice, Catalogue& objects) {
     }
 }
 
-// Reads a segment while it is damaged more and more: each read must give what was published, nothing, or an error.
+// Reads a segment while it is damaged more and more: each read must give the published bytes, nothing, or an error.
 void try_segment(Dice& dice, const std::string& folder) {
     std::filesystem::remove_all(folder);
     std::filesystem::create_directories(folder);

@@ -108,7 +108,7 @@ struct Contexts {
     std::unique_ptr<TlsContext> client;
 };
 
-// One side: a stream, what it has to send, and what came.
+// One side: a stream, the bytes that it has to send, and the bytes that it received.
 struct Side {
     Stream stream;
     std::string to_send;
@@ -230,7 +230,7 @@ void try_sessions(Dice& dice, const Contexts& contexts) {
     bool damaged = false;
     const auto whole = [&] { return client.come == node.to_send && node.come == client.to_send && client.met && node.met; };
     for (int round = 0; !whole(); ++round) {
-        require(damaged || round < 100000, "what was not damaged does not arrive");
+        require(damaged || round < 100000, "undamaged bytes do not arrive");
         if (round > 3000 && damaged) {
             break;
         }
@@ -255,7 +255,7 @@ void try_sessions(Dice& dice, const Contexts& contexts) {
     }
     close(left[1]);
     close(right[1]);
-    for (int again = 0; again < 3; ++again) {  // what has failed may be asked again
+    for (int again = 0; again < 3; ++again) {  // a side may be used again after a failure
         for (Side* side : {&client, &node}) {
             side->over = false;
             side->handshake();
@@ -340,16 +340,16 @@ void try_cuts(Dice& dice, const Contexts& contexts) {
         back.carry(dice, 0, damaged);
         require(node.to_send.starts_with(client.come) && client.to_send.starts_with(node.come), "other bytes than were sent");
     };
-    // Until it is cut, or all that there is to say was said.
+    // Until it is cut, or both sides have sent everything.
     for (int round = 0; round < 1000 && (cut.limit > 0 || !cut.held.empty()); ++round) {
         step();
     }
     turn(dice, contexts, cut);
     for (int round = 0; !victim.over; ++round) {
-        require(round < 1000, "the end of what it hears is not noticed");
+        require(round < 1000, "a side does not notice the end of its input");
         step();
     }
-    require(limit > 0 || !victim.met, "a handshake with nobody");
+    require(limit > 0 || !victim.met, "a side finished its handshake without a byte from the other one");
     close(left[1]);
     close(right[1]);
 }

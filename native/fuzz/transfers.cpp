@@ -1,6 +1,6 @@
 // Fuzzes requests to several nodes at once: `transfers FOLDER TRIALS SEED`. exchange() and RemotePort talk to nodes that
-// answer well for a while, and then damage, cut off, invent or keep back their replies. Nodes that answer well are served
-// well beside them, whatever the others do, and nothing is written beyond the memory that a reply was given.
+// answer well for a while, and then damage, cut off, invent or keep back their replies. A bad node does not
+// spoil the replies of a good one, and nothing is written beyond the memory that a reply was given.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -75,7 +75,7 @@ public:
     }
     // True if it has done something that a node does not do. Call after join().
     bool misbehaved() const noexcept { return misbehaved_; }
-    // Says what was wrong with a request; empty if nothing was. Call after join().
+    // Names the fault of a request; empty if all were right. Call after join().
     const std::string& complaint() const noexcept { return complaint_; }
 
 private:
@@ -194,7 +194,7 @@ private:
                     break;
                 case 3:
                     header.payload_nbytes = dice_.one_in(2) ? dice_.any() : dice_.below(2 * sent.size() + 64);
-                    ends = !manners_.keeps_back;  // else what is missing would be waited for
+                    ends = !manners_.keeps_back;  // else the client would wait for the missing bytes
                     break;
                 case 4:
                     header.payload_crc = static_cast<std::uint32_t>(dice_.word());
@@ -227,7 +227,7 @@ private:
             return false;
         }
         if (!honest && dice_.one_in(4)) {
-            bytes += bytes;  // an answer that nobody has asked for
+            bytes += bytes;  // a second answer to the same request
         }
         return give(bytes) && !ends;
     }
@@ -329,8 +329,7 @@ void try_exchange(Dice& dice) {
         if (nodes[one.node]->misbehaved() || (may_wait && ask.error)) {
             continue;  // an error, or whatever it has said
         }
-        require(one.refused || !ask.error,
-                "a good reply was refused beside a bad node: " + (ask.error ? ask.error->message : ""));
+        require(one.refused || !ask.error, "a good node's reply was refused: " + (ask.error ? ask.error->message : ""));
         require(!broken[one.node] || may_wait, "a good connection was broken");
         require(one.refused == ask.error.has_value(), "a reply without a place was taken");
         if (one.op == Op::get && !one.refused) {

@@ -343,15 +343,15 @@ void World::finish() {
     std::uint64_t lease = 0;
     for (int round = 0; round < 2000 && lease == 0; ++round) {
         try {
-            lease = server_->lend(1, chaos, capacity_);  // what is left goes
+            lease = server_->lend(1, chaos, capacity_);  // evicts the remaining objects
         } catch (const Server::Busy&) {
         }
         if (lease == 0) {
-            server_->step(1);  // what is on its way to the file comes to its end
+            server_->step(1);  // goes on with the writes to the file
         }
     }
     stats = server_->stats();
-    require(lease != 0 && stats.used == capacity_, "memory is held by nobody");
+    require(lease != 0 && stats.used == capacity_, "memory is in use, but no object and no lease has it");
     require(stats.objects == 0 && stats.object_bytes == 0 && stats.shelved == 0, "objects were counted that are not there");
     require(server_->release(1, lease) && server_->stats().used == 0, "the budget does not add up");
     server_->stop();

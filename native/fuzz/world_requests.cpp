@@ -112,7 +112,7 @@ void World::request_on_key(Client& client) {
 // A frame of any operation, with lengths and numbers that may be right.
 Frame World::random_frame() {
     const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(14);
-    // Nothing is kept: what nobody can name any more could not be let go.
+    // Keep no object, because no client could let it go once its key is unknown.
     Frame frame{make_header(static_cast<Op>(op) == Op::touch ? Op::pin : static_cast<Op>(op)), {}, {}};
     const std::uint64_t numbers = dice_.below(4);
     for (std::uint64_t number = 0; number < numbers; ++number) {
@@ -187,7 +187,7 @@ void World::lend(Client& client) {
 
 void World::release(Client& client) {
     if (!client.idle()) {
-        return;  // what is on its way would not find it
+        return;  // requests under way would not find the lease
     }
     require(server_->release(client.session, client.lease), "a lease was not there");
     lent_.erase(client.lease);

@@ -57,7 +57,7 @@ void put_in_place(const Segment& draft);
 // programs that do not trust each other can share it. Like a file it belongs to its user: other users who have a descriptor may
 // use that, and cannot open the file again. `name`: shown by the system. Throws std::system_error.
 Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings);
-// Opens and maps an existing segment; throws std::runtime_error, which says what is wrong with it, or std::system_error. With
+// Opens and maps an existing segment; throws std::runtime_error, which names the fault, or std::system_error. With
 // `nbytes`, it must have so many after its header; we check that before we map it.
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
 // Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, if it cannot.

@@ -73,7 +73,7 @@ std::size_t Input::feed(FrameHandler& handler, const std::byte* data, std::size_
             if (is_whole(header_, meta_.data())) {
                 begin_frame(handler);
             } else {
-                fail("a frame whose header is not what was sent");
+                fail("a frame whose header and meta do not match their checksum");
             }
         }
     }
@@ -171,7 +171,7 @@ void Input::take(FrameHandler& handler, const std::byte* data, std::size_t nbyte
 void Input::take_part(FrameHandler& handler) {
     const auto [offset, nbytes] = part_;
     if (nbytes == 0 || nbytes > left_ || offset > area_.nbytes() || nbytes > area_.nbytes() - offset) {
-        return fail("a part of a payload that lies outside of the publish area or of the payload");
+        return fail("a part of a payload outside of the publish area or of the payload");
     }
     copying_ = part_;
     go_on(handler);

@@ -149,7 +149,7 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
         }
         const int code = errno;
         if (is_lack_of_memory(code) && slice > page_nbytes) {
-            slice /= 2;  // first take all memory that the system has, so that we return to it only what is missing
+            slice /= 2;  // first take all memory that the system has, so that we return to it only the missing bytes
         } else if (is_lack_of_memory(code) && return_memory(total - taken)) {
             slice = slice_nbytes_max;
         } else {

@@ -156,7 +156,7 @@ TEST("where the system has less memory than is lent, objects go for those that c
     }
 }
 
-TEST("what comes in slices gets the memory of objects where the system has no more, and is refused where none may go") {
+TEST("an object in slices evicts others if the system has no more memory, and is refused if none may be evicted") {
     System system;
     const Folder folder;
     Budget budget{16 * mib};
@@ -251,7 +251,7 @@ TEST("a call that was interrupted is made again, and a refusal for another reaso
     CHECK_EQUAL(objects.counts().evictions, 0u);
 }
 
-TEST("what is announced is charged a slice at a time, and given back whole") {
+TEST("an announced object is charged a slice at a time, and an abort gives all its bytes back") {
     const Folder folder;
     Budget budget{16 * mib};
     Catalogue objects = opened(folder, budget);
@@ -269,7 +269,7 @@ TEST("what is announced is charged a slice at a time, and given back whole") {
     CHECK(!objects.may_announce(16 * mib + 1));
 }
 
-TEST("programs of random puts, in slices or not, keep accounts and stay within what is lent") {
+TEST("random puts, in slices or not, keep the accounts right and stay within the node's bytes") {
     for (unsigned seed = 0; seed < 30; ++seed) {
         std::mt19937 random(seed);
         const Folder folder;
@@ -339,11 +339,11 @@ TEST("an extension that finds no room leaves what there is as it was") {
     CHECK_EQUAL(budget.used(), used);
     CHECK(objects.writable(other.offset) <= slice);
     CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
-    CHECK(arrives(objects, other, 12 * slice - 200));  // the node may evict what was committed
+    CHECK(arrives(objects, other, 12 * slice - 200));  // the node may evict the committed object
     CHECK(objects.find("one", false).status == Status::missing);
 }
 
-TEST("what one tenant fixes leaves the shares of all that are expected") {
+TEST("a tenant's kept objects leave room for the shares of all expected tenants") {
     const Folder folder;
     Budget budget{16 * mib, {{7, 4 * mib}}};
     Catalogue one = opened(folder, budget, 1);
@@ -360,12 +360,12 @@ TEST("what one tenant fixes leaves the shares of all that are expected") {
     for (int number = 0; number < 11; ++number) {
         kept += one.touch(std::to_string(number), 0, Keep::keep).status == Status::done ? 1 : 0;
     }
-    CHECK_EQUAL(kept, 3);  // of 4 MiB, and an eighth is for what comes and goes
+    CHECK_EQUAL(kept, 3);  // of 4 MiB, because an eighth is reserved for objects that can be evicted
     CHECK(budget.may_fix(2, 4 * mib));
     CHECK(!budget.may_fix(2, 4 * mib + 64));
 }
 
-TEST("what was used lately does not go because it lies beside what does") {
+TEST("an object that was used lately is not evicted because its neighbour is") {
     const Folder folder;
     Budget budget{mib};
     Catalogue objects = opened(folder, budget);
@@ -421,7 +421,7 @@ TEST("an object is demoted when it is asked for, unless somebody needs it in mem
     CHECK_EQUAL(own.moving(), 0u);
 }
 
-TEST("what is costly to compute again stays while others that are used as often go") {
+TEST("an object that is costly to compute again stays while cheaper ones that are used as often are evicted") {
     for (const bool costs : {false, true}) {
         const Folder folder;
         Budget budget{4 * mib};
@@ -534,7 +534,7 @@ TEST(
     }
 }
 
-TEST("a touch that names the mark of no object keeps what is kept already, and nothing else") {
+TEST("a touch that names the mark of no object keeps only an object that is kept already") {
     const Folder folder;
     Budget budget{4 * mib};
     Catalogue objects = opened(folder, budget);

@@ -60,7 +60,7 @@ TEST("a loop that is always late has a time that goes on") {
     }
 }
 
-TEST("a node that stood still ends no peer and no session before it has read what came meanwhile, and ends them later") {
+TEST("a node that stood still reads the bytes that came in that time before it ends a peer or a session") {
     const farpool::testing::Folder folder;
     constexpr double patience = 1.8;  // more than the longest round, less than the node stands still
     Server server(Server::Settings{folder.path(), 1 << 20, true, patience, patience, 0.0, {}, 0});

@@ -127,7 +127,7 @@ class FilePort(Port):
     through io_uring (several requests of up to 512 KiB in flight) where the kernel has it, else through pread/pwrite; unaligned
     memory and the tail of a length that is no multiple of `alignment` go through an aligned bounce buffer.
     Short reads (a truncated file) raise TierError. With ``read_only`` writes raise TierError, and so do reads once the
-    file's size or time of modification is no longer that of construction.
+    file's size or time of modification has changed since construction.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class NodeServer:
 
     def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
         """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
-        the bytes that it may hold, 0 where nobody says.
+        the bytes that it may hold, 0 for the node's own limit.
         """
 
     def end_key(self, key: str) -> None:
@@ -337,7 +337,7 @@ class NodeServer:
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
-        guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
+        guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
         for want of room in the NVMe file.
         """
 
@@ -483,8 +483,8 @@ class Connection:
 
     Deadlines are seconds of time.monotonic(). Waits spin for `spin` seconds before they block. Raises NodeTimeoutError at
     the deadline, NodeError where the stream breaks, ProtocolError for a bad frame: the connection is then broken and of no
-    more use. ChecksumError (a payload that is not what was sent) and ValueError (a payload larger than the buffer) leave it
-    usable.
+    more use. ChecksumError (a payload that does not match its checksum) and ValueError (a payload larger than the buffer)
+    leave it usable.
     """
 
     def __init__(
@@ -507,7 +507,7 @@ class Connection:
     @property
     def unanswered(self) -> int: ...
     def stale(self) -> bool:
-        """Return True if an idle connection is of no more use, because the node has hung up or sent what nobody asked for."""
+        """Return True if an idle connection is of no more use, because the node has hung up or sent unrequested bytes."""
 
     def exchange(
         self,
@@ -528,11 +528,11 @@ class Connection:
     def close(self) -> None: ...
 
 class ConnectionPool:
-    """Pool of a program's connections to one node: those that lie ready, and those that are lent."""
+    """Pool of a program's connections to one node: idle ones and lent ones."""
 
     def __init__(self) -> None: ...
     def take(self) -> Connection | None:
-        """Lend a connection that lies ready; None where there is none."""
+        """Lend an idle connection; None if there is none."""
 
     def lend(self, connection: Connection) -> Connection:
         """Count a new connection among those that are lent."""
@@ -543,12 +543,12 @@ class ConnectionPool:
     def ask(
         self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: float
     ) -> Reply | Exception | None:
-        """Send one request and receive its reply, as `exchange`, over a connection that lies ready; None where there is
-        none.
+        """Send one request over an idle connection and receive its reply, as `exchange`; None if no connection is
+        idle.
         """
 
     def close(self) -> None:
-        """Close the connections that lie ready, and end what is waited for on those that are lent. Idempotent."""
+        """Close the idle connections, and make waits on the lent ones fail. Idempotent."""
 
 class ObjectReader:
     """A tenant's objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
@@ -645,8 +645,8 @@ def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
-    """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
-    counts as a use of what is there.
+    """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; with
+    `use` each object that is found counts as used.
     """
 
 def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]:

@@ -104,7 +104,7 @@ def test_damage_is_told_and_not_backed_up(tmp_path: Path) -> None:
     assert code == 1
     told = " ".join(told.split())
     for said in (
-        "its entry 'name/a' differs from what was written",
+        "its entry 'name/a' does not match its checksum",
         "the entry 'name/b' is missing",
         "the name 'c' has 2 objects in version 1, and 0 of them are recorded; publish it again",
     ):

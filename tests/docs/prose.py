@@ -132,17 +132,19 @@ def _page(source: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, match[0]
 
 
-READERS = {".py": _python, ".cpp": _cpp, ".hpp": _cpp, ".md": _page}
+READERS = {".py": _python, ".c": _cpp, ".cpp": _cpp, ".hpp": _cpp, ".md": _page}
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Yield each file with its room: a wing of the package, a folder of the native core, the pages."""
-    package, native = ROOT / "src/farpool", ROOT / "native"
+    """Yield each file with its room: a wing of the package, a folder of the native core, the benchmarks, the pages."""
+    package, native, benchmarks = ROOT / "src/farpool", ROOT / "native", ROOT / "benchmarks"
     for file in sorted(package.rglob("*.py")):
         inside = file.relative_to(package).parts
         yield f"farpool/{inside[0]}" if len(inside) > 1 else "farpool", file
     for file in sorted([*native.rglob("*.cpp"), *native.rglob("*.hpp")]):
         yield f"native/{file.relative_to(native).parts[0]}", file
+    for file in sorted([*benchmarks.rglob("*.py"), *benchmarks.rglob("*.c"), benchmarks / "README.md"]):
+        yield "benchmarks", file
     for file in sorted([*(ROOT / "docs").rglob("*.md"), *package.rglob("*.md")]):
         yield "docs", file
     yield "README.md", ROOT / "README.md"

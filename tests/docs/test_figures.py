@@ -198,7 +198,7 @@ def remote() -> list[str]:
     micro = [statistics.median(point[way]) * 1e6 for way in ("mapped", "tcp") for point in (first, last)]
     return [
         *rows,
-        f"| memory of an object beside key and payload, of {last['objects']:,} | {index['resident_bytes']:.0f} bytes |",
+        f"| memory of an object except key and payload, of {last['objects']:,} | {index['resident_bytes']:.0f} bytes |",
         f"| get among {among} objects, mapped | {micro[0]:.1f} and {micro[1]:.1f} µs |",
         f"| get among {among} objects, TCP | {micro[2]:.1f} and {micro[3]:.1f} µs |",
     ]

@@ -78,8 +78,8 @@ def test_a_client_that_hangs_up_gets_a_reply_that_takes_many_turns(tmp_path: Pat
         (lambda frame: b"HTTP" + frame[4:], "not a frame"),
         (lambda frame: frame[:4] + b"\x01" + frame[5:], "another version; this farpool speaks version 2"),
         (lambda frame: frame[:16] + struct.pack("<I", 65537) + frame[20:], "larger than 65536"),
-        (lambda frame: frame[:32] + b"\x01" + frame[33:], "not what was sent"),
-        (lambda frame: frame[:-1] + b"X", "not what was sent"),
+        (lambda frame: frame[:32] + b"\x01" + frame[33:], "do not match their checksum"),
+        (lambda frame: frame[:-1] + b"X", "do not match their checksum"),
     ],
 )
 def test_a_bad_frame_ends_its_connection_and_no_other(

@@ -78,11 +78,11 @@ def test_a_file_of_an_earlier_release_is_read_and_each_write_adds_a_checksum(tmp
     [
         (
             "UPDATE entry SET value = x'00' WHERE key = CAST('n/a' AS BLOB)",
-            "its entry 'n/a' differs from what was written",
+            "its entry 'n/a' does not match its checksum",
         ),
         (
             "UPDATE entry SET revision = 1 WHERE key = CAST('n/a' AS BLOB)",
-            "its entry 'n/a' differs from what was written",
+            "its entry 'n/a' does not match its checksum",
         ),
         (
             "UPDATE entry SET key = CAST('n/q' AS BLOB) WHERE revision = 2",
@@ -125,7 +125,7 @@ def test_a_watch_does_not_report_a_damaged_change(tmp_path: Path) -> None:
             raw.execute("UPDATE change SET value = x'00'")
         with (
             registry.watch("", done.revision - 1) as watch,
-            pytest.raises(RegistryDamagedError, match="differs from what was"),
+            pytest.raises(RegistryDamagedError, match="does not match its checksum"),
         ):
             watch.next(0.0)
 
@@ -167,7 +167,7 @@ def test_an_entry_of_etcd_has_a_checksum_unless_an_earlier_release_wrote_it(regi
     for changed in (stored[:-1] + b"f", stored[:-5] + bytes(1) + stored[-4:], stored + b"x"):
         call.call("/v3/kv/put", PutRequest(f"{prefix}a".encode(), changed), Empty, deadline)
         for read in (lambda: registry.get("a"), lambda: registry.range("")):
-            with pytest.raises(RegistryDamagedError, match="its entry 'a' differs from what was written"):
+            with pytest.raises(RegistryDamagedError, match="its entry 'a' does not match its checksum"):
                 read()
     call.call("/v3/kv/put", PutRequest(f"{prefix}a".encode(), secrets.token_bytes(16) + b"old"), Empty, deadline)
     assert values(registry) == {"a": b"old"}

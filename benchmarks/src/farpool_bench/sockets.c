@@ -7,7 +7,7 @@
  * A get is a request of 64 bytes that is answered with the object; a put is a request and the object, answered with 64
  * bytes. Up to WINDOW requests are unanswered. With two ports (PORT,PORT) and without TLS, each object is put to one server
  * after the other: the second gets it when the first has answered. Objects come from and go to RING buffers in turn, written before on both
- * sides. Once the time has been taken, what arrived is compared with what was sent. */
+ * sides. Once the time has been taken, the bytes that arrived are compared with the sent ones. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -285,7 +285,7 @@ static void put_all(struct client* client, uint64_t salt) {
     run(client, PUT, client->ring, 0);
 }
 
-/* That the last objects to come are those that were sent last, on each server. */
+/* Check on each server that the last objects that came equal the last sent ones. */
 static void check(struct client* client, uint32_t op, uint64_t salt) {
     if (op == PUT) run(client, PUT, client->ring, 0);
     char* expected = malloc(client->nbytes);
@@ -295,7 +295,7 @@ static void check(struct client* client, uint32_t op, uint64_t salt) {
         for (size_t i = 0; i < client->ring; ++i) {
             fill(expected, client->nbytes, i, salt);
             if (memcmp(expected, client->buffers[i], client->nbytes)) {
-                fprintf(stderr, "object %zu is not what was sent\n", i);
+                fprintf(stderr, "object %zu differs from the sent one\n", i);
                 exit(1);
             }
         }

@@ -12,7 +12,7 @@ namespace farpool {
 
 namespace {
 
-// What is wrong with the files of an earlier start, for a node that lends `lent` bytes; null if they can be adopted.
+// Fault of the files of an earlier start, for a node that lends `lent` bytes; null if they can be adopted.
 const char* fault_of(const Index& index, const Segment& data, std::uint64_t lent) {
     const SegmentHeader& header = index.segment().header();
     if (!index.epoch()) {

@@ -190,8 +190,8 @@ class Registry(ABC):
     registry cannot be reached before the deadline, `RegistryDeniedError` if the user lacks the right, and
     `ConfigError` for arguments that no registry takes. Calls that change something raise `RegistryUnwritableError`
     while the registry can only be read. A registry stores a checksum with each entry, which earlier releases did not. A
-    call raises `RegistryDamagedError` if an entry differs from what was written, or was written and is missing. All
-    calls raise `RegistryReplacedError` once the registry is not the one that was opened.
+    call raises `RegistryDamagedError` if an entry does not match its checksum, or was written and is missing. All calls
+    raise `RegistryReplacedError` once the registry is not the one that was opened.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ class StaticMembers(Membership):
         addresses : iterable of str
             All addresses from now on.
         draining : iterable of str
-            Those of them whose nodes are about to leave: stores read from them and put nothing there any more, and
+            Addresses whose nodes are about to leave: stores read from them and put nothing there any more, and
             `farpool.Store.repair` copies their objects to the others.
 
         Raises

@@ -23,9 +23,9 @@ class NodeAccess:
     identity : Identity
         The node's identity.
     keys : mapping of str to Grant, or None
-        Access keys by name; None where the node's own user may do everything, and nobody else anything.
+        Access keys by name; None if the node's own user may do everything, and other users nothing.
     tls : TlsContext or None
-        The node's certificate; None where it serves without TLS.
+        The node's certificate; None if it serves without TLS.
 
     Attributes
     ----------

@@ -97,8 +97,8 @@ class Arrival:
     async def end(self, most: int, plain: bytes = b"") -> None:
         """Shut down sending, then receive and drop at most `most` bytes that the client still sends.
 
-        A socket that is closed with unread bytes would throw away what is on its way to the client. `plain` is sent
-        before that, without TLS.
+        Closing a socket with unread bytes would throw away the bytes that are on their way to the client. `plain` is
+        sent before that, without TLS.
         """
         loop = asyncio.get_running_loop()
         descriptor = self.socket.fileno() if self._secure is None else self._secure.fileno()

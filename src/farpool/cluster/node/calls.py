@@ -91,7 +91,7 @@ _NEEDED: dict[type[Call | List], Right] = {
 
 
 def parse_call(meta: bytes) -> Call | List:
-    """Decode the call in a frame's meta; raises ValueError that says what was expected."""
+    """Decode the call in a frame's meta; raises ValueError that names the expected calls."""
     try:
         return _DECODER.decode(meta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -66,7 +66,7 @@ class ControlService:
         self._making.shutdown(cancel_futures=True)
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
-        """Answer calls until the connection ends. The caller closes it, and holds the client's session meanwhile."""
+        """Answer calls until the connection ends. The caller closes it, and holds the client's session until then."""
         if self._exposures is not None:
             self._exposures.hold(client.session)
         try:

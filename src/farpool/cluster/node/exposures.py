@@ -55,8 +55,8 @@ class Exposures:
         """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
 
         `path` names the segment; `opened`, if given, returns a descriptor of it instead of opening `path`. May take as
-        long as starting a process does. An exposure whose metadata is `failed` is made anew: one whose process is
-        being killed may look alive for a moment more.
+        long as starting a process does. An exposure whose metadata is `failed` is replaced even if it looks alive,
+        because a process that is being killed still looks alive for a moment.
         """
         key = (session, path)
         with self._starting:

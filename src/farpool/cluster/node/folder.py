@@ -51,7 +51,7 @@ class Folder:
     path : str or path-like
         Path of the folder, which need not exist yet.
     group : int or None
-        A group whose members may pass through it, to the socket; they cannot list what is there.
+        A group whose members may pass through it, to the socket; they cannot list the folder.
 
     Attributes
     ----------
@@ -120,8 +120,8 @@ class Folder:
                 )
             if state.st_mode & (0o066 if path == _base() else 0o067):
                 raise ConfigError(
-                    f"the folder {path} has mode {stat.S_IMODE(state.st_mode):04o}, so that others may use what is in "
-                    f"it; expected 0700: chmod 700 {path}",
+                    f"the folder {path} has mode {stat.S_IMODE(state.st_mode):04o}, so that others may use the files "
+                    f"in it; expected 0700: chmod 700 {path}",
                     setting="folder",
                 )
 
@@ -230,7 +230,7 @@ class Folder:
                 path.unlink(missing_ok=True)
                 return os.urandom(_IDENTITY_BYTES)
             if not os.path.lexists(path):
-                made = path.with_suffix(".new")  # a node that is killed meanwhile leaves no partial file
+                made = path.with_suffix(".new")  # a node that is killed before the rename leaves no partial file
                 made.touch(mode=0o600)
                 made.write_bytes(os.urandom(_IDENTITY_BYTES))
                 made.rename(path)
@@ -264,7 +264,7 @@ class Folder:
             if self._group is not None:
                 os.chown(path, -1, self._group)
             path.chmod(0o600 if self._group is None else 0o660)
-            listening.listen(backlog)  # nobody gets in before
+            listening.listen(backlog)  # no client can connect before this
         except OSError as error:
             listening.close()
             raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error

@@ -1,4 +1,4 @@
-"""Limits on connections that are not authenticated yet, so that idle strangers keep nobody out."""
+"""Limits on connections that are not authenticated yet, so that idle strangers keep no client out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Arrival of clients at a node: listening sockets, the handshake under a deadline, and handing connections on.
 
-Runs in a thread of its own. Connections that are not authenticated yet are bounded in time and in number, of one
-address and in all, each kind of socket for itself. Where there are too many the oldest is dropped, so that strangers
-who say nothing keep nobody out.
+Runs in a thread of its own. Connections that are not authenticated yet are bounded in time and in number, per
+address and in all, each kind of socket for itself. If there are too many, the listener drops the oldest, so that
+strangers who send nothing keep no client out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Lists of objects for control connections, so that whoever lists delays nobody else.
+"""Lists of objects for control connections, so that a client that lists objects does not delay others.
 
 A list may have to look at all objects of a tenant. It is done in turns, all of them in one thread that does nothing
-else: other calls never wait for it. An access key has one list under way and a tenant one turn; what is beyond that
-waits in the event loop and takes no thread. So tenants that list have equal parts of that thread, and so have the keys
-of one tenant.
+else: other calls never wait for it. An access key has one list under way and a tenant one turn; further lists and
+turns wait in the event loop and take no thread. So tenants that list get equal parts of that thread, and so do the
+keys of one tenant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server behind ``/metrics``: HTTP with few threads, so that idle connections keep nobody out."""
+"""The server behind ``/metrics``: HTTP with few threads, so that idle connections keep no client out."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Node:
     folder : str or path-like or None
         Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. What an earlier node left there is taken over.
     keys : mapping of str to Grant, or None
-        Access keys by name. Without any, the node listens on loopback only and lets its own user do everything, and
-        nobody else anything.
+        Access keys by name. Without any, the node listens on loopback only, lets its own user do everything, and other
+        users nothing.
     metrics : Address or None
         Where to serve metrics for Prometheus; port 0 for any free one.
     ephemeral : bool
@@ -68,8 +68,8 @@ class Node:
     fabric : str
         Name of a one-sided fabric over which memory is exposed, too; empty for none.
     shares : mapping of int to int, or None
-        Bytes guaranteed to tenants: nobody else's use evicts their objects below that. The other tenants that hold
-        something have equal parts of the rest.
+        Bytes guaranteed to tenants: other tenants' use evicts none of their objects below that. The other tenants
+        that hold something have equal parts of the rest.
     tls : CertificateFolder or None
         The node's certificate: connections over TCP begin with TLS then, and each client shows one of its own.
     insecure_plaintext : bool
@@ -379,8 +379,8 @@ class Node:
             missing = "" if tls_available else " (first sudo apt-get install libssl-dev, and build farpool again)"
             raise ConfigError(
                 f"--listen is {str(self.address)!r}, which other hosts can reach, but there is no TLS: give --tls DIR, "
-                f"a folder of 'farpool certs issue'{missing}, listen on 127.0.0.1, or give --insecure-plaintext where "
-                "nobody else can reach the network",
+                f"a folder of 'farpool certs issue'{missing}, listen on 127.0.0.1, or give --insecure-plaintext if no "
+                "stranger can reach the network",
                 setting="listen",
             )
         return family, (host, int(target[1]))

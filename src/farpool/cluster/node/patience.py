@@ -60,7 +60,8 @@ class _Slices:
         late = self._loop.time() - self._due > _SLICE_SECONDS
         if self._left > 0:
             self._begin(min(self._left, _SLICE_SECONDS))
-        elif late and not self._was_late:  # the client's bytes may be there; once, or a slow loop would wait for ever
+        elif late and not self._was_late:
+            # The client's bytes may be there. Wait for them once only, because a slow loop would never end otherwise.
             self._begin(_SLICE_SECONDS)
         else:
             self._timeout.reschedule(self._loop.time())

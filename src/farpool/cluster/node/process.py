@@ -36,9 +36,9 @@ class RunningNode:
     options : sequence of str
         Options of the command, without ``--listen``, ``--folder``, ``--name`` and ``--json``.
     listen : str
-        ``HOST:PORT``; port 0 is one that is free and stays this node's until `close`, also while it does not run.
+        ``HOST:PORT``; port 0 means a free port, which stays this node's until `close`, also while it does not run.
     environment : mapping, optional
-        Environment variables that the process has besides those of this one.
+        Environment variables that the process gets in addition to this process's own.
     timeout : float
         Seconds that a start or an end may take.
 
@@ -80,7 +80,7 @@ class RunningNode:
     @property
     def log(self) -> str:
         """Log of the node so far, over all its starts."""
-        # Without seeking: the process writes where this file stands, and would overwrite what is being read.
+        # We do not seek, because the process writes at this file's position: it would overwrite the log.
         descriptor = self._log.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
@@ -206,7 +206,7 @@ def running_node(
     listen : str
         Where it listens; a free port of loopback by default.
     environment : mapping, optional
-        Environment variables that the process has besides those of this one.
+        Environment variables that the process gets in addition to this process's own.
     timeout : float
         Seconds that a start or an end may take.
     **options
@@ -239,8 +239,8 @@ def running_node(
 def _reserved(listen: str) -> tuple[socket.socket, str]:
     """Reserve a free port; return the socket that keeps it from others, and ``HOST:PORT``.
 
-    Both the socket and the node reuse addresses, and only the node listens: so the node gets the port, but the system
-    gives it to nobody who asks for any free one.
+    Both the socket and the node reuse addresses, and only the node listens. So the node gets the port, but the system
+    gives it to no program that asks for a free port.
     """
     host = listen.rpartition(":")[0]
     family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]

@@ -86,5 +86,5 @@ def _user_of_tcp(connection: socket.socket) -> int | None:
         asked.send(_REQUEST.pack(*head) + ends)
         answer = asked.recv(4096)
     _, kind, _, _, _, _, state, _, _, _, _, _, user, _ = _ANSWER.unpack_from(answer)
-    # A socket that its owner has closed is nobody's, and the kernel says 0 for that: root.
+    # A socket that its owner has closed has no user, and the kernel reports 0 for it, as if it were root's.
     return int(user) if kind == _BY_FAMILY and state == _ESTABLISHED else None

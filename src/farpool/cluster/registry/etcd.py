@@ -290,7 +290,7 @@ class EtcdRegistry(Registry):
         key = name.decode(errors="surrogateescape")
         has_checksum = mark[_RANDOM_BYTES : _RANDOM_BYTES + len(_CHECKSUM)] == _CHECKSUM
         if has_checksum and int.from_bytes(mark[-4:], "little") != checksum(name, value):
-            raise damaged(self.address, "differs from what was written", key)
+            raise damaged(self.address, "does not match its checksum", key)
         return Entry(key, value, found.mod_revision, found.lease)
 
     def _compare(self, condition: Condition) -> Compare:

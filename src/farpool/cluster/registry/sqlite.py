@@ -328,7 +328,7 @@ class SqliteRegistry(Registry):
         if not (text and isinstance(value, bytes) and isinstance(revision, int) and isinstance(lease, int)):
             raise damaged(self.address, f"is not an entry: {key!r}")
         if crc is not None and crc != _crc(text.encode(), value, revision, lease):
-            raise damaged(self.address, "differs from what was written", text)
+            raise damaged(self.address, "does not match its checksum", text)
         return Entry(text, value, revision, lease, bool(row[5]) if len(row) == 6 else False)
 
     def _check_absent(self, connection: sqlite3.Connection, begin: bytes, end: bytes) -> None:

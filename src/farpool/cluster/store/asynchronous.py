@@ -47,7 +47,7 @@ class AsyncStore:
     Parameters
     ----------
     *nodes : str or Membership
-        Addresses of the nodes, or a list of members that may change. All parameters are those of `Store`.
+        Addresses of the nodes, or a list of members that may change. It takes the parameters of `Store`.
     """
 
     def __init__(

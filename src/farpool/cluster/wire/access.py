@@ -1,6 +1,6 @@
 """Access keys: names, shared secrets and rights, and the places from which programs and nodes read them.
 
-A node reads its keys from a TOML file that nobody else may read::
+A node reads its keys from a TOML file that no other user may read::
 
     [keys.trainer]
     secret = "at least 16 bytes, better 32 random ones"
@@ -90,7 +90,7 @@ class Grant:
     Attributes
     ----------
     secret : bytes
-        Shared with whoever uses the key; empty for a key that is used with certificates alone.
+        Shared with the programs that use the key; empty for a key that is used with certificates alone.
     rights : Right
         Rights of the key.
     tenant : int

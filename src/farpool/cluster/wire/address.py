@@ -54,7 +54,7 @@ def parse_address(text: str, what: str = "address", *, any_port: bool = False) -
     text : str
         ``tcp://HOST:PORT``, ``HOST:PORT``, ``tls://HOST:PORT`` or ``unix://PATH``. IPv6 addresses stand in brackets.
     what : str
-        Name of what has this address, for the error.
+        Name of the parameter or option that has this address, for the error.
     any_port : bool
         Allow port 0, which lets the system choose a free one when listening.
 

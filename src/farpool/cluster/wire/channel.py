@@ -1,9 +1,9 @@
 """A program's channel to one node: control connection, data connections, mapped objects, leases.
 
 *Contact* is a control connection. It gives the program its session and says whether the node runs on the same host:
-then its UNIX socket is used from there on, as only that one passes file descriptors, and memory is mapped instead of
-copied through a socket. When the node has hung up, contact is made anew at the next use, under the same session, so
-that what the program holds (leases, pins) lives on within the node's grace.
+then its UNIX socket is used from there on, because only that one passes file descriptors, and memory is mapped
+instead of copied through a socket. When the node has hung up, the next use makes contact again, under the same session,
+so that the program keeps its leases and pins within the node's grace.
 """
 
 from __future__ import annotations

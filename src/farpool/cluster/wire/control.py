@@ -165,7 +165,7 @@ class Control:
             return msgspec.msgpack.decode(frame.meta, type=dict[str, Any])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError(
-                f"{self._node} answered {name} with what is no map: {error}", node=self._node
+                f"{self._node} answered {name} with bytes that are no map: {error}", node=self._node
             ) from error
 
     @contextlib.contextmanager

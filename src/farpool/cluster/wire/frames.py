@@ -83,7 +83,7 @@ class Op(IntEnum):
 
 HEAD = struct.Struct("<QBBHIQQ")
 """Head of an object: milliseconds to live (0: no end), copies, class, parts, recompute cost (us), namespace, and flags
-(`KEPT`, `COPIED`). The upper half of the flags is the epoch of the tenant where the object lies."""
+(`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the node that stores the object."""
 KEPT = 1
 """Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
@@ -93,7 +93,7 @@ TTL = struct.Struct("<Q")
 TOUCH = struct.Struct("<QB7x")
 """Start of a ``touch`` request, before the key: milliseconds to live, and 0 (as it is), 1 (keep) or 2 (let go)."""
 MARK_OF_NONE = (1 << 64) - 1
-"""A mark that no object has. A ``touch`` that keeps and names it keeps only what is kept already."""
+"""A mark that no object has. A ``touch`` that keeps and names it keeps only an object that is kept already."""
 LOOKUP = struct.Struct("<II")
 """Start of a ``lookup`` request: flags, number of keys; of its reply: number of keys, and of leading ones present."""
 OFFSET = struct.Struct("<Q")

@@ -2,8 +2,8 @@
 
 Each half says how many bytes it needs, is fed them, and returns the bytes to send. Either side proves the shared secret
 over nonces that both chose, under a label of its own, so that nothing overheard can be replayed or mirrored. The client
-proves it first: whoever only knows the name of a key gets nothing from the node against which to test guesses of the
-secret. A node treats an unknown key like a wrong secret, so names of keys cannot be found by asking.
+proves it first, so a stranger who only knows the name of a key gets nothing from the node against which to test guesses
+of the secret. A node treats an unknown key like a wrong secret, so names of keys cannot be found by asking.
 
 Over TLS both have proved their certificates before. The client's certificate names the access key then, and there is no
 secret.
@@ -218,8 +218,8 @@ class ClientHandshake:
             )
         if key is not None and not challenge.secret:
             raise AccessDeniedError(
-                f"{self._node} has no access keys, but the access key {key.name!r} is to be used: whoever answers "
-                "there cannot prove the secret, so this program does not talk to it; start the node with keys, or give "
+                f"{self._node} has no access keys, but the access key {key.name!r} is to be used: a node without "
+                "keys cannot prove the secret, so this program does not talk to it; start the node with keys, or give "
                 "none here",
                 node=self._node,
             )

@@ -1,4 +1,4 @@
-"""One-sided access to a node's memory over a fabric: attached when needed, and anew after a failure."""
+"""One-sided access to a node's memory over a fabric: attached when needed, and again after a failure."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class NodeMemory:
         Returns
         -------
         tuple of bytes or None, int and int, or None
-            Payload (None with `into`), serial and bytes. None where the node has to be asked: it has no such
-            object, or what was read is not what it has.
+            Payload (None with `into`), serial and bytes. None if the caller has to ask the node: it has no
+            such object, or the bytes that were read do not match its checksum.
 
         Raises
         ------

@@ -19,7 +19,7 @@ __all__ = ["SecureSocket"]
 
 
 class SecureSocket:
-    """A connected socket with TLS over it. Its methods are those of `socket.socket` of the same names.
+    """A connected socket with TLS over it. Its methods do the same as the methods of `socket.socket` with these names.
 
     Parameters
     ----------

@@ -262,7 +262,7 @@ class FarpoolCache(Cache):
         ConfigError
             The cache has no `prefixes`, or keys and values of another dtype or shape than `prefix_blocks` received; it
             has had more than one sequence; the tokens begin with padding; the salt is missing; tokens or salt differ
-            from those of the loaded prefix.
+            from the loaded prefix's.
         """
         return self._required().save(tokens, self.get_seq_length(), salt, request, self._probe_block)
 

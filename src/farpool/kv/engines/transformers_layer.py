@@ -228,7 +228,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._tokens + query_length, 0
 
     def offload(self) -> None:
-        """Do nothing, because the pool decides what is evicted from the fast tier."""
+        """Do nothing, because the pool decides which blocks are evicted from the fast tier."""
 
     def prefetch(self) -> None:
         """Do nothing, because the pool prefetches by itself."""
