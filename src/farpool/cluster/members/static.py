@@ -49,8 +49,8 @@ class StaticMembers(Membership):
         addresses : iterable of str
             All addresses from now on.
         draining : iterable of str
-            Addresses whose nodes are about to leave: stores read from them and put nothing there any more, and
-            `farpool.Store.repair` copies their objects to the others.
+            Addresses among them whose nodes are about to leave: stores read from these and put nothing there any more,
+            and `farpool.Store.repair` copies their objects to the others.
 
         Raises
         ------

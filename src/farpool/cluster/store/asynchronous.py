@@ -47,7 +47,7 @@ class AsyncStore:
     Parameters
     ----------
     *nodes : str or Membership
-        Addresses of the nodes, or a list of members that may change. It takes the parameters of `Store`.
+        Addresses of the nodes, or a list of members that may change. All other parameters of `Store` are accepted, too.
     """
 
     def __init__(
