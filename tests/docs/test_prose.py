@@ -18,7 +18,6 @@ LEFT = {
     "farpool/bench": (48, 19, 28),
     "farpool/cluster": (58, 30, 12),
     "farpool/kv": (63, 51, 45),
-    "farpool/memory": (44, 35, 7),
     "native/bindings": (22, 16, 7),
     "native/core": (14, 5, 2),
     "native/fuzz": (8, 11, 1),

@@ -141,7 +141,7 @@ class Pooled:
             samples.clear()
 
     def measure(self) -> None:
-        """Do an untimed and a timed step, and count what moves in each phase of the latter."""
+        """Do an untimed and a timed step, and count the bytes that move in each phase of the latter."""
         self.step(lambda: None)
         ends = [self._pool.stats()]
         self.seconds.append(self.step(lambda: ends.append(self._pool.stats())))
@@ -163,7 +163,7 @@ _STEPS, _LEAD, _TAIL = 7, 2, 1
 def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
     """Bytes that each phase of a step moves in steady state under Belady's rule (the block needed last leaves first).
 
-    `pool` is that of the step's tensors. The step has run before, makes the same accesses each time, and calls its
+    `pool` holds the step's tensors. The step has run before, makes the same accesses each time, and calls its
     argument between phases.
     """
     events: list[Event] = []

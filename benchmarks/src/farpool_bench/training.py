@@ -1,9 +1,10 @@
 """Training: weights, gradients and moments six times as large as the fast tier.
 
 A stack of transformer blocks is trained with AdamW as it comes with PyTorch, all of its state behind a link of a known
-rate in each direction. The limit of a step is the longest of three times: that of the same step with everything
-resident, and those of the fewest bytes that any pool with this budget could read and write (Belady: the block that is
-needed last leaves first) at the link's rates. The efficiency is the limit over the measured time, in steady state.
+rate in each direction. The limit of a step is the longest of three times: the time of the same step with everything
+resident, and the times to read and to write, at the link's rates, the fewest bytes that any pool with this budget could
+move (Belady: the block that is needed last leaves first). The efficiency is the limit over the measured time, in steady
+state.
 
 The phases of a step need the link in different measure: forward and backward compute much and move little, the
 optimizer the other way round. So that limit can only be reached where one of the times is much the longer, or where the

@@ -69,9 +69,9 @@ class User(ABC):
         return taken
 
     def fetch_seconds(self) -> float:
-        """Seconds of one call that gets all objects, and of one before it that looks them up where that is needed.
+        """Seconds of one call that gets all objects, and of the lookup before it if this user needs one.
 
-        Nothing is called before that is not counted: it is what a program pays that has computed something else.
+        No uncounted call goes before: a program that has computed something else pays this time.
         """
         self.ring.wipe()
         start = time.perf_counter()
