@@ -43,7 +43,7 @@ NAMES = (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Callback that is told the name of a step, how much of it is done, and how much there is."""
+"""Callback that receives the name of a step, the amount done, and the whole amount."""
 
 
 class Row(dict[str, Any]):
@@ -105,7 +105,7 @@ class Benchmark(ABC):
         self.settings = settings
         self.progress = progress
         self.stack = ExitStack()
-        """Closes at the end of the run whatever the run has opened."""
+        """Everything that the run has opened; it is closed at the end of the run."""
 
     def open(self) -> None:  # noqa: B027 - not every benchmark has something that all cases share
         """Start all that the cases share; `self.stack` closes it."""

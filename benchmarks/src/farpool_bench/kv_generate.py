@@ -10,8 +10,8 @@ move the fewest bytes at the link's rate. Each token needs every key and value o
 holds can have stayed, so the fewest bytes are the rest. The efficiency is the limit over the measured time, in steady
 state.
 
-Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because while the others
-run the pool could fetch without anyone waiting. All logits must be equal bit for bit.
+Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because
+otherwise the pool could fetch, unmeasured, while the others run. All logits must be equal bit for bit.
 """
 
 from __future__ import annotations

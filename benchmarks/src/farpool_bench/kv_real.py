@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from farpool_bench.harness import Progress
 
 _BESIDE_PAYLOAD = HEADER_BYTES + 256
-"""Bytes that a block takes besides its payload: headers of block and object, its key, and its place in the index."""
+"""Bytes that a block takes in addition to its payload: headers of block and object, key, and place in the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def move(requests: Requests, shape: Shape, seconds: Callable[[int, int], float],
     Raises
     ------
     RuntimeError
-        A block was not moved, or came with other bytes than were saved.
+        A block was not moved, or was loaded with other bytes than were saved.
     """
     policy, nbytes, nodes, blocks = shape.policy, shape.nbytes, shape.nodes, shape.blocks
     space = Namespace(

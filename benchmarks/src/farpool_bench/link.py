@@ -46,7 +46,7 @@ def lower_tier(nbytes: int, rate: float | None) -> Dram | Throttled:
 
 
 class Copier:
-    """Background load that copies bytes over a link as a pool would while something computes.
+    """Background load that copies bytes over a link as a pool would during a computation.
 
     On the CPU copies take memory bandwidth and cache from computing; this shows how much.
     """
@@ -157,7 +157,7 @@ class Pooled:
 
 
 _STEPS, _LEAD, _TAIL = 7, 2, 1
-"""Numbers of steps: all that are recorded, the first ones before the steady state, the last ones after what counts."""
+"""Numbers of steps: all recorded ones, the first ones before the steady state, the last ones after the counted ones."""
 
 
 def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:

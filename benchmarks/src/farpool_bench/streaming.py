@@ -8,8 +8,8 @@ move (Belady: the block that is needed last leaves first). The efficiency is the
 state.
 
 Passes run in turn: everything resident, in the pool, and with the rivals. In the pool each timed pass follows an
-untimed one at once, because the pool could fetch while the others run, and no pass would wait for it. All outputs
-must be equal bit for bit.
+untimed one at once, because otherwise the pool could fetch, unmeasured, while the others run. All outputs must
+be equal bit for bit.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class User(ABC):
     """
 
     gets_what_is_there: ClassVar[bool] = False
-    """True if a call that gets many objects tells which are missing, so that no lookup has to come before it."""
+    """True if a call that gets many objects reports which are missing, so that it needs no lookup before it."""
 
     def __init__(self, name: str, ring: Ring) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class User(ABC):
     def fetch_seconds(self) -> float:
         """Seconds of one call that gets all objects, and of the lookup before it if this user needs one.
 
-        No uncounted call goes before: a program that has computed something else pays this time.
+        No call before it is left uncounted: a program pays all of this time after it has computed something else.
         """
         self.ring.wipe()
         start = time.perf_counter()

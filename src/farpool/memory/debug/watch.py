@@ -29,7 +29,7 @@ from farpool.memory.pager.use import Use
 __all__ = ["Watch"]
 
 _LOOK = 1 << 18
-"""Free bytes that are compared with poison at each release; one release goes on where the last one ended."""
+"""Free bytes that are compared with poison at each release; each release goes on after the bytes of the last one."""
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class Watch:
 
     def _fetched(self, tenant: Tenant, transfer: Transfer) -> None:
         (piece, *others) = transfer.pieces
-        # Blocks that share a file with gaps between them come back with other bytes in the gaps.
+        # If blocks share a file with gaps between them, the bytes in the gaps change on the way.
         if others or piece.nbytes != tenant.nbytes:
             self._content.pop(tenant.block, None)
         known = self._content.get(tenant.block)

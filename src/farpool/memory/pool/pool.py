@@ -269,7 +269,7 @@ class Pool:
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file, from now until the recording is closed.
 
-        Several recordings may be under way. Ends with the pool, too.
+        Several recordings may be under way. A recording also ends when the pool is closed.
 
         Parameters
         ----------

@@ -183,12 +183,12 @@ class Recording:
 
 
 class Recorder:
-    """The recordings under way of a pool; methods that note something are called with the pool's lock held.
+    """The recordings under way of a pool; call `created`, `freed` and `granted` with the pool's lock held.
 
     Attributes
     ----------
     recordings : tuple of Recording
-        The recordings under way; callers check that there are any before they note something.
+        The recordings under way; callers check that there are any before they note an event.
     """
 
     def __init__(self) -> None:

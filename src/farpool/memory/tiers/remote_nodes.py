@@ -29,7 +29,7 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
     Raises
     ------
     ConfigError
-        A node cannot be asked; names it and says what to do.
+        A node does not answer; names it and a remedy.
     """
     least = None
     for channel in channels:
@@ -42,12 +42,12 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
     """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
 
-    It takes up to `timeout` seconds, and one more for each 512 MiB, which the nodes have to back with memory first.
+    It takes up to `timeout` seconds, and one more for each 512 MiB, because the nodes back them with memory first.
 
     Raises
     ------
     ConfigError
-        A node cannot be reached, refuses the key or has no room; names it and says what to do.
+        A node cannot be reached, refuses the key or has no room; names it and a remedy.
     """
     deadline = time.monotonic() + timeout
     leases: list[Lease] = []
