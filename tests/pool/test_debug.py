@@ -134,7 +134,9 @@ def test_a_write_beside_an_operand_that_shares_a_block_is_found(pool: Planted) -
     pool.release(access)
     access = pool.acquire([Use(small[1], 0, 100, WRITE)], "aten.wide")
     pool.poke(access.offsets[0], b"w" * 140)
-    with pytest.raises(LifetimeError, match=r"aten.wide wrote to arena range .* \(s2\), beside what it was to write"):
+    with pytest.raises(
+        LifetimeError, match=r"aten.wide wrote to arena range .* \(s2\), outside the bytes that it was to write"
+    ):
         pool.release(access)
 
 

@@ -165,7 +165,7 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
     storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
     use_all(pool, storages, Mode.OVERWRITE)
     machine.inner.mute = math.inf
-    with pytest.raises(TierTimeoutError, match="does not tell whether its copies have ended") as caught:
+    with pytest.raises(TierTimeoutError, match="does not report whether its copies have ended") as caught:
         use_all(pool, storages, Mode.READ)
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.warns(FarpoolWarning, match=r"transfers have not ended .*does not answer.* the fast tier, dram"):

@@ -32,7 +32,7 @@ _PICTURE = typer.Option("--picture", metavar="FILE", help="Draw the figure into 
 
 
 def _command(benchmark: type[Benchmark]) -> Callable[..., None]:
-    """Make the command of a benchmark: its own options are those of its settings."""
+    """Make the command of a benchmark: its own options are its settings."""
 
     def perform(quick: bool, json: bool, report: Path | None, picture: Path | None = None, **given: Any) -> None:
         _perform(benchmark, given, quick, json, report, picture)
@@ -61,7 +61,7 @@ def _command(benchmark: type[Benchmark]) -> Callable[..., None]:
 
 
 def _given(kind: Any) -> Any:
-    """Type of an option that may be left out, from that of its field; a tuple is repeated on the command line."""
+    """Type of an optional option, from the type of its field; a tuple becomes an option that may be repeated."""
     if typing.get_origin(kind) is tuple:
         kind = list[typing.get_args(kind)[0]]  # type: ignore[misc]
     return kind if isinstance(kind, types.UnionType) else kind | None

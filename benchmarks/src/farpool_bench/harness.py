@@ -1,7 +1,7 @@
 """The harness of all benchmarks: a benchmark measures its cases and gives rows; files, tables and pages come from rows.
 
-The method is the same everywhere. Memory is warmed first; what is compared runs in turn, in one run; the median of the
-ratios of each round is quoted, and the samples stay in the result.
+The method is the same everywhere. Memory is warmed first; contenders run in turn, in one run; the median of the ratios
+of each round is quoted, and the samples stay in the result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Callback that is told the name of a step, how much of it is done, and how much there is."""
+"""Callback that receives the name of a step, the amount done, and the whole amount."""
 
 
 class Row(dict[str, Any]):
@@ -105,7 +105,7 @@ class Benchmark(ABC):
         self.settings = settings
         self.progress = progress
         self.stack = ExitStack()
-        """Closes at the end of the run whatever the run has opened."""
+        """Everything that the run has opened; it is closed at the end of the run."""
 
     def open(self) -> None:  # noqa: B027 - not every benchmark has something that all cases share
         """Start all that the cases share; `self.stack` closes it."""
@@ -120,7 +120,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def outcome(self, found: list[Any]) -> Row:
-        """Put together the whole result from what `measure` returned for each case."""
+        """Put together the whole result from the rows that `measure` returned for each case."""
 
     @staticmethod
     @abstractmethod
@@ -197,7 +197,7 @@ def check_device(device: str) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use --device cpu")
-        # What is compared must be computed in one way: by default cuBLAS and the gradient of attention choose freely.
+        # Compared results must be computed in one way; by default cuBLAS and the gradient of attention choose freely.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -236,7 +236,8 @@ class Result:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"result {path} is not what 'farpool bench NAME --json' writes in this version: {error}; run it again"
+                f"result {path} is not in the format that 'farpool bench NAME --json' writes in this version: {error}; "
+                "run it again"
             ) from error
         return result
 

@@ -1,14 +1,14 @@
 """Prefix hits of KV caches on a trace of requests: prefill that nodes or a pool of a given size save.
 
 Each request looks its prompt's blocks up; a hit run ends at the first missing block, and the blocks from there on are
-computed and inserted. Metadata only. Replayed are the nodes' own policy, the choice of a pool, which changes while it
+computed and inserted. Metadata only. It replays the nodes' own policy, a pool's choice, which changes while the pool
 runs, single policies on prefixes, and, for comparison, the library's policies on plain blocks without prefixes, whose
 block hits are at least their prefix hits. No cache has more hits than an infinite one, nor than Belady's policy with
 one block more (a cache that may refuse blocks does no better than one that takes each and has one place more). Several
 nodes share the capacity; rendezvous hashing places each block on one of them.
 
 The cost model: a prompt token is computed at the rate of prefill; the run of hits crosses the link, or is computed
-where that takes less time; the time to first token is the sum. With a model's geometry attention adds to later
+if that takes less time; the time to first token is the sum. With a model's geometry attention adds to later
 tokens.
 
 With real bytes, the first requests are also moved through nodes, and through a pool, of each size; their hits stand

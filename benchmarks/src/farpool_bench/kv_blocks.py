@@ -2,16 +2,16 @@
 
 A node runs in a process of its own on this host and is used over TCP loopback (tcp) and through shared memory (mapped).
 Each row is one kind of call of `farpool.kv.BlockCache`, which verifies checksum and header of each block; the peers do
-not. What is compared runs in turn, on as many objects of the same bytes; ratios are medians of those of each round, and
+not. All contenders run in turn, on as many objects of the same bytes. A ratio is the median of each round's ratio, and
 above 1 farpool is faster. Memory is written before it is timed, blocks are dropped off the clock before they are saved
-again, and all bytes are compared with what was saved. A lookup counts with the median of its calls.
+again, and all loaded bytes are compared with the saved bytes. A lookup counts with the median of its calls.
 
 The store's own calls are `lookup`, `put_many` and `get_into_many` on the same node. The sockets are a C program, client
 and server, with as many requests under way as farpool has; none is parsed, looked up or verified. Mooncake Store moves
 registered memory over TCP with `batch_put_from` and `batch_get_into`, all objects in a call, and looks up with
 `batch_is_exist`. Redis has no persistence; MSET and MGET move all objects in a call, a pipeline of EXISTS looks up, and
-what MGET returns is copied to where the others read to. LMCache is the fs adapter of its server on a folder in shared
-memory, one task for all objects.
+the values that MGET returns are copied to the same buffers into which the others read. LMCache is the fs adapter of its
+server on a folder in shared memory, one task for all objects.
 """
 
 from __future__ import annotations

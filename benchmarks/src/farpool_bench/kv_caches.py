@@ -1,8 +1,8 @@
 """Simulated caches of KV blocks, by policy: metadata only.
 
-``node`` is the policy by which nodes evict, the native code itself, told what a node is told: which blocks were loaded,
-and what came in. ``pool`` chooses its policy while it runs, as a pool of one process does; the other names are single
-policies of a pool.
+``node`` is the policy by which nodes evict: the native code itself, which receives the same reports as in a node, of
+blocks loaded and blocks stored. ``pool`` chooses its policy while it runs, like a pool of one process; the other names
+are single policies of a pool.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Codecs of KV blocks: size and speed on real keys and values, compared with memcpy.
 
-The KV is that of the sentence-embedding model all-MiniLM-L6-v2 on the reference manual of Python: keys
+The KV comes from the sentence-embedding model all-MiniLM-L6-v2 on the reference manual of Python: keys
 and values of 6 layers and 12 heads of 32 channels, in blocks of 256 tokens. It is computed in float32 and rounded to
 each type. Rates are bytes of payload per second of one core's processor time. "Pays below" is the speed of a link below
 which a block that is saved once and loaded once, one step after the other, takes less time with the codec than without.

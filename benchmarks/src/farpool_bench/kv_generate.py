@@ -4,13 +4,14 @@ A language model generates token after token over a long context, whose keys and
 budget; the rest is behind a link of a known rate. The weights are resident. The budget counts everything that
 `FarpoolCache` holds in fast memory: the pool's arena, and next to it one layer's keys and values, which attention gets.
 
-The limit of a token is the longer of two times: that of computing it with transformers' own `DynamicCache`, all
-resident, while a dummy thread copies as many bytes as the link carries, and that of the fewest bytes at the link's
-rate. Each token needs every key and value once and no more than the budget can have stayed, so the fewest bytes are
-those that do not fit. The efficiency is the limit over the measured time, in steady state.
+The limit of a token is the longer of two times. The first is the time to compute it with transformers' own
+`DynamicCache`, all resident, while a dummy thread copies as many bytes as the link carries. The second is the time to
+move the fewest bytes at the link's rate. Each token needs every key and value once, and at most as many as the budget
+holds can have stayed, so the fewest bytes are the rest. The efficiency is the limit over the measured time, in steady
+state.
 
-Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because while the others
-run the pool could fetch without anyone waiting. All logits must be equal bit for bit.
+Caches take turns, token by token. In a pool each timed token follows an untimed one at once, because
+otherwise the pool could fetch, unmeasured, while the others run. All logits must be equal bit for bit.
 """
 
 from __future__ import annotations

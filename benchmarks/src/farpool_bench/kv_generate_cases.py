@@ -49,7 +49,7 @@ class _Tokens:
         if name == "resident":
             self._expected = [*self._expected[-1:], logits]
         elif not torch.equal(logits, self._expected[number % 2]):
-            raise RuntimeError(f"{name}: the logits differ from those of the resident cache")
+            raise RuntimeError(f"{name}: the logits differ from the resident cache's logits")
         return seconds
 
 

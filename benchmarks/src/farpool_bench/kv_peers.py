@@ -43,7 +43,7 @@ _NO_MOONCAKE = "the package 'mooncake' is not installed; pip install mooncake-tr
 
 
 def find_mooncake() -> tuple[str | None, str]:
-    """Name and version of the installed Mooncake; else None and advice on what to do about that."""
+    """Name and version of the installed Mooncake; else None and advice on how to install it."""
     if importlib.util.find_spec("mooncake") is None:
         return None, _NO_MOONCAKE
     (package, *_) = packages_distributions()["mooncake"]

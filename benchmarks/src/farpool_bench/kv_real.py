@@ -1,8 +1,8 @@
 """Requests with real bytes: blocks go through nodes of their own, or through a pool, and each payload is verified.
 
 A node lends as much memory as its share of the cache takes at the chosen bytes of a block, so it evicts as a large one
-would. The requests are those of `farpool.kv.PrefixCache`: look all blocks up, load the blocks before the first missing
-one, save the others.
+would. The requests are the same as `farpool.kv.PrefixCache` makes: look all blocks up, load the blocks before the first
+missing one, save the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from farpool_bench.harness import Progress
 
 _BESIDE_PAYLOAD = HEADER_BYTES + 256
-"""Bytes that a block takes besides its payload: headers of block and object, its key, and its place in the index."""
+"""Bytes that a block takes in addition to its payload: headers of block and object, key, and place in the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def move(requests: Requests, shape: Shape, seconds: Callable[[int, int], float],
     Raises
     ------
     RuntimeError
-        A block was not moved, or came with other bytes than were saved.
+        A block was not moved, or was loaded with other bytes than were saved.
     """
     policy, nbytes, nodes, blocks = shape.policy, shape.nbytes, shape.nodes, shape.blocks
     space = Namespace(
@@ -73,7 +73,7 @@ def move(requests: Requests, shape: Shape, seconds: Callable[[int, int], float],
             cost = seconds(0, length) / max(1, len(chain))
             reasons = cache.load(keys[:run], targets)
             saved = cache.save(keys[run:], values[run:], cost=cost, parents=parents)
-            # A pool may refuse a block that is worth less than what would have to leave; a node takes all.
+            # A pool may refuse a block that is worth less than the blocks it would evict; a node takes all.
             for reason in filter(None, [*reasons, *(saved if policy == NODE else ())]):
                 raise RuntimeError(f"a block of request {number}, {nodes} nodes for {blocks}, was not moved: {reason}")
             if targets != values[:run]:

@@ -3,7 +3,7 @@
 A model of Llama's shape with weights by seed gets a prompt whose first tokens' KV was computed before. Computing again
 is one pass over the whole prompt with transformers' `DynamicCache`. Everything else gets the KV of the prefix and
 computes the last token alone, with the same class of cache. The KV is in blocks of 16 tokens, the same for all. The
-rows run in turn; ratios are medians of those of each round.
+rows run in turn; a ratio is the median of each round's ratio.
 
 farpool's time is the time of `PrefixCache.lookup` and `PrefixCache.load`, straight into the engine's memory: hashes,
 checksums and headers are in it. The peers' time has a lookup of all keys, one call that reads all blocks into memory

@@ -130,7 +130,8 @@ class _Sample:
             speedup=median_ratio(recompute, seconds),
             # Time until the KV is there, of computing it again: median, and the ends of its 95 % interval.
             share=(statistics.median(shares), *median_interval(shares)),
-            # Logits equal to those of a prefix computed here, bit for bit; the peers' blocks are not the model's.
+            # True if the logits equal the logits after a prefix computed here, bit for bit. None for the peers, whose
+            # blocks are not the model's.
             equal=self.equal if self.name.startswith("farpool") else None,
             remark=None,
         )

@@ -46,7 +46,7 @@ def lower_tier(nbytes: int, rate: float | None) -> Dram | Throttled:
 
 
 class Copier:
-    """Background load that copies bytes over a link as a pool would while something computes.
+    """Background load that copies bytes over a link as a pool would during a computation.
 
     On the CPU copies take memory bandwidth and cache from computing; this shows how much.
     """
@@ -141,7 +141,7 @@ class Pooled:
             samples.clear()
 
     def measure(self) -> None:
-        """Do an untimed and a timed step, and count what moves in each phase of the latter."""
+        """Do an untimed and a timed step, and count the bytes that move in each phase of the latter."""
         self.step(lambda: None)
         ends = [self._pool.stats()]
         self.seconds.append(self.step(lambda: ends.append(self._pool.stats())))
@@ -157,13 +157,13 @@ class Pooled:
 
 
 _STEPS, _LEAD, _TAIL = 7, 2, 1
-"""Numbers of steps: all that are recorded, the first ones before the steady state, the last ones after what counts."""
+"""Numbers of steps: all recorded ones, the first ones before the steady state, the last ones after the counted ones."""
 
 
 def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
     """Bytes that each phase of a step moves in steady state under Belady's rule (the block needed last leaves first).
 
-    `pool` is that of the step's tensors. The step has run before, makes the same accesses each time, and calls its
+    `pool` holds the step's tensors. The step has run before, makes the same accesses each time, and calls its
     argument between phases.
     """
     events: list[Event] = []

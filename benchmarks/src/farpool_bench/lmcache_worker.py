@@ -144,7 +144,7 @@ def _memory(answers: dict[Any, tuple[Any, Any]]) -> list[Any]:
 
 
 def _done(answers: dict[Any, Any]) -> None:
-    """Raise unless L1 did what it was asked for with each object."""
+    """Raise if L1 refused its request for any object."""
     failed = {error.name for error in answers.values()} - {"SUCCESS"}
     if failed:
         raise FarpoolError(f"LMCache: L1 refused an object: {', '.join(sorted(failed))}")

@@ -53,9 +53,9 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
 def in_turn(
     works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Progress
 ) -> list[tuple[float, ...]]:
-    """Take samples of several works in turn, and return those of each, round by round.
+    """Take samples of several works in turn, and return the samples of each work, round by round.
 
-    Who goes first and who follows whom changes with each round.
+    The order of the works changes with each round.
     """
     progress(step, 0, rounds)
     samples: list[list[float]] = [[] for _ in works]
@@ -68,7 +68,7 @@ def in_turn(
 
 
 def _orders(count: int) -> list[list[int]]:
-    """Orders in which each follows each other equally often (Williams, 1949): what one leaves behind burdens all."""
+    """Orders in which each follows each other equally often (Williams, 1949): each burdens all others alike."""
     zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(count)]
     orders = [[(place + shift) % count for place in zigzag] for shift in range(count)]
     return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]

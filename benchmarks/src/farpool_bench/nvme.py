@@ -3,7 +3,7 @@
 The tier's file is read and written in order, over and over, in blocks of one size with a fixed number of them under
 way: by the tier as a pool uses it (its native port on the native transfer queue) and by fio, on the same bytes of the
 same file, both past the page cache. With one block under way the port is called directly. "Verified" is the same with
-the checksums that a pool puts round a tier whose bytes leave the process; it reads what it has written before.
+the checksums that a pool puts round a tier whose bytes leave the process; it reads blocks that it has written before.
 
 The table of sizes shows the bytes that storages of odd sizes take: nothing is rounded up to a power of two.
 """
@@ -53,7 +53,7 @@ _TRANSFER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Settings(harness.Settings):
-    """Sizes; the device is that of the pool whose reservations are shown."""
+    """Sizes; the device belongs to the pool whose reservations are shown."""
 
     folder: Annotated[Path | None, Option("On its file system; default: for temporary files.", "FOLDER")] = None
     rounds: Annotated[int, Option("Samples of each", least=1)] = 7
@@ -293,7 +293,7 @@ class Fio:
         """Bytes per second of sequential direct transfers in ``[offset, offset + nbytes)`` of the file, over and over.
 
         fio gets all options that make it fast: registered buffers and files, no clock reads and no new content for each
-        block, and time to get going that does not count. FarpoolError has what fio said.
+        block, and time to get going that does not count. If fio fails, `FarpoolError` quotes its message.
         """
         arguments = {
             "name": "farpool",
@@ -331,7 +331,7 @@ class Fio:
 
 
 def find_fio(file: Path) -> tuple[Fio | None, str]:
-    """Find an fio that works on the file; else return None and advice on what to do about that."""
+    """Find an fio that works on the file; else return None and advice."""
     path = shutil.which("fio")
     if path is None:
         return None, _MISSING

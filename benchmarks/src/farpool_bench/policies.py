@@ -2,7 +2,7 @@
 
 A cache of each size is simulated under each policy: a request for an object that is not there is a miss, and brings the
 object in. A trace is a file (CSV, or libCacheSim's oracleGeneral) or generated: Zipf's law over 5,000 objects. Belady's
-policy knows the future; where all objects have one size, no policy has fewer misses. Requests a second are those of one
+policy knows the future; if all objects have one size, no policy has fewer misses. Requests a second are measured on one
 core, in processor time, with the lookup of the object and everything that the policy does; the median of several runs.
 """
 

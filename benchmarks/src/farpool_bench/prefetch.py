@@ -1,8 +1,8 @@
-"""Prefetching compared with fetching on demand, also where accesses cannot be predicted.
+"""Prefetching compared with fetching on demand, also for accesses that cannot be predicted.
 
 Programs of five kinds read blocks from behind a throttled link, with some computing before each access: at random, in
-strides, in loops, in loops that branch, and along pointers. Each runs in a pool that fetches ahead and in one that only
-fetches on demand, pair by pair, every pair another program. Times are wall-clock times.
+strides, in loops, in loops that branch, and along pointers. Each runs in a pool that fetches ahead and in a
+pool that fetches only on demand, pair by pair; every pair is another program. Times are wall-clock times.
 """
 
 from __future__ import annotations

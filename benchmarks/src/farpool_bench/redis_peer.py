@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def find_redis() -> tuple[str | None, str]:
-    """Name and versions of the installed Redis; else None and advice on what to do about that."""
+    """Name and versions of the installed Redis; else None and advice on how to install it."""
     path = shutil.which("redis-server")
     if path is None:
         return None, _MISSING
@@ -107,7 +107,7 @@ class RedisPeer:
 
 
 class RedisUser(User):
-    """A user of Redis that moves many objects with MSET and MGET, and copies what it gets to the ring's buffers."""
+    """A user of Redis that moves many objects with MSET and MGET, and copies received values to the ring's buffers."""
 
     gets_what_is_there = True
 

@@ -1,13 +1,13 @@
 """Memory of another process: farpool compared with sockets, memcpy, Redis and Mooncake.
 
 A node runs in a process of its own on this host and is used over TCP loopback (tcp) and through shared memory (mapped).
-Everything is published before, every page of all buffers has been written, what is compared runs in turn on objects and
-buffers of the same number and size, and all bytes are compared with what was put. farpool verifies a checksum of each
-object besides; the sockets and the peers do not.
+Everything is published before, every page of all buffers has been written, and the contenders run in turn on objects
+and buffers of the same number and size. All bytes received are compared with the bytes put. farpool also verifies a
+checksum of each object; the sockets and the peers do not.
 
 The limit of the network is a C program on plain sockets, client and server: as many requests are under way as farpool
-has, and none is parsed, looked up or verified. While nothing comes, both sides sleep (blocking), or ask again and again
-(spinning); the faster of the two is the limit of transfers.
+has, and none is parsed, looked up or verified. While no message arrives, both sides sleep (blocking) or ask again and
+again (spinning); the faster of the two is the limit of transfers.
 
 Redis runs without persistence, redis-py with hiredis. Mooncake Store is a master, a client that lends a segment and a
 client that moves registered memory in one call an object or in calls with 16, over TCP with its pool of connections.

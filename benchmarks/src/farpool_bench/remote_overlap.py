@@ -38,9 +38,9 @@ def measure_overlap(nodes: Sequence[str]) -> Row:
 
 
 class _Meter:
-    """Counter of the bytes that come to the two relays.
+    """Counter of the bytes that the two relays receive.
 
-    `before`: bytes that one relay had got when the other one got its first.
+    `before`: bytes that one relay had received when the other one received its first.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class _Meter:
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """Start counting the bytes that come to the relays."""
+        """Start counting the bytes that the relays receive."""
         with self._changed:
             self._received = [0, 0]
 
     def note(self, number: int, nbytes: int) -> None:
-        """Count bytes that have come to a relay; blocks until it may take more."""
+        """Count bytes that a relay has received; block until it may take more."""
         with self._changed:
             received = self._received
             if received is None:
@@ -70,7 +70,7 @@ class _Meter:
 
 
 class _Relay:
-    """A TCP relay in front of a node, which reports the bytes that come for the node to the meter."""
+    """A TCP relay in front of a node, which reports the bytes sent to the node to the meter."""
 
     def __init__(self, node: str, meter: _Meter, number: int) -> None:
         there = parse_address(node)

@@ -25,7 +25,7 @@ def counters(store: Store) -> dict[str, Any]:
     """Counters of the store's only node."""
     (node,) = store.nodes()
     if node.stats is None:
-        raise FarpoolError(f"the node {node.node} does not say what it has counted: {node.error}")
+        raise FarpoolError(f"the node {node.node} does not report its counters: {node.error}")
     return node.stats
 
 

@@ -109,7 +109,7 @@ class Grid:
 
 
 def table_of(benchmark: type[Benchmark], outcome: Any) -> Group:
-    """Make what the terminal shows of a result."""
+    """Make the terminal's view of a result."""
     parts = benchmark.tables(outcome)
     return Group(*(part.render() if isinstance(part, Grid) else Text(part) for part in parts))
 
@@ -141,7 +141,7 @@ def rate_text(rate: float) -> str:
 
 
 def yes(value: bool) -> str:
-    """Format what has to be true."""
+    """Format a check that should be true."""
     return "yes" if value else "NO"
 
 
@@ -205,7 +205,7 @@ def plot(
 def svg(figure: Figure, number: int = 0) -> str:
     """Render a figure as an ``<svg>`` element without references to anything outside.
 
-    `number` is that of the figure on its page; the names inside it are made from it.
+    `number` is the figure's number on its page; the names inside the figure are made from it.
     """
     import matplotlib as mpl
 
@@ -289,7 +289,7 @@ def _origin(origin: Provenance) -> str:
 def against_limit(title: str, heads: str, cases: Sequence[Any], cells: Callable[[Any], list[str]]) -> list[Grid | str]:
     """Make the table of limit over measured time, with the rivals that ran, and lines about the others.
 
-    `heads` and `cells` are those of farpool's own columns.
+    `heads` and `cells` make farpool's own columns.
     """
     rivals = [number for number, rival in enumerate(cases[0].peers) if rival.efficiency is not None]
     for number in rivals:

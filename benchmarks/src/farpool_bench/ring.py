@@ -39,7 +39,7 @@ class Ring:
         warm(memoryview(self._memory))
 
     def check(self, who: str, read: Sequence[bytes | None] | None = None) -> None:
-        """Raise FarpoolError, with the name `who`, unless all was read as written, into the buffers or to `read`."""
+        """Raise FarpoolError, with the name `who`, unless the buffers, or `read`, have the bytes written."""
         found = [bytes(buffer) for buffer in self.buffers] if read is None else read
         for key, payload, got in zip(self.keys, self.payloads, found, strict=True):
             if got != payload:

@@ -1,14 +1,15 @@
 """Streaming: a model four times as large as the fast tier.
 
 A stack of transformer blocks runs forward with a quarter of its weights resident; the rest is behind a link of a known
-rate. The limit of a pass is the longer of two times: that of the same pass with everything resident (on the CPU, where
-copies take memory bandwidth from computing, while a dummy thread copies the same number of bytes), and that of the
-fewest bytes that any pool with this budget could move (Belady: the block that is needed last leaves first) at the
-link's rate. The efficiency is the limit over the measured time, in steady state.
+rate. The limit of a pass is the longer of two times. The first is the time of the same pass with everything resident;
+on the CPU a dummy thread copies the same number of bytes during it, because copies take memory bandwidth from
+computing. The second is the time to move, at the link's rate, the fewest bytes that any pool with this budget could
+move (Belady: the block that is needed last leaves first). The efficiency is the limit over the measured time, in steady
+state.
 
 Passes run in turn: everything resident, in the pool, and with the rivals. In the pool each timed pass follows an
-untimed one at once, because while the others run the pool could fetch without anyone waiting. All outputs must be equal
-bit for bit.
+untimed one at once, because otherwise the pool could fetch, unmeasured, while the others run. All outputs must
+be equal bit for bit.
 """
 
 from __future__ import annotations

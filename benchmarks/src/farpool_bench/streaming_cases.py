@@ -47,7 +47,7 @@ class _Model:
         """Seconds of a pass of a copy of the model, whose outputs are compared."""
         seconds, outputs = seconds_of(model, self.inputs, self.device)
         if not torch.equal(outputs, self._expected):
-            raise RuntimeError(f"{name}: the outputs differ from those of the resident model")
+            raise RuntimeError(f"{name}: the outputs differ from the resident model's outputs")
         return seconds
 
     def _seconds(self, tokens: int) -> float:

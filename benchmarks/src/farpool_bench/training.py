@@ -1,20 +1,21 @@
 """Training: weights, gradients and moments six times as large as the fast tier.
 
 A stack of transformer blocks is trained with AdamW as it comes with PyTorch, all of its state behind a link of a known
-rate in each direction. The limit of a step is the longest of three times: that of the same step with everything
-resident, and those of the fewest bytes that any pool with this budget could read and write (Belady: the block that is
-needed last leaves first) at the link's rates. The efficiency is the limit over the measured time, in steady state.
+rate in each direction. The limit of a step is the longest of three times: the time of the same step with everything
+resident, and the times to read and to write, at the link's rates, the fewest bytes that any pool with this budget could
+move (Belady: the block that is needed last leaves first). The efficiency is the limit over the measured time, in steady
+state.
 
 The phases of a step need the link in different measure: forward and backward compute much and move little, the
-optimizer the other way round. So that limit can only be reached where one of the times is much the longer, or where the
-budget lets bytes be moved in one phase for the other. The limit by phases is the sum of the limits of forward,
-backward and optimizer, each with the bytes that it needs moved itself.
+optimizer the other way round. So that limit can only be reached if one of the times is much the longest, or if the
+budget allows one phase to move bytes for another. The limit by phases is the sum of the limits of forward,
+backward and optimizer, each with the bytes of its own accesses.
 
 The same is measured with `farpool.step_in_backward`, which steps each parameter as soon as its gradient is whole: fewer
 bytes have to move, and they move while gradients are computed.
 
-Steps run in turn, resident and in the pool; each timed step follows an untimed one at once, because while the other
-runs the pool could move bytes without anyone waiting. All losses must be equal bit for bit.
+Steps run in turn, resident and in the pool; each timed step follows an untimed one at once, because
+otherwise the pool could move bytes, unmeasured, while the other runs. All losses must be equal bit for bit.
 """
 
 from __future__ import annotations

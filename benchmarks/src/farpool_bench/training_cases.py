@@ -116,8 +116,8 @@ class _Paged:
 class Case:
     """One case: the resident model, the pools and the rivals; a context manager that closes them.
 
-    `fewest` is what each phase of a step has to move, stepped after the backward pass and inside it. `ratio` is the
-    time on the link over the time to compute.
+    `fewest` has the fewest bytes that each phase of a step can move, stepped after the backward pass and inside it.
+    `ratio` is the time on the link over the time to compute.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Case:
         )
 
     def _phase(self, timed: list[tuple[Step, Step]], index: int) -> Row:
-        """Medians of a phase; bytes count when their transfer ends, and the fewest are those of its own accesses."""
+        """Medians of a phase; bytes count when their transfer ends, and the fewest count its own accesses alone."""
         part = slice(index, index + 1)
         return Row(
             name=_PHASES[index],

@@ -20,7 +20,7 @@ class User(ABC):
     """
 
     gets_what_is_there: ClassVar[bool] = False
-    """True if a call that gets many objects tells which are missing, so that no lookup has to come before it."""
+    """True if a call that gets many objects reports which are missing, so that it needs no lookup before it."""
 
     def __init__(self, name: str, ring: Ring) -> None:
         self.name = name
@@ -69,9 +69,9 @@ class User(ABC):
         return taken
 
     def fetch_seconds(self) -> float:
-        """Seconds of one call that gets all objects, and of one before it that looks them up where that is needed.
+        """Seconds of one call that gets all objects, and of the lookup before it if this user needs one.
 
-        Nothing is called before that is not counted: it is what a program pays that has computed something else.
+        No call before it is left uncounted: a program pays all of this time after it has computed something else.
         """
         self.ring.wipe()
         start = time.perf_counter()

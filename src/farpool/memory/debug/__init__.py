@@ -1,7 +1,7 @@
-"""Debug mode: finds what touches memory outside its access, where it happens.
+"""Debug mode: finds operations that use memory outside their accesses, at the place where they do it.
 
-A pool made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Nothing of this is
-imported otherwise.
+A pool made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Other pools
+import nothing of this.
 """
 
 from farpool.memory.debug.memory import DeviceMemory, HostMemory, Memory

@@ -1,9 +1,9 @@
-"""Checks that transfers, moves and accesses are in order: nobody touches a range of the arena that another still needs.
+"""Checks the order of transfers, moves and accesses: none may touch a range of the arena that another still needs.
 
-The pager promises a range to its next owner before the last one has left it, and names in `Transfer.after` what has to
-end first. `CheckedExecutor` stands before another executor, keeps what is under way, and raises where something would
-start, or be granted, that is not ordered after what it disturbs. It looks only at commands and completions, so it
-needs no knowledge of the pager that it checks.
+The pager promises a range to its next owner before the last owner has left it, and names in `Transfer.after` the
+transfers that have to end first. `CheckedExecutor` stands before another executor and records the transfers and
+accesses under way. It raises if a command would start, or an access be granted, that does not wait for one of them
+although they overlap. It looks only at commands and completions, so it needs no knowledge of the pager that it checks.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class CheckedExecutor(Executor):
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
-        """Check all commands, then have them carried out; none of them is if one is out of order.
+        """Check all commands, then have them carried out. If one is out of order, none of them is carried out.
 
         Raises
         ------
         OrderError
-            Names the command and what it would disturb.
+            A command is out of order; names it and the transfer or access that it would disturb.
         """
         added: list[int] = []
         try:
@@ -113,7 +113,7 @@ class CheckedExecutor(Executor):
                         )
 
     def is_own(self, move: Move) -> bool:
-        """Return True if an access copies between ranges that it holds itself, which disturbs nobody."""
+        """Return True if an access copies between ranges that it holds itself, which disturbs no other access."""
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)

@@ -1,11 +1,11 @@
-"""Checks that copies to and from a device wait for what they must wait for, and that host memory is not used twice.
+"""Checks that copies to and from a device wait for the work that must end first, and never share host memory.
 
 Three rules. A copy is given a fence that was made after the last use of its range of the arena. A copy does not end
-before the work in front of its fence has: a device that ignores a fence is found by that, whenever it makes a
-difference. And the host's memory, be it staging memory or a tier's own, is not given to a transfer while a copy, or the
-tier's end of another transfer, is still at work on it.
+before the work in front of its fence has ended; this check finds a device that ignores a fence, if ignoring it makes a
+difference. The host's memory (staging memory or a tier's own) is not given to a transfer while a copy, or the tier's
+part of another transfer, still uses it.
 
-What is found is kept, not raised: the thread that drives the copies has to go on.
+Errors are kept, not raised, because the thread that drives the copies has to go on.
 """
 
 from __future__ import annotations

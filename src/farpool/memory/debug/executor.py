@@ -1,4 +1,4 @@
-"""The executor of a pool in debug mode: checks the order of commands, and tells the watch of each."""
+"""The executor of a pool in debug mode: checks the order of commands, and reports each to the watch."""
 
 from __future__ import annotations
 

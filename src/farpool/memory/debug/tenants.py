@@ -1,7 +1,7 @@
-"""Tracks which block's bytes lie where in the arena, from the pager's map and its commands.
+"""Tracks where in the arena each block's bytes are stored, from the pager's map and its commands.
 
-The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs to know what the bytes
-are now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.
+The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs the place of the bytes
+now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Left:
     Attributes
     ----------
     moved : Move or None
-        Last of the commands that moves its bytes all the same; None without one.
+        The last command that still moves its bytes; None without one.
     written : bool
-        True if its bytes are written back from where they are then.
+        True if its bytes are written back from the place that they have after that move.
     free : list of (int, int)
-        Parts of the range, place and bytes, that nobody needs before the commands are started.
+        Parts of the range, as place and bytes, that no command or block needs before the commands are started.
     """
 
     tenant: Tenant
@@ -131,7 +131,7 @@ class Tenants:
         return places, last
 
     def _displace(self, places: dict[int, int], move: Move, moved: int) -> None:
-        """Forget what lies where a block is moved to: it left without a command, and may come again elsewhere."""
+        """Forget the blocks in the target range of a move: they left without a command, and may return elsewhere."""
         low, high = move.target, move.target + move.nbytes
         for block, place in [*places.items()]:
             if block != moved and place < high and low < place + self._here[block].nbytes:
@@ -188,7 +188,7 @@ class Tenants:
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
         """Return parts ``(place, bytes)`` of a range that no block has, not even one whose transfer was only started.
 
-        The pager may have given them to a block already; nothing comes there before its commands are started.
+        The pager may have given them to a block already; no bytes are moved there before its commands are started.
         """
         return gaps(self._taken(), place, place + nbytes)
 

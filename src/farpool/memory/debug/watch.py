@@ -1,11 +1,11 @@
-"""Watches a pool's arena: poison where nothing lives, generations and checksums where something does.
+"""Watches a pool's arena: free ranges hold poison, and each block has a generation and a checksum.
 
-Three invariants: between two accesses nobody changes a block; what lies in no block holds poison; a block's content is
-the same wherever it is moved. Whatever breaks one of these used memory outside its access: a tensor that outlived its
-operation, a copy that did not wait, a kernel that wrote beside its operand.
+Three invariants: a block does not change between two accesses; every byte outside all blocks holds poison; a block has
+the same content wherever it is moved. If one is broken, something used memory outside its access: a tensor that
+outlived its operation, a copy that did not wait, or a kernel that wrote outside its operand.
 
-All methods are called with the pool's lock held. What is found in the middle of the pool's own work is kept and raised
-where that work is complete, and by every later access: the pool's bytes are not to be trusted any more.
+All methods are called with the pool's lock held. An error found in the middle of the pool's own work is kept. It is
+raised when that work is complete, and again by every later access, because the pool's bytes cannot be trusted any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from farpool.memory.pager.use import Use
 __all__ = ["Watch"]
 
 _LOOK = 1 << 18
-"""Free bytes that are compared with poison at each release; one release goes on where the last one ended."""
+"""Free bytes that are compared with poison at each release; each release goes on after the bytes of the last one."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Watch:
     memory : Memory
         The arena.
     device : CheckedDevice, optional
-        Makes the executor's copies, and is told which ranges the program has used.
+        Makes the executor's copies, and receives the ranges that the program has used.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Watch:
         self._device = device
         self._tenants = Tenants(pager)
         self._content: dict[int, int] = {}
-        """Checksum of each block whose content is known and that nobody may be writing."""
+        """Checksum of each block whose content is known and that no access may be writing."""
         self._held: dict[Grant, _Held] = {}
         self._writers: Counter[int] = Counter()
         self._writings: Counter[int] = Counter()
@@ -123,7 +123,7 @@ class Watch:
     # ---- following the pager -----------------------------------------------------------------------------------
 
     def follow(self, commands: Sequence[Transfer | Move]) -> None:
-        """Follow the pager's decisions before the `commands` that carry them out are started; poison what came free."""
+        """Follow the pager's decisions before their `commands` are started; poison the ranges that became free."""
         capacity = self._pager.capacity
         if capacity > self._capacity:
             self._memory.fill(self._capacity, capacity - self._capacity)
@@ -161,7 +161,7 @@ class Watch:
             self._memory.fill(place, nbytes)
 
     def ended(self, transfer: Transfer, *, failed: bool) -> None:
-        """Note that a transfer has ended; the pager will be told next."""
+        """Note that a transfer has ended, before the pager learns of it."""
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
@@ -174,7 +174,7 @@ class Watch:
 
     def _fetched(self, tenant: Tenant, transfer: Transfer) -> None:
         (piece, *others) = transfer.pieces
-        # Blocks that share a file with gaps between them come back with other bytes in the gaps.
+        # If blocks share a file with gaps between them, the bytes in the gaps change on the way.
         if others or piece.nbytes != tenant.nbytes:
             self._content.pop(tenant.block, None)
         known = self._content.get(tenant.block)
@@ -199,7 +199,7 @@ class Watch:
             self._content[tenant.block] = self._memory.checksum(tenant.place, tenant.nbytes)
 
     def _verify(self, tenant: Tenant, op: str, names: dict[int, str] | None = None) -> None:
-        """Compare a block's bytes with what they were when they were last looked at."""
+        """Compare a block's bytes with the checksum from the last look at them."""
         known = self._content.get(tenant.block)
         if known is None or not tenant.filled or self._memory.checksum(tenant.place, tenant.nbytes) == known:
             return
@@ -232,7 +232,7 @@ class Watch:
             self._memory.fill(place, nbytes)  # is found once
             self._lifetime(
                 f"arena offset {changed}, which belongs to no block, was written to: a tensor outlived its operation, "
-                "or a kernel wrote beside its operand"
+                "or a kernel wrote outside its operand"
             )
 
     # ---- accesses -----------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Watch:
             ):
                 self._lifetime(
                     f"{held.op} wrote to arena range [{frozen.place}, {frozen.place + frozen.nbytes}) of "
-                    f"{self._name(frozen.block, held.names)}, beside what it was to write"
+                    f"{self._name(frozen.block, held.names)}, outside the bytes that it was to write"
                 )
         for block in held.generations:
             if block not in held.writes:
@@ -328,7 +328,7 @@ class Watch:
         self._check_free(_LOOK)
 
     def _undisturbed(self, held: _Held, block: int) -> bool:
-        """Return True if no other access could write to the block meanwhile."""
+        """Return True if no other access could write to the block during this one."""
         return self._writings[block] == held.writings[block] and self._writers[block] == (block in held.writes)
 
     def _check_generations(self, held: _Held) -> list[int]:

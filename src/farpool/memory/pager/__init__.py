@@ -1,7 +1,7 @@
 """The native pager, which decides where each block is and when it moves, with the types of its messages.
 
-The pager is told what is accessed and what has completed, and answers with the transfers to start, in order. It has no
-clock, no file and no thread. The same calls give the same transfers, always; so a run can be replayed from its seed,
+Its caller reports accesses and completed transfers; the pager answers with the transfers to start, in order. It has no
+clock, no file and no thread. The same calls always give the same transfers, so a run can be replayed from its seed,
 and a planner can use the pager itself.
 """
 

@@ -1,8 +1,8 @@
 """Belady's bound: the fewest bytes that a cache with perfect foresight moves, to compare a measured run with.
 
 Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
-5(2), 1966): when room is needed, the block whose next use is farthest goes. Content that is never needed again (the
-block is freed, or overwritten whole before anybody reads it) is dropped at once and free of charge.
+5(2), 1966): when room is needed, the block whose next use is farthest is evicted. Content that is never needed again
+(the block is freed, or overwritten whole before the program reads it) is dropped at once and costs no transfer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "t
 _NEVER = 1 << 62
 """Value for the next use of content that the program keeps but does not use again in these accesses."""
 _DEAD = -1
-"""Value for the next use of content that nobody will ever need."""
+"""Value for the next use of content that the program will never need."""
 
 
 class Operand(NamedTuple):
@@ -70,13 +70,13 @@ def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
 
 
 def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
-    """Bytes that a cache of `capacity` bytes moves for each access when what is needed farthest is evicted first.
+    """Bytes that a cache of `capacity` bytes moves for each access when it evicts the block of the farthest next use.
 
-    All operands of an access are in the cache at once. A clean block leaves free of charge, a dirty one is written,
-    once. A block that is touched first without having been created comes from below. What is dirty at the end stays.
+    All operands of an access are in the cache at once. Evicting a clean block costs nothing; a dirty block is written
+    once. A block that was not created by these accesses has its content below. Blocks dirty at the end are not written.
 
-    The bytes fetched are the least possible when all blocks have the same size. With unequal sizes (where the least
-    is hard to compute) this is the usual greedy figure, and the bytes written are those of this order of eviction.
+    The bytes fetched are the fewest possible if all blocks have the same size. With unequal sizes, for which the
+    fewest are hard to compute, this is the usual greedy figure, and the bytes written follow from this eviction order.
 
     Parameters
     ----------
@@ -91,14 +91,14 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
         The operands of one access are together larger than `capacity`.
     """
     merged = [(_merged(access.operands), access) for access in accesses]
+    _check_sizes(merged, capacity)
     upcoming = _next_needs(merged)
     resident: dict[int, int] = {}
     needs: dict[int, int] = {}
     """Next use of the content of each resident block."""
     queue: list[tuple[int, bool, int]] = []
     """Heap of resident blocks, farthest need first, then clean ones; entries that `needs` contradicts are stale."""
-    dirty: set[int] = set()
-    empty: set[int] = set()
+    dirty, empty = set[int](), set[int]()
     used = 0
     moves: list[Moved] = []
     for number, (operands, access) in enumerate(merged):
@@ -108,23 +108,17 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
             dirty.discard(block)
             empty.add(block)
         fetched = written = 0
-        needed = sum(operand.nbytes for operand in operands)
-        if needed > capacity:
-            raise ValueError(
-                f"access {number} needs {needed} bytes at once, the cache has {capacity}; "
-                f"take a capacity of at least {needed}"
-            )
-        used += sum(operand.nbytes for operand in operands if operand.block not in resident)
         for block, nbytes, mode in operands:
             if block not in resident:
                 resident[block] = nbytes
+                used += nbytes
                 if mode != Mode.OVERWRITE and block not in empty:
                     fetched += nbytes
             if mode != Mode.READ:
                 dirty.add(block)
                 empty.discard(block)
             needs[block] = number
-        # Operands are needed now, which is nearer than all else: none of them is evicted.
+        # None of the operands is evicted, because they are needed now.
         while used > capacity:
             farthest, _, block = heapq.heappop(queue)
             if needs.get(block) != -farthest or -farthest == number:
@@ -145,6 +139,17 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
                 heapq.heappush(queue, (-need, block in dirty, block))
         moves.append(Moved(fetched, written))
     return moves
+
+
+def _check_sizes(merged: Iterable[tuple[Sequence[Operand], BlockAccess]], capacity: int) -> None:
+    """Raise `ValueError` if the operands of one access are together larger than `capacity`."""
+    for number, (operands, _) in enumerate(merged):
+        needed = sum(operand.nbytes for operand in operands)
+        if needed > capacity:
+            raise ValueError(
+                f"access {number} needs {needed} bytes at once, the cache has {capacity}; "
+                f"take a capacity of at least {needed}"
+            )
 
 
 def _merged(operands: Sequence[Operand]) -> list[Operand]:

@@ -28,8 +28,8 @@ _SLICE = 0.1
 class Waited(Protocol):
     """Callback for each wait, with the operation, its start and length in seconds, and the block and tier waited for.
 
-    Where the wait was given up, the length is negative, and the callback raises the error. Block and tier are -1
-    where other threads held the operands.
+    If the wait was given up, the length is negative, and the callback raises the error. Block and tier are -1 if
+    other threads held the operands.
     """
 
     def __call__(self, op: str, start: float, seconds: float, block: int, tier: int) -> None: ...
@@ -65,8 +65,8 @@ class Driver(Protocol):
         Parameters
         ----------
         careful : bool
-            The caller has done what `attention` asks for. If False, and where storages are still to be
-            packed, None is returned and nothing done; also where the driver is closed.
+            The caller has done the work that `attention` asks for. If this is False and storages are still to be
+            packed, or if the driver is closed, nothing is done and None is returned.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class ExecutorDriver:
         start, timeout = time.monotonic(), self._timeout
         block, tier = self._awaited(access)
         try:
-            # Also where it was granted since the pool was closed: nobody counted that, so the arena may be gone.
+            # Also raise if it was granted after the pool closed: the pool did not count it, so the arena may be gone.
             while self._closed or (not access.granted and access.error is None):
                 if self._closed or time.monotonic() - start >= timeout:
                     self._waited(op, start, -1.0, *self._awaited(access))

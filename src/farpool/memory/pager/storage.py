@@ -1,7 +1,7 @@
 """Storages, which hold the bytes of tensors as an ordered list of extents of blocks.
 
 Pager, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
-several blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
+several blocks, cut between rows if possible, so that rows of a table can be fetched and evicted without the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", 
 """Classes that blocks may have."""
 
 _PARTS = 16
-"""A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit beside each
-other."""
+"""A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit at
+once."""
 _SMALL = 8
 """A storage shares a block with others if it is no larger than a shared block divided by this."""
 _SHARED = 1 << 20
@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Notice of a storage that nobody refers to any more, with the blocks to free."""
+    """Notice of a storage without any reference left, with the blocks to free."""
 
     first: int
     blocks: int
@@ -139,8 +139,8 @@ def _table_block_bytes(row_bytes: int, limit: int) -> int:
     """Bytes of a block of a table whose rows are picked by data, small so that a miss brings in few other rows.
 
     As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
-    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them then lie in
-    two blocks, which have to be brought together.
+    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them are then in
+    two blocks, which have to be fetched together.
     """
     if row_bytes > 0:
         step = math.lcm(row_bytes, _SECTOR)
@@ -187,7 +187,7 @@ class StorageOwner(Protocol):
         ...
 
     def drop(self, dropped: Dropped) -> None:
-        """Note a storage that nobody refers to any more."""
+        """Note a storage whose last reference is gone."""
         ...
 
 
@@ -203,11 +203,11 @@ class Storage:
     name : str
         For errors; may be empty.
     row_bytes : int
-        Bytes of a row, where it has rows; else 0.
+        Bytes of a row; 0 if it has no rows.
     first, count : int
         Its blocks, consecutive.
     offset : int
-        Where it begins in its block, in bytes; 0 unless it shares one.
+        Bytes from the start of its block to its own start; 0 unless it shares one.
     block_bytes : int
         Bytes of each of its blocks but the last; the bytes of the block if it shares one.
     shared : bool
@@ -217,8 +217,8 @@ class Storage:
     loose : bool
         True if it is still to be packed at its first use, if it is small, with storages that are used around then.
     made, first_used : int
-        Its places in the orders in which storages were made and, of those that are packed at their first use, first
-        used; -1 if it was not.
+        Its places in two orders: of all storages as they were made, and of storages packed at their first use as they
+        were first used; -1 if it was not.
     """
 
     __slots__ = (

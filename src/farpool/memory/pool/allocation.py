@@ -118,7 +118,7 @@ class Allocation:
         return block, offset
 
     def drop(self, dropped: Dropped) -> None:
-        """Retire the blocks of a storage that nobody refers to any more, unless other storages share them."""
+        """Retire the blocks of a storage whose last reference is gone, unless other storages share them."""
         self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:

@@ -1,8 +1,8 @@
 """The core of a pool: storages whose bytes are brought into the arena and pinned while an operation uses them.
 
-Storages lie in blocks, a pager places these, a driver has them moved. `BlockPool` owns them all, and sees to the rest
-of an access: storages that are still to be packed, dropped ones to be freed, recordings, events. It
-knows no tensors; the `farpool.Pool` that a program sees stands in front of it.
+Storages are stored in blocks, a pager places the blocks, and a driver has them moved. `BlockPool` owns all of these and
+does the rest of an access: it packs storages, frees dropped ones, and serves recordings and events. It knows no
+tensors; a program uses it through `farpool.Pool`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LAST_CHANCE = 5.0
 
 @dataclass(slots=True)
 class _Heard:
-    """An access in progress that is recorded or of which subscribers are told."""
+    """An access in progress that is recorded or reported to subscribers."""
 
     op: str
     since: float
@@ -271,7 +271,7 @@ class BlockPool:
         Raises
         ------
         PoolFullError
-            All tiers together are smaller than what the pool would then hold.
+            All tiers together are smaller than the bytes that the pool would then hold.
         """
         with self.driver:
             self._check_open()
@@ -298,9 +298,9 @@ class BlockPool:
         return storage
 
     def pack_at_first_use(self, storage: Storage) -> None:
-        """Mark a storage to be packed at its first use, if it is small, beside the storages that are used around then.
+        """Mark a storage to be packed, if it is small, at its first use next to the storages used around then.
 
-        This is for storages that are filled long before they are used, in another order.
+        This is for storages that are filled long before their first use and in another order.
         """
         storage.loose = not storage.adopted
 
@@ -332,7 +332,7 @@ class BlockPool:
         BudgetError
             They do not fit together. Names op, operands and the smallest budget that works.
         PoolFullError
-            No lower tier takes what would have to leave for them.
+            No lower tier has room for the blocks that would have to be evicted for them.
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
@@ -344,11 +344,11 @@ class BlockPool:
             return self.driver.acquire(uses, op, rows, careful)
         except (TooLargeError, NoRoomError, TransferFailedError) as error:
             refusal = self.refusal(error, uses, op)
-        # Not in the clause above: as the context of this error, the one caught there would keep all frames on the way.
+        # Not in the clause above: there the caught error would become this one's context and keep all frames alive.
         try:
             raise refusal
         finally:
-            del refusal  # or this frame and the error would hold each other, and all that the frames on the way hold
+            del refusal  # or frame and error would keep each other alive, and all objects of the frames between
 
     def refusal(
         self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
@@ -378,8 +378,8 @@ class BlockPool:
                 self._packing.pack(use.storage, op)
         with self.driver:
             self._check_open()
-            # Before looking: what is dropped from now on asks for attention again. And never without it while somebody
-            # listens: another thread's access would go by unheard.
+            # Reset this before looking, so that a storage dropped from now on asks for attention again. It stays True
+            # in debug mode, and during recordings and subscriptions, which would miss accesses of other threads.
             self.driver.attention = bool(self._watch or self.account.listening or self.recorder.recordings)
             self._collect_dropped()
             if self.allocation.retired:
@@ -405,8 +405,8 @@ class BlockPool:
             f"{op or 'access'}: waited {self.config.timeout:g} s for "
             + (f"block {block} and tier {name!r}" if name else "operands that other threads hold")
             + (
-                f"; the device does not tell whether its copies have ended ({trouble}), so their memory stays "
-                "taken: save what other tiers and files have, and start the process anew"
+                f"; the device does not report whether its copies have ended ({trouble}), so their memory stays "
+                "taken: save the data in other tiers and files, and restart the process"
                 if trouble is not None
                 else "; the transfer is still under way (Pool(timeout=...) sets the limit)"
             ),
@@ -469,9 +469,9 @@ class BlockPool:
             self._budget.change(budget, self._watch)
 
     def demote(self, storage: Storage) -> bool:
-        """Move a storage out of the fast tier ahead of its turn; False if some of it stays.
+        """Move a storage out of the fast tier ahead of its turn; return False if some of it stays.
 
-        It comes back when it is next acquired. What is pinned stays, and so does what no lower tier takes.
+        It is fetched again when it is next acquired. Blocks that are pinned or that no lower tier takes stay.
         """
         with self.driver:
             self._check_open()
@@ -543,7 +543,7 @@ def open_pools() -> list[BlockPool]:
 
 
 def _forked() -> None:
-    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may be held for ever."""
+    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may never be released."""
     for pool in _POOLS:
         pool.closed = True
         pool.driver.forget_parent()

@@ -77,7 +77,7 @@ class Budget:
             self._check_blocks_fit(budget)
             self._shrink(budget)
             if watch is not None:
-                watch.follow(())  # while the memory beyond is still there
+                watch.follow(())  # while the memory above the new budget is still there
         self._arena.resize(budget)
         if budget > before:
             self._pager.resize(budget)

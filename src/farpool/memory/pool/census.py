@@ -42,13 +42,7 @@ def take(
     storages : iterable of Storage
         The storages in use.
     """
-    resident: dict[str, int] = {}
-    dirty: dict[str, int] = {}
-    for block in pager.resident():
-        cls, row = pager.class_of(block), pager.block(block)
-        resident[cls] = resident.get(cls, 0) + row.size
-        if row.dirty and row.state == State.RESIDENT:
-            dirty[cls] = dirty.get(cls, 0) + row.size
+    resident, dirty = _resident(pager)
     arena = ledger.total(tier="fast")
     fast = TierStats(
         "fast",
@@ -60,27 +54,12 @@ def take(
         arena.page_locked,
         arena.touched,
     )
-    tiers = []
-    for space in spaces:
-        info = space.tier.info
-        booked = ledger.total(tier=info.name)
-        tiers.append(
-            TierStats(
-                info.name,
-                info.kind,
-                info.capacity,
-                booked.requested,
-                space.tier.reserved,
-                space.peak,
-                booked.page_locked,
-                max(_touched(space.tier), booked.page_locked),  # page-locked memory is backed, used or not
-            )
-        )
+    tiers = tuple(_lower_tier(space, ledger) for space in spaces)
     counters = pager.counters
     held = arena.touched + sum(tier.touched for tier in tiers)
     return Stats(
         fast=fast,
-        tiers=tuple(tiers),
+        tiers=tiers,
         classes=tuple(
             ClassStats(cls, nbytes, resident.get(cls, 0), dirty.get(cls, 0)) for cls, nbytes in sorted(live.items())
         ),
@@ -105,6 +84,33 @@ def take(
         stall_seconds=account.stall_seconds,
         last_stalls=tuple(account.last_stalls),
         unpaged_peak=_unpaged_peak(held),
+    )
+
+
+def _resident(pager: Pager) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the fast tier's blocks by class: of all, and of dirty ones."""
+    resident: dict[str, int] = {}
+    dirty: dict[str, int] = {}
+    for block in pager.resident():
+        cls, row = pager.class_of(block), pager.block(block)
+        resident[cls] = resident.get(cls, 0) + row.size
+        if row.dirty and row.state == State.RESIDENT:
+            dirty[cls] = dirty.get(cls, 0) + row.size
+    return resident, dirty
+
+
+def _lower_tier(space: TierSpace, ledger: Ledger) -> TierStats:
+    info = space.tier.info
+    booked = ledger.total(tier=info.name)
+    return TierStats(
+        info.name,
+        info.kind,
+        info.capacity,
+        booked.requested,
+        space.tier.reserved,
+        space.peak,
+        booked.page_locked,
+        max(_touched(space.tier), booked.page_locked),  # page-locked memory is backed, used or not
     )
 
 
@@ -187,5 +193,5 @@ def explain(stats: Stats, ledger: Ledger) -> str:
         ),
     ]
     if stats.unpaged_peak is not None:
-        lines.append(f"memory beside the pool, at its peak: {format_size(stats.unpaged_peak)}")
+        lines.append(f"memory outside the pool, at its peak: {format_size(stats.unpaged_peak)}")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ class FastTier:
     watch : callable
         Makes debug mode's checker for a pager over this arena.
     staging : dict of str to int
-        Bytes of host memory held beside it, as booked on the ledger.
+        Bytes of host memory held in addition to the arena, as booked on the ledger.
     """
 
     arena: HostArena | CudaArena

@@ -22,11 +22,11 @@ class Event:
     time : float
         Time at which it began, in seconds on the monotonic clock.
     duration : float
-        Seconds it took; 0 for what takes no time.
+        Seconds it took; 0 for an event that takes no time.
     nbytes : int
         Bytes moved, created, freed; bytes pinned for ``compute``.
     block : int
-        The block moved or, for a stall, first waited for; -1 where there is none.
+        The block moved or, for a stall, first waited for; -1 if there is none.
     source, target : str
         Names of the tiers for transfers.
     cause : str

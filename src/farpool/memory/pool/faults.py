@@ -63,7 +63,7 @@ def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
     )
     free = max((tier.info.capacity - tier.reserved for tier in tiers), default=0)
-    lacking = nbytes - free if nbytes > free else nbytes  # room that lies in pieces is none
+    lacking = nbytes - free if nbytes > free else nbytes  # free room in pieces does not help
     return PoolFullError(
         f"{op or 'access'}: a block of {format_size(nbytes)} has to leave the fast tier and no lower tier "
         f"takes it ({full or 'there is none'}), {lacking} bytes lack; {_remedy(tiers, nbytes)}, set a larger fast=, or "

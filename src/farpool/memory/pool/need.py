@@ -88,7 +88,7 @@ def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[lis
 
 
 def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]]:
-    """For each layer, the storages that correspond by name to those of an operation."""
+    """For each layer, the storages that correspond by name to an operation's storages."""
     wanted = {use.storage.name for use in uses if use.stop - use.start == use.storage.nbytes}
     patterns = {_NUMBER.sub("#", name) for name in wanted}
     if len(wanted) < len(uses) or len({tuple(_NUMBER.findall(name)) for name in wanted}) != 1:
@@ -113,7 +113,7 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
 
 
 def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """A key that is equal for operations with equal needs, such as those of a model's like layers."""
+    """A key that is equal for operations with equal needs, such as operations of a model's like layers."""
     return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
 
 

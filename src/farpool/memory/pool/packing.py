@@ -1,7 +1,7 @@
-"""Packing of small storages at their first use, so that those used one after the other share blocks.
+"""Packing of small storages at their first use, so that storages used one after the other share blocks.
 
-Storages that are filled long before, in another order, lie in shared blocks beside what came next to them then. At its
-first use such a *loose* storage gets another place, in the order of first uses.
+Storages that are filled long before their first use and in another order share blocks with their neighbours in the
+order of filling. At its first use such a *loose* storage is copied to a new place, in the order of first uses.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Packing:
         """Identities of the storages that a thread is packing; other threads wait for it."""
 
     def pack(self, storage: Storage, op: str) -> None:
-        """Pack a loose storage, if it is small, or wait for the thread that does.
+        """Pack a loose storage, if it is small, or wait for the thread that packs it.
 
-        Where that fails, it stays where it is.
+        If packing fails, the storage stays in its place.
         """
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         with self._driver:
             while storage.loose and id(storage) in self._under_way:
-                self._driver.wait(_SLICE)  # whoever packs it gives up after the timeout
+                self._driver.wait(_SLICE)  # the thread that packs it gives up after the timeout
                 self._check_open()
             if not storage.loose:
                 return
@@ -87,7 +87,7 @@ class Packing:
                 storage.layout.swap(packed.layout)
             self._driver.release(grant)
         except (BudgetError, PoolFullError, TierError):
-            pass  # it stays where it is; the op itself may do without what packing needed
+            pass  # it stays in its place; the op may need less room than packing
         finally:
             with self._driver:
                 storage.loose = False

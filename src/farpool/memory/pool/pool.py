@@ -1,6 +1,6 @@
 """`Pool`, the object that a program sees: settings, making tensors, statistics, and closing.
 
-It stands in front of a `BlockPool`, which storages and tensors refer to. Tensors need torch, and so they come from a
+It wraps a `BlockPool`, to which storages and tensors refer. Tensors need torch, and so they come from a
 library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
 """
 
@@ -99,7 +99,7 @@ class Pool:
     **short_forms
         Short forms of lower tiers, by kind. ``dram="256MiB"`` and ``nvme="1GiB"`` give sizes; the file is in a folder
         for temporary files. ``remote="host:7471"`` gives the nodes of a `Remote`, which takes the memory that they have
-        free. The order is that of the kinds' typical latencies. Kinds from installed packages work the same way.
+        free. The tiers are ordered by their kinds' typical latencies. Kinds from installed packages work the same way.
 
     Raises
     ------
@@ -149,15 +149,15 @@ class Pool:
         Parameters
         ----------
         config : str, path-like or PoolConfig, optional
-            The file; None takes the one that ``FARPOOL_CONFIG`` names, if it is set. Or a whole configuration; neither
-            a file nor the environment is read then.
+            The file; None takes the file that ``FARPOOL_CONFIG`` names, if it is set. With a whole configuration,
+            neither a file nor the environment is read.
         **settings
             As for the constructor. They win over the environment, and that wins over the file.
 
         Raises
         ------
         ConfigError
-            A setting is wrong; names where it was found, its value and what was expected.
+            A setting is wrong; names its source, its value and the expected values.
         """
         whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
         return cls(**asdict(whole))
@@ -229,7 +229,7 @@ class Pool:
         return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
 
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain copy of a paged tensor, for what needs raw memory (numpy, DLPack, data_ptr)."""
+        """A plain copy of a paged tensor, for code that needs raw memory (numpy, DLPack, data_ptr)."""
         return _load_tensors().materialize(tensor)
 
     # ---- budget and accounts ------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Pool:
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file, from now until the recording is closed.
 
-        Several recordings may be under way. Ends with the pool, too.
+        Several recordings may be under way. A recording also ends when the pool is closed.
 
         Parameters
         ----------
@@ -308,7 +308,7 @@ class Pool:
         """
         if materialize and not self.closed and self.live:
             _load_tensors().materialize_all(self._blocks)
-            # Storages that still live are held by autograd graphs alone, and nobody can read them.
+            # Only autograd graphs hold the storages that still live, and the program cannot read them.
         else:
             self._blocks.check_unused()
         self._blocks.shut()
@@ -331,8 +331,8 @@ class Pool:
         BudgetError
             The tensors do not fit; nothing was changed and the pool stays open.
         FarpoolError
-            A tier failed in the middle, or a tensor has history; the pool stays open, what was not made plain is still
-            there. Where another error is on its way already, that one goes on, with a note of this one.
+            A tier failed in the middle, or a tensor has history; the pool stays open and still has the tensors that
+            are not plain yet. If the block already raised an error, that error goes on, with a note of this one.
         """
         told = ""
         if not self.closed and self.live:

@@ -1,8 +1,8 @@
 """Recordings of a program's accesses to its pool, written to tape files while it runs.
 
-The pool notes grants and blocks under its lock, which costs an append. What was noted is turned into bytes and written
-outside the lock, many records at a time, by the thread whose release comes next. A recording that cannot be written
-any more ends; the pool goes on as if there had been none, and `Recording.close` raises.
+The pool notes grants and blocks under its lock, which costs an append. The next thread that releases operands turns the
+notes into bytes and writes them, outside the lock and many records at a time. A recording ends when it cannot be
+written any more; the pool goes on as if it had never begun, and `Recording.close` raises.
 """
 
 from __future__ import annotations
@@ -117,13 +117,14 @@ class Recording:
         Raises
         ------
         TapeFileError
-            The file could not be written up to its end (a full disk, for example). What was written can be read.
+            The file could not be written up to its end (a full disk, for example). The part written before can be read.
         """
         self.end()
         error, self._error = self._error, None
         if error is not None:
             raise TapeFileError(
-                f"the recording ended early, {self.path} could not be written: {error}; what was written can be read"
+                f"the recording ended early, {self.path} could not be written: {error}; "
+                "the part written before can be read"
             ) from error
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class Recording:
     ) -> None:
         if error is None:
             self.close()
-        else:  # which is worth more than what close() might raise
+        else:  # which says more than an error of close()
             self.end()
 
     def _write(self, *, last: bool) -> None:
@@ -144,7 +145,7 @@ class Recording:
             self._written = time.perf_counter_ns()
             if last:
                 self._writer.finish()
-        except BaseException as error:  # even an interrupt would leave a gap: what was taken is not written
+        except BaseException as error:  # even an interrupt leaves a gap: the records taken are not written
             self._error = error if isinstance(error, Exception) else InterruptedError(repr(error))
             if not isinstance(error, Exception):
                 raise
@@ -182,12 +183,12 @@ class Recording:
 
 
 class Recorder:
-    """The recordings under way of a pool; methods that note something are called with the pool's lock held.
+    """The recordings under way of a pool; call `created`, `freed` and `granted` with the pool's lock held.
 
     Attributes
     ----------
     recordings : tuple of Recording
-        The recordings under way; callers check that there are any before they note something.
+        The recordings under way; callers check that there are any before they note an event.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class Recorder:
         self._changing = threading.Lock()
 
     def start(self, writer: TapeWriter, pager: Pager, living: Iterable[Made]) -> Recording:
-        """Start a recording; its first records are those of the blocks that exist already."""
+        """Start a recording; its first records describe the blocks that exist already."""
         recording = Recording(self, writer, [create for made in living for create in _creates(pager, made)])
         with self._changing:
             self.recordings = (*self.recordings, recording)

@@ -74,7 +74,7 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait of an operation for a block from a tier; block -1 and tier "" where it waited for another thread."""
+    """A wait of an operation for a block from a tier; block -1 and tier "" if it waited for another thread."""
 
     op: str
     seconds: float
@@ -111,12 +111,12 @@ class Stats:
     moves: int
     moved_bytes: int
     divergences: int
-    """Accesses that differ from what the tape predicted."""
+    """Accesses that differ from the tape's prediction."""
     stalls: int
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Most bytes of memory beyond what farpool holds (plain activations, temporaries, the interpreter); None if
+    """Most bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
     unknown."""
     version: int = field(default=VERSION)
 

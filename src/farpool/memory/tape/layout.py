@@ -53,7 +53,7 @@ def pack_header() -> bytes:
 
 
 def check_header(data: bytes, path: str) -> None:
-    """Raise unless a header is that of a tape file which this farpool reads.
+    """Raise unless a header belongs to a tape file that this farpool can read.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ def check_header(data: bytes, path: str) -> None:
     Raises
     ------
     TapeFileError
-        It is not that of a tape file, is damaged, or has a newer version or unknown features.
+        The header belongs to no tape file, is damaged, or has a newer version or unknown features.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise TapeFileError(f"{path} is not a tape file: expected one that pool.record() has written")
-    # The version goes first: a newer one may have another layout and another checksum.
+    # Check the version first: a newer one may have another layout and another checksum.
     version = int.from_bytes(data[8:12], "little") if len(data) >= 12 else VERSION
     if version > VERSION:
         raise TapeFileError(
@@ -104,7 +104,7 @@ def decompress(header: ChunkHeader, stored: bytes) -> bytes:
     Raises
     ------
     ValueError
-        It is not what the header says.
+        It does not match the header.
     """
     if header.nbytes > _LARGEST:
         raise ValueError(f"{header.nbytes} bytes, at most {_LARGEST} are read")

@@ -96,7 +96,7 @@ class TapeFile:
         offset = file.tell()
         fields = file.read(CHUNK_BYTES)
         header = ChunkHeader.unpack(fields) if len(fields) == CHUNK_BYTES else None
-        # A damaged length may lie beyond the end of the file, and must not make us take memory for it.
+        # A damaged length may reach beyond the end of the file, and must not make us allocate memory for it.
         rest = os.fstat(file.fileno()).st_size - file.tell()
         if header is None or header.stored > rest:
             raise TapeTruncatedError(

@@ -102,7 +102,7 @@ class Encoder:
 class Decoder:
     """Turns payloads into records; keeps the texts that came so far.
 
-    Its methods raise `ValueError` for what cannot be a record, where msgspec's own errors are `ValueError` too.
+    Its methods raise `ValueError` for a payload that cannot be a record; msgspec's own errors are `ValueError` too.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Decoder:
         return metadata
 
     def check_totals(self, payload: bytes) -> None:
-        """Compare the totals, which the last chunk holds, with what was read."""
+        """Compare the totals, which the last chunk holds, with the records that were read."""
         written = msgspec.msgpack.decode(payload, type=Totals)
         if written != self.totals:
             raise ValueError(f"{self.totals} read, {written} written")

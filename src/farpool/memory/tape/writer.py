@@ -1,4 +1,4 @@
-"""Writes a tape file, chunk by chunk; what was written stays readable whatever happens next."""
+"""Writes a tape file, chunk by chunk; written chunks stay readable even if a later write fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TapeWriter:
         self._append(DONE, self._encoder.map(self._encoder.totals))
 
     def close(self) -> None:
-        """Close the file. What was not marked as complete is still read up to the last whole chunk."""
+        """Close the file. A file that is not marked as complete can still be read up to its last whole chunk."""
         os.close(self._fd)
 
     def _append(self, kind: bytes, payload: bytes) -> None:

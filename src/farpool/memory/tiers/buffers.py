@@ -16,16 +16,16 @@ def require_buffer(extent: Extent, buffer: memoryview, *, writable: bool) -> mem
     Parameters
     ----------
     extent : Extent
-        What is transferred.
+        The bytes to transfer.
     buffer : memoryview
-        Memory for it.
+        Memory for them.
     writable : bool
         True if the transfer writes into the buffer.
 
     Returns
     -------
     memoryview
-        A view of its own, so that the memory stays valid when the caller releases the one given here.
+        A separate view, so that the memory stays valid when the caller releases `buffer`.
 
     Raises
     ------

@@ -51,7 +51,7 @@ class HostArena:
         return memoryview(self._memory)
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes that are backed with memory; what is beyond is given back to the operating system.
+        """Change the bytes that are backed with memory; bytes beyond go back to the operating system.
 
         Raises
         ------
@@ -70,5 +70,5 @@ class HostArena:
         self.nbytes = nbytes
 
     def release(self) -> None:
-        """Give the memory back; nobody may access it any more."""
+        """Give the memory back; it must not be accessed any more."""
         self._memory.release()

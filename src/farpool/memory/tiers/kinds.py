@@ -81,7 +81,7 @@ def load_kind(name: object, what: str) -> type[TierSpec]:
 
 
 def short_type(spec: type[TierSpec]) -> Any:
-    """Type of the value that stands for a tier in its short form.
+    """Type of the value that gives a tier in its short form.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A tier in a file, on NVMe or whatever medium the file system is on.
+"""A tier in a file, on NVMe or any other medium with a file system.
 
 Transfers bypass the page cache (O_DIRECT) if the file system allows that, and use io_uring if the kernel has it.
 `pool_file` has the format of the file. The lock belongs to the open file, so a child that this process forks shares it.

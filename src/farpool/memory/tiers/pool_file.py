@@ -17,7 +17,7 @@ offset bytes field
 ====== ===== ==============================================================
 
 The owner holds an exclusive ``flock`` on the file while it is open and removes the file when it closes it. A pool file
-that nobody has locked was left by a process that was killed: its bytes are of no use to anybody, and the next owner
+without a lock was left by a process that was killed: no other process can use its bytes, and the next owner
 resets it. A file that does not begin with the magic, or whose header is damaged, is never touched.
 """
 
@@ -87,7 +87,7 @@ class PoolFileHeader:
             raise PoolFileError(
                 f"{tier}: {path} is not empty and not a pool file; it was not touched, choose another path", tier=tier
             )
-        # The version goes first: a newer one may have another layout and another checksum.
+        # Check the version first: a newer one may have another layout and another checksum.
         version = int.from_bytes(data[8:12], "little") if len(data) >= 12 else VERSION
         if version > VERSION:
             raise PoolFileError(

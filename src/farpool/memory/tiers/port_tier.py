@@ -65,7 +65,7 @@ class PortTier(Tier):
             self._port = None
             self._closing = True
             try:
-                while self._under_way and os.getpid() == self._process:  # in a forked child nobody ends them
+                while self._under_way and os.getpid() == self._process:  # in a forked child they never end
                     self._idle.wait()
                 self._close_port()
             finally:
@@ -93,7 +93,7 @@ class PortTier(Tier):
             self._under_way += 1
         try:
             yield port
-        except NodeError as error:  # what a node did to the transfer is the tier's failure
+        except NodeError as error:  # if a node fails the transfer, the tier has failed it
             kind = TierTimeoutError if isinstance(error, NodeTimeoutError) else TierError
             raise kind(f"{self.info.name}: {error}", tier=self.info.name) from error
         finally:

@@ -29,7 +29,7 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
     Raises
     ------
     ConfigError
-        A node cannot be asked; names it and says what to do.
+        A node does not answer; names it and a remedy.
     """
     least = None
     for channel in channels:
@@ -42,29 +42,29 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
     """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
 
-    It takes up to `timeout` seconds, and one more for each 512 MiB, which the nodes have to back with memory first.
+    It takes up to `timeout` seconds, and one more for each 512 MiB, because the nodes back them with memory first.
 
     Raises
     ------
     ConfigError
-        A node cannot be reached, refuses the key or has no room; names it and says what to do.
+        A node cannot be reached, refuses the key or has no room; names it and a remedy.
     """
     deadline = time.monotonic() + timeout
     leases: list[Lease] = []
     try:
         for channel in channels:
-            # First by itself: a node that cannot be reached is noticed within the timeout, however much it is to lend.
+            # Connect first, so that an unreachable node is noticed within the timeout, however much it is to lend.
             _asked(channel, tier, partial(channel.connect, deadline))
             deadline += nbytes / _BACKED_PER_SECOND
             leases.append(_asked(channel, tier, partial(channel.lend, nbytes, deadline)))
     except BaseException:
-        give_back(leases, time.monotonic() + timeout)  # also where the deadline has passed
+        give_back(leases, time.monotonic() + timeout)  # even if the deadline has passed
         raise
     return leases
 
 
 def give_back(leases: Sequence[Lease], deadline: float) -> None:
-    """End leases; a node that cannot be told frees its lease after the grace period."""
+    """End leases; a node that does not receive the request frees its lease after the grace period."""
     for lease in leases:
         with contextlib.suppress(NodeError):
             lease.release(deadline)
@@ -73,8 +73,8 @@ def give_back(leases: Sequence[Lease], deadline: float) -> None:
 class Contact:
     """A thread that keeps the program's sessions at its nodes alive, by reconnecting soon after contact was lost.
 
-    A node that was restarted gives what it had lent back to sessions that return within its grace. A program that
-    computes for longer than that between two transfers would not.
+    A restarted node gives the memory that it had lent back to sessions that return within its grace period. Without
+    this thread, a program that computes for longer than that between two transfers would return too late.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A read-only tier over an existing safetensors file, so that weights are read from where they already are.
+"""A read-only tier over an existing safetensors file, so that weights are read from their own file.
 
 The format: eight bytes with the length of the header (little-endian), the header as JSON, then the data. The header
 maps each tensor's name to its dtype, shape and the begin and end of its bytes, counted from the first byte after the
@@ -30,8 +30,8 @@ _NO_TENSORS: Mapping[str, TensorEntry] = MappingProxyType({})
 class SafetensorsFile(PortTier):
     """A read-only tier over a safetensors file.
 
-    The header is read and checked at open. Reads raise TierError once the file was truncated or written to by somebody
-    else. A file that is replaced by renaming another one over it is read as it was at open.
+    The header is read and checked at open. Reads raise TierError after another program truncated the file or wrote to
+    it. A file that is replaced by renaming another one over it is read as it was at open.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from farpool.errors import TierFullError
 __all__ = ["CACHE_LINE", "ExtentSpace"]
 
 CACHE_LINE = 64
-"""Alignment in bytes of extents in memory: what vector instructions and device copies want."""
+"""Alignment in bytes of extents in memory, chosen for vector instructions and device copies."""
 
 
 class ExtentSpace:

@@ -17,9 +17,10 @@ __all__ = ["WrapperTier"]
 class WrapperTier(PortTier):
     """A tier over one or several inner tiers, which are opened and closed with it.
 
-    Each operation goes to the first inner tier; subclasses override the operations that they change. A wrapper with a
-    native data path overrides :meth:`_wrap`, and works without the interpreter lock if its inner tiers do. Otherwise
-    the pool's queue calls `read_into` and `write_from` of the wrapper, so that no transfer bypasses its behaviour.
+    By default the first inner tier carries out each operation; subclasses override the operations that they change. A
+    wrapper with a native data path overrides :meth:`_wrap`, and works without the interpreter lock if its inner tiers
+    do. Otherwise the pool's queue calls `read_into` and `write_from` of the wrapper, so that no transfer bypasses its
+    behaviour.
 
     Parameters
     ----------

@@ -72,4 +72,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self, timeout: float) -> bool:
-        """Let running transfers end and drop the rest; False if something still runs after `timeout` seconds."""
+        """Let running transfers end and drop the rest; return False if one still runs after `timeout` seconds."""

@@ -32,15 +32,15 @@ Exchange = Callable[[Any], int]
 def exchange_function(folder: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Exchange | None:
     """Find the function that exchanges a thread's capture mode; None if no library has it.
 
-    Symbols are looked up in torch's own libraries first: that finds them in the CUDA runtime that torch uses, be it
-    linked into them or loaded with them. The driver has the same under another name, for each runtime.
+    Symbols are looked up in torch's own libraries first: they lead to the CUDA runtime that torch uses, whether it is
+    linked into them or loaded with them. The driver has the same function under another name, for each runtime.
 
     Parameters
     ----------
     folder : path
-        Where torch's libraries are.
+        Folder of torch's libraries.
     load : callable
-        Opens a library by path or name; raises OSError where there is none.
+        Opens a library by path or name; raises OSError if there is none.
     """
     runtime, driver = "cudaThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode"
     for library, symbol in (
@@ -71,7 +71,7 @@ def _warn(why: str) -> None:
     if _warned:
         return
     _warned = True
-    with suppress(FarpoolWarning):  # where warnings are errors it must not end a thread: the pool itself works
+    with suppress(FarpoolWarning):  # if warnings are errors, it must not end a thread: the pool itself works
         warnings.warn(
             f"capturing a CUDA graph of plain tensors while a pool transfers may fail ({why}); capture with "
             "torch.cuda.graph(..., capture_error_mode='thread_local') (this is said once)",

@@ -16,7 +16,7 @@ class Copy(Protocol):
     def done(self) -> bool:
         """Return True if the copy has ended.
 
-        Raises if that is unknown. The copy may be under way then, so nobody may touch its memory; ask again later.
+        Raises if that is unknown. The copy may be under way then, so its memory must not be touched; ask again later.
         """
         ...
 
@@ -58,7 +58,7 @@ class Device(Protocol):
 
 @runtime_checkable
 class WatchesStaging(Protocol):
-    """Interface of a device that is told when tiers read or write the staging memory."""
+    """Interface of a device that wants to know when tiers read or write the staging memory."""
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
         """Note that a transfer between its tier and the staging memory at this address begins."""

@@ -36,7 +36,7 @@ class CudaArena:
     Attributes
     ----------
     stream : torch.cuda.Stream
-        The one it was allocated on. Work on that stream may still use the memory for what was freed before.
+        Stream on which it was allocated. Work on that stream may still use the memory for tensors freed before.
 
     Raises
     ------
@@ -138,10 +138,10 @@ class CudaHost:
         with self._changing:
             self._ranges = tuple(item for item in self._ranges if item[0] != address)
         with torch.cuda.device(self._device), relaxed():
-            torch.cuda.cudart().cudaHostUnregister(address)  # fails only where the driver has already been unloaded
+            torch.cuda.cudart().cudaHostUnregister(address)  # fails only if the driver has been unloaded before
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """A tensor over bytes that lie in one locked range."""
+        """A tensor over bytes inside one locked range."""
         start, memory = self._ranges[bisect_right(self._ranges, address, key=lambda item: item[0]) - 1]
         return memory[address - start : address - start + nbytes]
 
@@ -150,7 +150,7 @@ def _keep_from_children(address: int, nbytes: int) -> None:
     """Exclude a range of memory from the address space of forked children.
 
     Else the parent's next write to a page of it could go to a new page, on kernels before 5.12, while the GPU goes on
-    with the old one. The child's pool is closed, so nobody looks at the memory there.
+    with the old one. The child's pool is closed, so the child never uses that memory.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
@@ -250,7 +250,7 @@ class CudaDevice:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a CUDA graph is being captured: an operation on paged tensors cannot be part of it, because its "
-                "operands lie elsewhere when the graph is replayed; capture operations on plain tensors only"
+                "operands are elsewhere when the graph is replayed; capture operations on plain tensors only"
             )
         self._current()
 
@@ -266,7 +266,7 @@ class CudaDevice:
         """Forget streams that a CUDA graph is captured on: an event recorded there would belong to the graph.
 
         They have no work on the arena left, because a capture begins with a synchronisation (`torch.cuda.graph` does
-        it), and they are noted anew when they are used next.
+        it), and they are noted again at their next use.
         """
         for number, stream in [*self._users.items()]:
             with torch.cuda.stream(stream):

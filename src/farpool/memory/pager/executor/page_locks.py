@@ -1,8 +1,8 @@
 """Page-locking of tiers' memory, so that a device copies from and to it without staging.
 
-Locking takes its time, because the operating system backs each page first. So a thread does it, chunk by chunk from the
-start of a tier's space, as far as transfers have asked for. What is not locked yet is moved through staging memory, so
-nobody waits; what is never used is never locked.
+Locking is slow, because the operating system backs each page first. So a thread locks chunk by chunk from the start of
+a tier's space, as far as transfers have asked for. Memory that is not locked yet is copied through staging memory, so
+no transfer waits for the lock. Memory that is never used is never locked.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class PageLocks:
         self._thread: threading.Thread | None = None
 
     def parts(self, tier: int, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """Address and bytes of each part of an extent, where a part lies in one locked range.
+        """Address and bytes of each part of an extent; each part is inside one locked range.
 
-        None if the extent is not locked as a whole; locking it is then asked for.
+        Returns None and asks for the extent to be locked if any of it is not locked yet.
         """
         space = self._spaces.get(tier)
         if space is None:
@@ -144,7 +144,7 @@ class PageLocks:
             self._locker.lock(space.address + space.locked, nbytes)
         except OSError as error:
             space.refused = True
-            with contextlib.suppress(FarpoolWarning):  # where warnings are errors, nobody could catch this one
+            with contextlib.suppress(FarpoolWarning):  # if warnings are errors, no caller can catch it
                 warnings.warn(
                     f"{space.name}: only {format_size(space.locked)} of its {format_size(space.nbytes)} can be "
                     f"page-locked ({error}); the rest is copied through staging memory, which is slower",

@@ -27,13 +27,13 @@ from farpool.memory.pager.executor.page_locks import PageLocks
 __all__ = ["StagedExecutor"]
 
 _IDLE = 0.05
-"""Seconds after which the idle thread checks for work even if nobody woke it."""
+"""Seconds after which the idle thread checks for work even if no signal woke it."""
 _AT_TIER = 0.2e-3
 """Seconds between two checks while only tiers are at work: they wake the thread, new commands do not."""
 _COPYING = 50e-6
-"""Seconds between two polls of copies under way, as a device gives no signal when a copy has ended."""
+"""Seconds between two polls of copies under way, because a device gives no signal when a copy has ended."""
 _AHEAD = 32 << 20
-"""Bytes of copies under way in one direction above which only copies that somebody waits for are started. It keeps the
+"""Bytes of copies under way in one direction above which only copies that an access waits for are started. It keeps the
 link busy from one poll to the next, and demanded copies wait behind no more than that."""
 _TROUBLED = 10e-3
 """Seconds between two polls of copies while the device raises instead of telling if they have ended."""
@@ -247,7 +247,7 @@ class StagedExecutor(Executor):
             self._start_copies(job)
             return True
         if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
-            return False  # what it comes after needs staging memory first, or neither would ever go on
+            return False  # the transfers before it need staging memory first, or neither would ever go on
         job.staging = self._space.alloc(job.nbytes)
         if job.staging < 0:
             return False
@@ -297,8 +297,9 @@ class StagedExecutor(Executor):
     def _copied(self, job: _Job) -> bool:
         """Return True if all copies of a job have certainly ended.
 
-        While the device cannot tell, as when it is lost, they count as under way: if their memory were given to others,
-        the device might still write to it. Who waits is told by a timeout that names the trouble.
+        If the device cannot tell, for example because it is lost, they count as under way: if their memory went to
+        other transfers, the device might still write to it. A waiting access then raises a timeout
+        that names the device's error.
         """
         under_way = []
         job.trouble = None
