@@ -328,6 +328,13 @@ def test_a_pool_without_any_setting_says_how_to_give_one() -> None:
         Pool()
 
 
+@pytest.mark.parametrize("name", ["path", "environment"])
+def test_a_pool_takes_no_file_and_no_environment_as_a_short_form(tmp_path: Path, name: str) -> None:
+    given = {"path": str(toml(tmp_path, '[pool]\nfast = "1MiB"\n')), "environment": {"FARPOOL_FAST": "1MiB"}}[name]
+    with pytest.raises(TypeError, match=name):
+        Pool(**{name: given})  # type: ignore[arg-type]
+
+
 def test_a_wrong_argument_over_a_right_file_is_not_blamed_on_the_file(tmp_path: Path) -> None:
     path = toml(tmp_path, '[pool]\nfast = "1MiB"\ntimeout = 3\n')
     with pytest.raises(ConfigError, match=r"^timeout is 'soon'"):

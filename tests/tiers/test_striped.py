@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from python_tier import DictTier
 import farpool
 from farpool._native import Memory, PythonPort, StripedPort
 from farpool.errors import ChecksumError, ConfigError, TierError, TierFullError
-from farpool.memory.tiers import Dram, Extent, Faulty, Nvme, Striped, Throttled, Tier, Verified, WrapperTier
+from farpool.memory.tiers import Dram, Extent, Faulty, Nvme, Striped, Throttled, Tier, TierInfo, Verified, WrapperTier
 from farpool.testing import TierConformance
 
 MIB = 1 << 20
@@ -106,6 +107,49 @@ def test_if_one_tier_cannot_be_opened_the_others_are_closed(tmp_path: Path) -> N
     for inner in (tier, first, last):
         with pytest.raises(TierError, match="not open"):
             inner.reserve(1)
+
+
+class Unclosable(WrapperTier):
+    """Fails to close."""
+
+    def close(self) -> None:
+        super().close()
+        raise TierError("it cannot be closed", tier="unclosable")
+
+
+def test_if_one_tier_cannot_be_closed_the_others_are_closed(tmp_path: Path) -> None:
+    tier = Striped([Nvme(tmp_path / "a.pool", "1MiB"), Unclosable(Dram("1MiB")), Nvme(tmp_path / "c.pool", "1MiB")])
+    tier.open()
+    with pytest.raises(TierError, match="it cannot be closed"):
+        tier.close()
+    assert list(tmp_path.iterdir()) == []
+    missing = Nvme(tmp_path / "missing" / "d.pool", "1MiB")
+    tier = Striped([Nvme(tmp_path / "a.pool", "1MiB"), Unclosable(Dram("1MiB")), missing])
+    with pytest.raises(TierError, match="it cannot be closed"):
+        tier.open()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Growing(WrapperTier):
+    """Has a capacity that is known only when it is open, as a tier in the free memory of nodes."""
+
+    capacity = 2 * MIB
+
+    @property
+    def info(self) -> TierInfo:
+        return replace(super().info, capacity=self.capacity)
+
+
+def test_a_capacity_that_has_changed_since_the_first_look_counts() -> None:
+    inner = Growing(Dram("4MiB"))
+    tier = Striped([inner, Dram("4MiB")])
+    assert tier.info.capacity == 4 * MIB
+    for share in (1, 4):
+        inner.capacity = share * MIB
+        with tier:
+            assert tier.info.capacity == 2 * share * MIB
+            extent, data = put(tier, tier.info.capacity)
+            assert get(tier, extent) == data
 
 
 @pytest.mark.parametrize("nbytes", [8192, 4 * MIB])

@@ -139,7 +139,9 @@ class Pool:
         if debug is None:
             # A user can switch it on from outside, to debug a program that gives all settings itself.
             given |= environment_layer(os.environ, {"debug": bool}, tiers=False).values
-        self._blocks = BlockPool(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+        # A short form must not pass for the file or the environment.
+        config = PoolConfig.load(None, environment=None, **given) if fast is None else PoolConfig.make(**given)
+        self._blocks = BlockPool(config)
         _POOLS[id(self._blocks)] = self
 
     @classmethod

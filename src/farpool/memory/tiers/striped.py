@@ -108,7 +108,8 @@ class Striped(WrapperTier):
             self._space.free(extent)
 
     def _wrap(self, *ports: Port) -> Port:
-        info = self.info
+        # A tier may know its capacity only when it is open, so an earlier description may be outdated.
+        info = self._known = self._described([tier.info for tier in self._inners])
         share = info.capacity // len(ports)
         self._space = ExtentSpace(info.name, info.capacity, info.alignment)
         self._striped = StripedPort(info.name, ports, stripe=self._stripe, share=share, placed=True)

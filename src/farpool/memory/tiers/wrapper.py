@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from farpool._native import PythonPort
@@ -79,8 +80,7 @@ class WrapperTier(PortTier):
         return PythonPort(self)
 
     def _open_port(self) -> Port:
-        opened: list[Tier] = []
-        try:
+        with ExitStack() as opened:
             for number, inner in enumerate(self._inners, 1):
                 try:
                     inner.open()
@@ -88,16 +88,15 @@ class WrapperTier(PortTier):
                     if len(self._inners) > 1:
                         error.add_note(f"{self.info.name}: inner tier {number} of {len(self._inners)} cannot be opened")
                     raise
-                opened.append(inner)
-            return self._wrap(*(inner.port if isinstance(inner, HasPort) else PythonPort(inner) for inner in opened))
-        except BaseException:
-            for inner in reversed(opened):
-                inner.close()
-            raise
+                opened.callback(inner.close)
+            port = self._wrap(*(tier.port if isinstance(tier, HasPort) else PythonPort(tier) for tier in self._inners))
+            opened.pop_all()
+            return port
 
     def _close_port(self) -> None:
-        for inner in reversed(self._inners):
-            inner.close()
+        with ExitStack() as all_inners:  # closes the others, too, if one cannot be closed
+            for inner in self._inners:
+                all_inners.callback(inner.close)
 
     def _check_extent(self, extent: Extent) -> None:
         # A tier written in Python checks the extent itself, when the port calls it.
