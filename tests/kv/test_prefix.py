@@ -132,7 +132,7 @@ def use_first(cache: PrefixCache, layers: Sequence[Layer]) -> None:
     """Let a cache make its probes of memory, so that a test counts only what comes after them."""
     for block, memory in ((saving_block, Made(layers, TOKENS).computed()), (loading_block, target(layers, TOKENS))):
         uses = Uses({(block, type(memory), number): (memory, 0) for number in range(len(cache.parts))})
-        assert cache._transfers.memory.unproved(uses, time.monotonic() + PATIENCE) is None
+        assert cache._transfers.memory.admit("load", "", 0, uses, time.monotonic() + PATIENCE) is None
 
 
 def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:

@@ -375,7 +375,7 @@ def test_what_cannot_be_published_is_refused_by_name_before_anything_is_sent(sto
             farpool.publish_tensors(store, "none", {"fine": fine, "s": wrong})
     with pytest.raises(TypeError, match="'n' is a int, expected a tensor"):
         farpool.publish_tensors(store, "none", {"fine": fine, "n": 3})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="3 is a int, expected tensors under names that are text"):
+    with pytest.raises(TypeError, match="3 is a int, expected a str as the name of each tensor"):
         farpool.publish_tensors(store, "none", {"fine": fine, 3: fine})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="there are no tensors to publish"):
         farpool.publish_tensors(store, "none", {})
