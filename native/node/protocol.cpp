@@ -495,8 +495,10 @@ void Protocol::answer_area() {
     if (std::string refusal = services_.sessions.charge_area(client_, nbytes); !refusal.empty()) {
         return reply(Status::busy, 0, std::move(refusal));
     }
+    Segment area;
+    File passed;
     try {
-        Segment area = make_nameless_segment("farpool-publish-area", settings);
+        area = make_nameless_segment("farpool-publish-area", settings);
         if (!back(area, 0, nbytes)) {
             services_.sessions.uncharge_area(client_, nbytes);
             return reply(Status::full);
@@ -504,14 +506,17 @@ void Protocol::answer_area() {
         Mapping read_only(area.file.fd(), nbytes, false);
         area.guarded = GuardedRange(read_only.data(), nbytes);
         area.memory = std::move(read_only);
-        File passed(area.file.duplicate());
-        input_.set_area(std::move(area));
-        reply(Status::done);
-        replies_.last().file = std::move(passed);
+        passed = File(area.file.duplicate());
     } catch (const std::system_error& error) {  // out of descriptors: the connection puts without an area
         services_.sessions.uncharge_area(client_, nbytes);
-        reply(Status::full, 0, error.code().message());
+        return reply(Status::full, 0, error.code().message());
+    } catch (...) {  // the connection ends, and would release only an area that it has
+        services_.sessions.uncharge_area(client_, nbytes);
+        throw;
     }
+    input_.set_area(std::move(area));
+    reply(Status::done);
+    replies_.last().file = std::move(passed);
 }
 
 void Protocol::begin_write() {
