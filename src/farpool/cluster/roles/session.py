@@ -183,7 +183,7 @@ class Session:
                 held = self._take(role, value, timeout)
                 if held is not None or time.monotonic() >= deadline:
                     return held
-                self._await_change(role, deadline)
+                self._await_change(role, deadline, timeout)
             except RegistryAwayError:
                 if time.monotonic() >= deadline:
                     raise
@@ -227,9 +227,9 @@ class Session:
             # it again: the new holder needs a higher token than the part of this program that left it.
             revision = entry.revision if entry else 0
 
-    def _await_change(self, role: str, deadline: float) -> None:
+    def _await_change(self, role: str, deadline: float, timeout: float | None) -> None:
         """Wait until a held role may be free."""
-        snapshot = self._registry.range(role, timeout=self._timeout)
+        snapshot = self._registry.range(role, timeout=self._seconds(timeout))
         if all(entry.key != role for entry in snapshot.entries):
             self._ended.wait(_PAUSE_S)
             return
@@ -259,10 +259,14 @@ class Session:
 
     def _keep(self, ended: threading.Event) -> None:
         while not ended.wait(self._ttl / _RENEWALS_PER_TTL):
-            with suppress(RegistryError):  # perhaps the registry comes back before the lease ends
-                self.renew()
-                if self._on_renewal is not None:
-                    self._on_renewal()
+            try:
+                with suppress(RegistryError):  # perhaps the registry comes back before the lease ends
+                    self.renew()
+                    if self._on_renewal is not None:
+                        self._on_renewal()
+            except Exception as error:  # report it as Python reports errors of threads, and go on renewing
+                kind, trace, thread = type(error), error.__traceback__, threading.current_thread()
+                threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
 
     def _lose(self, lease: int) -> None:
         """Forget a lease that has ended, and the roles that were bound to it."""
