@@ -216,6 +216,23 @@ def test_a_session_renews_its_lease_although_a_callback_fails(
     held.confirm()
 
 
+def test_a_session_renews_its_lease_although_a_callback_takes_long(make: MakeSession) -> None:
+    begun: list[float] = []
+    go_on = threading.Event()
+
+    def take_long() -> None:
+        begun.append(time.monotonic())
+        go_on.wait(WAIT_S)
+
+    held = taken(make(ttl=1.5, on_renewal=take_long))
+    eventually(lambda: bool(begun))
+    eventually(lambda: time.monotonic() > begun[0] + 3.0)  # twice the lease
+    held.confirm()
+    assert len(begun) == 1
+    go_on.set()
+    eventually(lambda: len(begun) > 1)
+
+
 def test_each_call_of_the_registry_has_the_time_limit_of_the_take(
     make: MakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ class Session:
     timeout : float
         Seconds that a call may wait for the registry unless it says otherwise.
     on_renewal : callable, optional
-        Function that the thread calls after each renewal.
+        Function that another thread calls after each renewal, unless the call before is still under way.
     """
 
     def __init__(
@@ -258,15 +258,16 @@ class Session:
                 self._lose(lease)
 
     def _keep(self, ended: threading.Event) -> None:
+        calling: threading.Thread | None = None
         while not ended.wait(self._ttl / _RENEWALS_PER_TTL):
-            try:
-                with suppress(RegistryError):  # perhaps the registry comes back before the lease ends
-                    self.renew()
-                    if self._on_renewal is not None:
-                        self._on_renewal()
-            except Exception as error:  # report it as Python reports errors of threads, and go on renewing
-                kind, trace, thread = type(error), error.__traceback__, threading.current_thread()
-                threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
+            # Perhaps the registry comes back before the lease ends, or the process may start threads again.
+            with suppress(RegistryError, RuntimeError):
+                self.renew()
+                # In its own thread, because a call that takes long or fails must not keep this one from renewing.
+                if self._on_renewal is not None and (calling is None or not calling.is_alive()):
+                    caller = threading.Thread(target=self._on_renewal, name="farpool-session-renewed", daemon=True)
+                    caller.start()
+                    calling = caller
 
     def _lose(self, lease: int) -> None:
         """Forget a lease that has ended, and the roles that were bound to it."""
