@@ -201,6 +201,56 @@ def test_the_thread_of_a_session_renews_its_lease_and_calls_back(place: str, mak
     held.confirm()
 
 
+def test_a_session_renews_its_lease_although_a_callback_fails(
+    make: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[str] = []
+
+    def fail() -> None:
+        raise ValueError(f"callback {len(reported)}")
+
+    monkeypatch.setattr(threading, "excepthook", lambda error: reported.append(str(error.exc_value)))
+    held = taken(make(ttl=1.5, on_renewal=fail))
+    eventually(lambda: len(reported) >= 8)  # longer than twice the lease
+    assert reported[:3] == ["callback 0", "callback 1", "callback 2"]
+    held.confirm()
+
+
+def test_a_session_renews_its_lease_although_a_callback_takes_long(make: MakeSession) -> None:
+    begun: list[float] = []
+    go_on = threading.Event()
+
+    def take_long() -> None:
+        begun.append(time.monotonic())
+        go_on.wait(WAIT_S)
+
+    held = taken(make(ttl=1.5, on_renewal=take_long))
+    eventually(lambda: bool(begun))
+    eventually(lambda: time.monotonic() > begun[0] + 3.0)  # twice the lease
+    held.confirm()
+    assert len(begun) == 1
+    go_on.set()
+    eventually(lambda: len(begun) > 1)
+
+
+def test_each_call_of_the_registry_has_the_time_limit_of_the_take(
+    make: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = make(), make()
+    held = taken(ours)
+    limits: list[float | None] = []
+    range_of = theirs.registry.range
+
+    def noted(*prefixes: str, timeout: float | None = None) -> Any:
+        limits.append(timeout)
+        held.close()
+        return range_of(*prefixes, timeout=timeout)
+
+    monkeypatch.setattr(theirs.registry, "range", noted)
+    taken(theirs, wait=WAIT_S, timeout=70.0)
+    assert limits == [70.0]
+
+
 def test_threads_of_one_session_take_turns(make: MakeSession, registry: Registry) -> None:
     session = make()
     tokens: list[int] = []

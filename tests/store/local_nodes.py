@@ -150,6 +150,7 @@ class LocalChannel:
     def _contact(self) -> NodeServer:
         if self._closed:
             raise NodeError(f"{self.name}: this channel was closed", node=self.name)
+        self._node = next((node for node in self._nodes if node.name == self.name), self._node)
         server = self._node.server
         if server is None or self._node.name != self.name:
             raise NodeError(f"{self.name}: connecting failed: Connection refused", node=self.name)
@@ -168,8 +169,9 @@ class StoppedChannel(LocalChannel):
         raise NodeTimeoutError(f"{self.name}: the node did not answer within the deadline", node=self.name)
 
 
-def _named(nodes: Sequence[LocalNode], address: str) -> LocalNode:
-    return next(node for node in nodes if node.name == address)
+def _named(nodes: Sequence[LocalNode], address: str) -> Any:
+    """Return the node at an address; a node that is down if there is none."""
+    return next((node for node in nodes if node.name == address), SimpleNamespace(name=address, server=None))
 
 
 def _read(server: NodeServer, epoch: TenantEpoch) -> ObjectReader:

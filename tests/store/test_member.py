@@ -33,7 +33,7 @@ class Refusing(Channel):
 
 def test_a_node_that_has_failed_is_not_asked_and_is_probed_again_and_again() -> None:
     channel = Refusing(NodeError("it is down"))
-    member = Member(channel, lambda member: None)
+    member = Member(channel, lambda member, identity: None)
     with pytest.raises(NodeError, match=r"^it is down$"):
         member.take(0.0)
     for _ in range(100):
@@ -49,7 +49,7 @@ def test_a_node_that_has_failed_is_not_asked_and_is_probed_again_and_again() -> 
 
 def test_a_probe_ends_when_the_node_answers_if_only_to_refuse() -> None:
     channel = Refusing(NodeError("it is down"), AccessDeniedError("no"))
-    member = Member(channel, lambda member: None)
+    member = Member(channel, lambda member, identity: None)
     member.failed(NodeTimeoutError("too late"), silence=1.0)
     with pytest.raises(NodeTimeoutError, match="is not asked"):
         member.take(0.0)
@@ -63,7 +63,7 @@ def test_a_probe_ends_when_the_node_answers_if_only_to_refuse() -> None:
 
 def test_a_late_answer_is_no_failure_unless_the_node_is_silent_when_it_is_asked_again() -> None:
     channel = Refusing(NodeTimeoutError("too late"), AccessDeniedError("it answers"))
-    member = Member(channel, lambda member: None)
+    member = Member(channel, lambda member, identity: None)
     with pytest.raises(NodeTimeoutError, match=r"^too late$"):
         member.take(0.0)
     eventually(lambda: channel.attempts == 2 and not member.is_probed)
@@ -92,7 +92,7 @@ def test_what_fails_for_certain_while_a_late_node_is_asked_again_is_a_failure_at
             return super().take(deadline, fresh=fresh)
 
     channel = Slow(AccessDeniedError("it answers"))
-    member = Member(channel, lambda member: None)
+    member = Member(channel, lambda member, identity: None)
     member.failed(NodeTimeoutError("too late"), silence=0.001)
     assert asked.wait(PATIENCE)
     assert not member.is_failing
@@ -111,7 +111,7 @@ def test_a_failure_keeps_nothing_alive_that_its_call_was_about() -> None:
     class Target:
         pass
 
-    member = Member(Down(), lambda member: None)
+    member = Member(Down(), lambda member, identity: None)
 
     def read(target: Target) -> weakref.ref[Target]:
         with contextlib.suppress(NodeError):
@@ -126,7 +126,7 @@ def test_a_failure_keeps_nothing_alive_that_its_call_was_about() -> None:
 
 def test_a_node_is_asked_again_where_no_thread_can_probe_it(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = Refusing(NodeError("it is down"))
-    member = Member(channel, lambda member: None)
+    member = Member(channel, lambda member, identity: None)
 
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

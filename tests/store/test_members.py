@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, StaticMembers, Store
-from farpool._native import Connection
+from farpool._native import Connection, ObjectReader
 from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.member import Member
@@ -351,7 +351,7 @@ def test_a_pin_lives_on_when_its_node_moves(local: Nodes, listed_twice: bool) ->
         else:
             members.update(names(nodes))
         eventually(lambda: has_met(store, *nodes))
-        assert cluster_of(store).members == (member_of(store, nodes[0]), member)
+        assert cluster_of(store).snapshot.met == (member_of(store, nodes[0]), member)
         assert not member.is_failing
         pins.verify()
         pins.release()
@@ -381,8 +381,92 @@ def test_a_node_that_joins_at_a_second_address_counts_once(local: Nodes) -> None
         nodes[0].kill()
         with pytest.raises(NodeError):
             first.call("stats", time.monotonic())
-        eventually(lambda: set(cluster_of(store).members) == {first, member_of(store, nodes[1])})
-        assert first.name == nodes[2].name
+        eventually(lambda: first.name == nodes[2].name)
+        assert set(cluster_of(store).snapshot.met) == {first, member_of(store, nodes[1])}
+
+
+def test_a_member_whose_address_leads_to_another_member_confirms_nothing(local: Nodes) -> None:
+    nodes = local(2)
+    with store_over(nodes, 2) as store:
+        store.put("before", b"v")
+        nodes[0].kill()
+        nodes[0].identity = nodes[1].identity
+        nodes[0].restart()
+        for number in range(3):
+            with pytest.raises(ConfigError, match="are the same node"):
+                store.put(f"key {number}", b"v")
+
+
+def test_no_connection_to_a_refused_node_stays_open(local: Nodes) -> None:
+    nodes = local(2)
+    nodes[1].identity = nodes[0].identity
+    nodes[1].kill()
+    nodes[1].restart()
+    members = StaticMembers(nodes[0].name)
+    with store_over(nodes, 1, members=members) as store:
+        store.put("k", b"v")
+        members.update(names(nodes))
+        channel = member_of(store, nodes[1]).channel
+        assert isinstance(channel, LocalChannel)
+        eventually(lambda: channel.dialled >= 3)
+        assert channel.pool.take() is None
+
+
+def test_two_addresses_of_a_node_count_once_if_the_list_changes_at_first_contact(local: Nodes) -> None:
+    nodes = local(2)
+    nodes[1].identity = nodes[0].identity
+    nodes[1].kill()
+    nodes[1].restart()
+    members = StaticMembers(nodes[0].name)
+    attached = threading.Event()
+
+    class Noted(LocalChannel):
+        def attach(self, deadline: float) -> ObjectReader | None:
+            if self.name == nodes[1].name:
+                attached.set()
+            return super().attach(deadline)
+
+    with store_over(nodes, 1, channel=Noted, members=members) as store:
+        store.put("k", b"v")
+        with cluster_of(store)._lock:  # as if another member were met at the same time
+            members.update(names(nodes))
+            second = member_of(store, nodes[1])
+            assert attached.wait(PATIENCE)
+            time.sleep(0.1)  # until the thread waits for the lock
+            members.update(names(nodes))
+        eventually(lambda: second.is_failing)
+        assert not has_met(store, nodes[1])
+
+
+def test_a_node_that_takes_over_a_listed_address_of_one_that_moved_is_used(local: Nodes) -> None:
+    nodes = local(2)
+    members = StaticMembers(nodes[0].name)
+    with store_over(nodes, 1, members=members) as store:
+        store.put("k", b"v")
+        member, old = member_of(store, nodes[0]), nodes[0].name
+        nodes[0].move(9)
+        with pytest.raises(NodeError):
+            member.take(time.monotonic())
+        members.update([old, nodes[0].name])
+        eventually(lambda: member.name == nodes[0].name)
+        nodes[1].kill()
+        nodes[1].name = old
+        nodes[1].restart()
+        eventually(lambda: has_met(store, *nodes))
+        with store_over(nodes, 1) as other:
+            other.put_many((key, b"v") for key in KEYS)
+        assert held(nodes[1])
+        assert store.get_many(["k", *KEYS]) == [b"v"] * (1 + len(KEYS))
+
+
+def test_a_list_forgets_stores_that_were_not_closed(local: Nodes) -> None:
+    nodes = local(1)
+    members = StaticMembers(*names(nodes))
+    for _ in range(3):
+        store_over(nodes, 1, members=members)
+    gc.collect()
+    members.update(names(nodes))
+    assert members._subscribers == {}
 
 
 def test_a_member_that_failed_and_left_is_asked_again_when_it_is_back(local: Nodes) -> None:

@@ -84,7 +84,7 @@ class Session:
     timeout : float
         Seconds that a call may wait for the registry unless it says otherwise.
     on_renewal : callable, optional
-        Function that the thread calls after each renewal.
+        Function that another thread calls after each renewal, unless the call before is still under way.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Session:
                 held = self._take(role, value, timeout)
                 if held is not None or time.monotonic() >= deadline:
                     return held
-                self._await_change(role, deadline)
+                self._await_change(role, deadline, timeout)
             except RegistryAwayError:
                 if time.monotonic() >= deadline:
                     raise
@@ -227,9 +227,9 @@ class Session:
             # it again: the new holder needs a higher token than the part of this program that left it.
             revision = entry.revision if entry else 0
 
-    def _await_change(self, role: str, deadline: float) -> None:
+    def _await_change(self, role: str, deadline: float, timeout: float | None) -> None:
         """Wait until a held role may be free."""
-        snapshot = self._registry.range(role, timeout=self._timeout)
+        snapshot = self._registry.range(role, timeout=self._seconds(timeout))
         if all(entry.key != role for entry in snapshot.entries):
             self._ended.wait(_PAUSE_S)
             return
@@ -258,11 +258,16 @@ class Session:
                 self._lose(lease)
 
     def _keep(self, ended: threading.Event) -> None:
+        calling: threading.Thread | None = None
         while not ended.wait(self._ttl / _RENEWALS_PER_TTL):
-            with suppress(RegistryError):  # perhaps the registry comes back before the lease ends
+            # Perhaps the registry comes back before the lease ends, or the process may start threads again.
+            with suppress(RegistryError, RuntimeError):
                 self.renew()
-                if self._on_renewal is not None:
-                    self._on_renewal()
+                # In its own thread, because a call that takes long or fails must not keep this one from renewing.
+                if self._on_renewal is not None and (calling is None or not calling.is_alive()):
+                    caller = threading.Thread(target=self._on_renewal, name="farpool-session-renewed", daemon=True)
+                    caller.start()
+                    calling = caller
 
     def _lose(self, lease: int) -> None:
         """Forget a lease that has ended, and the roles that were bound to it."""

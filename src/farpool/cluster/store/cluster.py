@@ -83,10 +83,12 @@ class Cluster:
 
         def changed() -> None:
             cluster = own()
-            if cluster is not None:
+            if cluster is None:  # the program has dropped the store without closing it
+                unsubscribe()
+            else:
                 cluster._follow(introduce=True)
 
-        self._unsubscribe = membership.subscribe(changed)
+        self._unsubscribe = unsubscribe = membership.subscribe(changed)
         self._follow(introduce=False)
 
     @property
@@ -281,9 +283,7 @@ class Cluster:
                 if member is None:
                     member = next((one for one in self._of_identity(info.identity) if one not in members), None)
                 if member is None:
-                    channel = self._connect(info.addresses[0])
-                    channel.epoch = self.epoch
-                    member = Member(channel, self._met, info)
+                    member = self._stranger(info)
                 else:
                     member.update(info)
                 members.append(member)
@@ -292,6 +292,12 @@ class Cluster:
             for member in members:
                 if member not in before and not member.identity:
                     member.introduce()
+
+    def _stranger(self, info: MemberInfo) -> Member:
+        """Make a member that has not been met."""
+        channel = self._connect(info.addresses[0])
+        channel.epoch = self.epoch
+        return Member(channel, self._met, info)
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:
         """Iterate over the members of an identity, also those that have left and that calls or pins still use."""
@@ -308,31 +314,39 @@ class Cluster:
         self._left.difference_update(members)
         self.snapshot = Snapshot(members)
 
-    def _met(self, member: Member) -> None:
+    def _met(self, member: Member, identity: bytes) -> None:
         """Rank a member by the identity of its node.
 
         A known identity at a new address is a node that has moved, if the old address is not in the list any more or
-        does not answer. Otherwise the node has two addresses, which is refused: its failure would lose two copies.
+        does not answer. Otherwise the node has two addresses, which is refused: its failure would lose two copies. If
+        the list still has the old address, another node may use it by now, so the store looks for one there.
         """
         with self._lock:
             reader = member.channel.reader
             if reader is not None:
                 reader.expect_copies(self.copies)
             members = self.snapshot.members
-            if member not in members or self.snapshot.by_identity.get(member.identity) is member:
+            if member not in members or self.snapshot.by_identity.get(identity) is member:
+                member.identity = identity
                 return
-            others = [other for other in self._of_identity(member.identity) if other is not member]
+            others = [other for other in self._of_identity(identity) if other is not member]
             for other in others:
                 if other in members and not other.is_failing:
                     raise ConfigError(
-                        f"{other.name} and {member.name} are the same node, with the identity {member.identity.hex()}; "
+                        f"{other.name} and {member.name} are the same node, with the identity {identity.hex()}; "
                         "expected each once",
                         setting="nodes",
                     )
             if others:
                 moved = others[0]
+                successors = {member: moved}
+                if moved in members:
+                    successors[moved] = self._stranger(moved.info)
+                    successors[moved].introduce()
                 moved.update(member.info)
-                members = tuple([moved if one is member else one for one in members if one not in others])
+                members = tuple([successors.get(one, one) for one in members])
+            else:
+                member.identity = identity
             self._replace(members)
 
 

@@ -52,7 +52,8 @@ class Member:
     channel : Channel
         Connections to the node.
     met : callable
-        Called with this object at each new contact with the node. It raises `ConfigError` to refuse the node.
+        Called with this object and the node's identity at each new contact with the node. It sets `identity`, or raises
+        `ConfigError` to refuse the node.
     info : MemberInfo, optional
         What the list of members says about it; the channel's address alone if it is left out.
 
@@ -72,7 +73,7 @@ class Member:
         True while a thread tries to reach the node.
     """
 
-    def __init__(self, channel: Channel, met: Callable[[Member], None], info: MemberInfo | None = None) -> None:
+    def __init__(self, channel: Channel, met: Callable[[Member, bytes], None], info: MemberInfo | None = None) -> None:
         self.channel = channel
         self.name = channel.name
         self.identity = b""
@@ -117,6 +118,7 @@ class Member:
                 try:
                     self._meet(connection, deadline)
                 except BaseException:
+                    connection.close()  # perhaps it leads to another node, so no later call may use it
                     self.pool.give(connection)
                     raise
         except NodeError as error:
@@ -139,12 +141,7 @@ class Member:
                 f"{self.info.identity.hex()}; the list of members has another node at this address",
                 node=self.name,
             )
-        before, self.identity = self.identity, welcome.identity
-        try:
-            self._met(self)
-        except ConfigError:
-            self.identity = before
-            raise
+        self._met(self, welcome.identity)
         self._met_at = welcome
 
     def update(self, info: MemberInfo) -> None:
