@@ -38,6 +38,8 @@ def command_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subpro
         ("cryptography", "tls", "certs init"),
         ("cryptography", "tls", "certs issue trainer --role client"),
         ("cryptography", "tls", "certs rotate trainer"),
+        ("cryptography", "bench", "bench growth --quick"),
+        ("numpy", "bench", "bench --help"),
         ("prometheus_client", "metrics", "node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0"),
         # Nothing listens on port 1: a command that connected first would report that.
         ("prometheus_client", "metrics", "store repair --node tcp://127.0.0.1:1 --metrics here.prom"),

@@ -14,7 +14,7 @@ import pytest
 from farpool.errors import StoreClosedError
 from farpool.kv import Reason, background
 from farpool.kv.background import Background
-from farpool.kv.cache import PrefixCache
+from farpool.kv.cache import PrefixCache, Prompt
 from farpool.kv.journal import recorded
 from tests.kv.test_prefix import FULL, TOKENS, Made, check, make, node, save_steps, target
 from tests.nodes import PATIENCE, eventually
@@ -90,6 +90,30 @@ def test_calls_can_be_awaited(make: Make) -> None:
         return loaded
 
     assert asyncio.run(work()) == 16
+
+
+def test_a_call_keeps_the_prompts_matches_and_memory_that_it_was_given(make: Make) -> None:
+    layers, other = [FULL], [7] * 12
+    cache = make(layers, threads=1)
+    prompts = [Prompt(TOKENS), Prompt(other)]
+    memories = [Made(layers, TOKENS).computed(), Made(layers, other).computed()]
+    over = busy(cache)
+    saving = cache.save(prompts, memories, wait=False)
+    memories.reverse()  # the next batch of an engine that uses one list for all batches
+    over.set()
+    assert saving.result(PATIENCE) == [7, 3]
+    matches = cache.lookup([Prompt(TOKENS), Prompt(other)], leave=0)
+    assert [match.tokens for match in matches] == [28, 12]
+    into = [target(layers, TOKENS), target(layers, other)]
+    places: list[Any] = list(into)
+    over = busy(cache)
+    loading = cache.load(matches, places, wait=False)
+    matches.clear()
+    places.clear()
+    over.set()
+    assert loading.result(PATIENCE) == [28, 12]
+    check(layers, TOKENS, into[0], 28)
+    check(layers, other, into[1], 12)
 
 
 def test_a_call_is_made_once_and_nothing_is_kept_of_those_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,15 @@ def test_a_salt_next_to_a_prompt_with_its_own_is_refused(cache: PrefixCache) -> 
                 call(**given)
 
 
+def test_lists_of_tokens_in_place_of_prompts_are_refused(cache: PrefixCache) -> None:
+    several: Any = [TOKENS, OTHER]  # as `lookup_many` and `save_many` took them
+    for wait in (True, False):
+        with pytest.raises(ConfigError, match=r"the first one is \[.*give several prompts as a list of Prompt"):
+            cache.lookup(several, wait=wait)
+        with pytest.raises(ConfigError, match="give several prompts as a list of Prompt"):
+            cache.save(several, [made(TOKENS), made(OTHER)], wait=wait)
+
+
 def test_settings_are_a_struct_or_its_fields(node: RunningNode, cache: PrefixCache) -> None:
     name = cache._current.namespace.model
     fields: PrefixFields = {"model": name, "weights_id": "1", "dtype": "float16", "block": BLOCK, "pieces": 2}

@@ -249,6 +249,24 @@ def test_a_lookup_that_raises_on_one_rank_delays_no_other(
     assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
 
 
+@pytest.mark.filterwarnings("ignore:PrefixCache.lookup_many:DeprecationWarning")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lookup_under_its_old_name_that_raises_on_one_rank_keeps_the_ranks_in_step(
+    pair: list[PrefixCache], rank: int
+) -> None:
+    def asked(number: int) -> int:
+        if number != rank:
+            (match,) = pair[number].lookup_many([prompt(1)])
+            found: int = match.tokens
+            return found
+        with pytest.raises(ValueError, match="zip"):
+            pair[number].lookup_many([prompt(1)], salts=["one", "too many"])
+        return 0
+
+    assert on_all(range(2), asked) == [0, 0]
+    assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_delays_the_other_only_for_its_timeout(node: RunningNode, rank: int) -> None:
     ranks = rank_threads(2, 0.05)

@@ -280,8 +280,9 @@ class PrefixCache(OldCalls):
             The memory lacks a place for a layer.
         """
         is_one = isinstance(match, Match)
-        asked = [match] if isinstance(match, Match) else match
-        places = cast("Memories", [memory] if is_one else memory)
+        # Copies, because the caller may change its lists before the load begins.
+        asked = [match] if isinstance(match, Match) else list(match)
+        places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
         began, until = time.monotonic(), self._load_until(asked, timeout)
         exchange = self._peers.begin_load(asked)
 
@@ -483,7 +484,7 @@ class PrefixCache(OldCalls):
         """
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
-        places = cast("Memories", [memory] if is_one else memory)
+        places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
         groups, namespace = self._shape.groups_of(layers), self._of(weights_id)
         blocks = sum(len(one.tokens) // self._shape.block for one in asked)
         until = self._until(timeout, blocks * self._shape.block_bytes)

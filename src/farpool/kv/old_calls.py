@@ -57,7 +57,12 @@ def _prompts(
 
 
 def _lookup_many(cache: Any, prompts: Any, *, salts: Any = (), requests: Any = (), **options: Any) -> Any:
-    return cache.lookup(_prompts(prompts, salts, requests), **options) if len(prompts) else []
+    try:
+        asked = _prompts(prompts, salts, requests)
+    except BaseException:
+        cache._peers.abandon(cache._peers.begin())  # the other ranks wait for this one
+        raise
+    return cache.lookup(asked, **options) if asked else []
 
 
 def _save_many(

@@ -71,9 +71,15 @@ def as_prompts(
     Raises
     ------
     ConfigError
-        These fields are given in addition to a `Prompt`, which has its own.
+        These fields are given in addition to a `Prompt`, which has its own; or the prompts are lists of tokens.
     """
-    is_one = isinstance(prompts, Prompt) or not (len(prompts) and isinstance(prompts[0], Prompt))
+    first = prompts if isinstance(prompts, Prompt) else prompts[0] if len(prompts) else 0
+    is_one = isinstance(prompts, Prompt) or not isinstance(first, Prompt)
+    if not isinstance(first, Prompt) and not hasattr(first, "__index__"):
+        raise ConfigError(
+            f"tokens: the first one is {first!r:.60}, expected a whole number; give several prompts as a list of "
+            "Prompt(tokens)"
+        )
     if isinstance(prompts, Prompt):
         found = [prompts]
     elif is_one:
