@@ -112,6 +112,15 @@ def test_lists_of_tokens_in_place_of_prompts_are_refused(cache: PrefixCache) -> 
             cache.save(several, [made(TOKENS), made(OTHER)], wait=wait)
 
 
+def test_a_list_of_prompts_with_another_value_and_a_fetch_of_several_are_refused(cache: PrefixCache) -> None:
+    mixed: Any = [Prompt(TOKENS), OTHER]
+    with pytest.raises(ConfigError, match="expected a Prompt like the first one"):
+        cache.lookup(mixed)
+    two: Any = [Prompt(TOKENS), Prompt(OTHER)]
+    with pytest.raises(ConfigError, match="got 2 prompts, expected one"):
+        cache.fetch(two, made(TOKENS))
+
+
 def test_settings_are_a_struct_or_its_fields(node: RunningNode, cache: PrefixCache) -> None:
     name = cache._current.namespace.model
     fields: PrefixFields = {"model": name, "weights_id": "1", "dtype": "float16", "block": BLOCK, "pieces": 2}

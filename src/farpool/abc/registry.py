@@ -1,9 +1,8 @@
 """The registry's contract: a small consistent key-value store for the control plane.
 
-Each successful transaction that changes anything has a
-revision of its own, higher than all earlier ones. An entry has the revision that wrote it. A transaction compares such
-revisions and changes everything or nothing. Entries may be bound to a lease and are deleted with it. A watch reports
-each change after a revision, once and in order.
+Each successful transaction with changes has a revision of its own, higher than all earlier ones. An entry has the
+revision that wrote it. A transaction compares such revisions and changes everything or nothing. Entries may be bound to
+a lease and are deleted with it. A watch reports each change after a revision, once and in order.
 
 Every call has a deadline. Until then it tries again, also at other endpoints. The contract is a part of etcd's own; the
 registry in a SQLite file keeps it, too.
@@ -19,6 +18,9 @@ from typing import Self
 
 __all__ = [
     "KEY_BYTES_MAX",
+    "LARGEST_OPERATIONS",
+    "LARGEST_VALUE",
+    "LONGEST_KEY",
     "OPERATIONS_MAX",
     "VALUE_BYTES_MAX",
     "Changes",
@@ -39,6 +41,8 @@ VALUE_BYTES_MAX = 1 << 20
 """Largest value. An etcd accepts requests of 1.5 MiB by default."""
 OPERATIONS_MAX = 100
 """Number of conditions, and of operations, in one transaction. An etcd accepts 128 of each by default."""
+# Names of earlier releases.
+LONGEST_KEY, LARGEST_VALUE, LARGEST_OPERATIONS = KEY_BYTES_MAX, VALUE_BYTES_MAX, OPERATIONS_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, cast, o
 
 import msgspec
 
+from farpool.errors import ConfigError
 from farpool.kv.background import Background, Call
 from farpool.kv.found import Found
 from farpool.kv.handoff import Demoted, Handoff, Note, counted
@@ -382,7 +383,10 @@ class PrefixCache(OldCalls):
         """
         exchange = self._peers.begin()
         try:
-            _, (asked,) = as_prompts(tokens, salt, request)
+            is_one, prompts = as_prompts(tokens, salt, request)
+            if not is_one:
+                raise ConfigError(f"fetch: got {len(prompts)} prompts, expected one; call it for each")
+            (asked,) = prompts
             wanted = self._shape.wanted(self._current.namespace, asked, leave)
         except BaseException:
             self._peers.abandon(exchange)

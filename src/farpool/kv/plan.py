@@ -87,6 +87,9 @@ def as_prompts(
         salt, request, start = b"", "", 0
     else:
         found = list(cast("Sequence[Prompt]", prompts))
+        for prompt in found:
+            if not isinstance(prompt, Prompt):
+                raise ConfigError(f"prompts: one is {prompt!r:.60}, expected a Prompt like the first one")
     if salt or request or start:
         given = f"salt={salt!r}, request={request!r} and start={start!r}"
         raise ConfigError(f"{given} were given in addition to a Prompt; set the fields of the Prompt instead")
