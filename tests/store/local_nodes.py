@@ -66,11 +66,13 @@ class LocalNode:
 
     def restart(self) -> None:
         """Start it on the memory that it left."""
-        self.server = NodeServer(str(self._path), self._capacity, grace=0.2)
-        self.server.start()
+        server = NodeServer(str(self._path), self._capacity, grace=0.2)
+        server.start()
+        # Before `server`: a store's probe that sees the new server must not take it for the node before.
         self.contact = SimpleNamespace(
             identity=self.identity, id=os.urandom(16), largest=self._capacity, rights=Right(self.rights)
         )
+        self.server = server
 
     def damage(self, value: bytes) -> None:
         """Flip a bit of the first object with this value where it lies in memory."""

@@ -535,10 +535,11 @@ def test_a_list_that_knows_identities_moves_a_member_at_once(local: Nodes) -> No
 def test_another_node_at_the_address_of_a_member_is_not_used(local: Nodes) -> None:
     nodes = local(2)
     members = Listed(*map(identified, nodes))
-    with store_over(nodes, 1, timeout=0.3, members=members) as store:
+    with store_over(nodes, 1, timeout=PATIENCE, members=members) as store:
         store.put_many((key, b"v") for key in KEYS)
         there, identity = held(nodes[1]), nodes[1].identity
         nodes[1].replace()
+        cluster_of(store).timeout = 2.0  # the call asks again until then
         with pytest.raises(NodeError, match=f"has the identity {nodes[1].identity.hex()}, expected {identity.hex()}"):
             store.get(next(iter(there)))
         assert held(nodes[1]) == set()
