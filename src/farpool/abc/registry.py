@@ -13,8 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+
+from farpool.closing import Closing
 
 __all__ = [
     "KEY_BYTES_MAX",
@@ -153,7 +153,7 @@ class Changes:
     entries: tuple[Entry, ...]
 
 
-class Watch(ABC):
+class Watch(Closing, ABC):
     """Watches keys under a prefix for changes, one wait after another. Use it from one thread at a time."""
 
     @abstractmethod
@@ -178,16 +178,8 @@ class Watch(ABC):
     def close(self) -> None:
         """End the watch. Idempotent."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Registry(ABC):
+class Registry(Closing, ABC):
     """A small consistent key-value store. Thread-safe; a forked child makes its own connections.
 
     Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
@@ -309,11 +301,3 @@ class Registry(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all connections. Idempotent. Leases end by themselves."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

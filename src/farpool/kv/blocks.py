@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from farpool.abc.objects import About, Payload
+from farpool.closing import Closing
 from farpool.cluster.store import Demotion, Store
 from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, nbytes_of, ttl_of
 from farpool.errors import ConfigError, FarpoolError
@@ -63,7 +63,7 @@ class Gate(Protocol):
     def begin_in_child(self) -> None: ...
 
 
-class BlockCache:
+class BlockCache(Closing):
     """KV blocks of one namespace in a store; every failure is a miss with a reason. Thread-safe.
 
     It connects when it is first used, and again in a forked child. Blocks are write-once: the first block that is saved
@@ -556,14 +556,6 @@ class BlockCache:
         self._holds.clear()
         self._threads.close()
         self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def time_for(self, nbytes: int) -> float:
         """Return the seconds that moving so many bytes may take by default."""

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import msgspec
 
+from farpool.closing import Closing
 from farpool.errors import ConfigError
 from farpool.kv.background import Background, Call
 from farpool.kv.found import Found
@@ -96,7 +96,7 @@ class SaveOptions(TypedDict, total=False):
     timeout: float | None
 
 
-class PrefixCache(OldCalls):
+class PrefixCache(Closing, OldCalls):
     """KV of token sequences, shared through nodes and never slower than computing it. Thread-safe.
 
     Every failure is a miss: the engine computes. The cache measures all the time whether loading or computing is
@@ -696,14 +696,6 @@ class PrefixCache(OldCalls):
         """Drop calls that have not begun, wait for those that have, and close the connections. Idempotent."""
         self._blocks.close()
         self._lookups.close(self._blocks.time_for(0))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def begin_in_child(self) -> None:
         """Make new locks in the child of a fork: threads of the parent may hold the old ones."""

@@ -9,10 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from farpool.abc.objects import ObjectStore
+from farpool.closing import Closing
 from farpool.cluster.names.context import Context
 from farpool.cluster.names.holds import ReaderHolds
 from farpool.cluster.names.opened import OpenedName
@@ -56,7 +56,7 @@ _AWAY_TIMEOUT_S = 0.25
 """After that time they wait this long for it, until it answers."""
 
 
-class Names:
+class Names(Closing):
     """Mutable names for write-once objects. Thread-safe; a context manager.
 
     Parameters
@@ -277,14 +277,6 @@ class Names:
         self._session.close()
         if self._owned:
             self._registry.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _opened(self, name: str, record: NameRecord, release: Callable[[], None] | None) -> OpenedName:
         return OpenedName(self._store, NameInfo.of(name, record), record.manifest, release, self._deferred.append)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from farpool.abc.objects import ObjectStore
+from farpool.closing import Closing
 from farpool.cluster.names.manifest import Manifest, Piece, TensorEntry, decode_manifest
 from farpool.cluster.names.records import NameInfo
 from farpool.errors import ConfigError, NameLostError
@@ -20,7 +20,7 @@ _BATCH_BYTES = 4 << 20
 """Bytes of tensors that are read together."""
 
 
-class OpenedName:
+class OpenedName(Closing):
     """One version of a name, open for reading; a context manager. The version's objects stay until this is closed.
 
     Attributes
@@ -170,11 +170,3 @@ class OpenedName:
             version=version,
             key=key,
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

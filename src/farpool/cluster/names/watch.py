@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Self
 
+from farpool.closing import Closing
 from farpool.cluster.names.records import NameInfo, NameRecord, checked_name, decode, name_key
 from farpool.cluster.registry import Registry, Watch
 from farpool.errors import RegistryCompactedError
@@ -13,7 +12,7 @@ from farpool.errors import RegistryCompactedError
 __all__ = ["NameWatch"]
 
 
-class NameWatch:
+class NameWatch(Closing):
     """Watches for new versions of a name; a context manager. Not thread-safe."""
 
     def __init__(self, registry: Registry, name: str, after: int, timeout: float) -> None:
@@ -63,11 +62,3 @@ class NameWatch:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

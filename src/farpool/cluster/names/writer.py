@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from farpool.closing import Closing
 from farpool.cluster.names.context import Context
 from farpool.cluster.names.records import (
     HISTORY_VERSIONS_MAX,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Writer"]
 
 
-class Writer:
+class Writer(Closing):
     """The one writer of a name, for as long as its lease is kept alive; a context manager. `Names.writer` makes it.
 
     Parameters
@@ -91,14 +91,6 @@ class Writer:
     def close(self) -> None:
         """Give the name up, so that others may write it. Idempotent."""
         self._role.close(timeout=self._context.timeout)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _current(self, expect: int | None) -> tuple[Entry | None, NameRecord | None]:
         entry = self._context.registry.get(name_key(self._quoted), timeout=self._context.timeout)

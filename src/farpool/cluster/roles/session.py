@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from farpool import forks
 from farpool.abc.registry import Commit, Condition, Delete, Operation, Put, Registry
+from farpool.closing import Closing
 from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError, RegistryLeaseError
 
 __all__ = ["HeldRole", "RoleHolder", "Session", "holder_of"]
@@ -68,7 +68,7 @@ def holder_of(registry: Registry, role: str, *, timeout: float | None = None) ->
     return None
 
 
-class Session:
+class Session(Closing):
     """A program's lease in a registry, and the roles that it holds under this lease. Thread-safe; a context manager.
 
     The session asks the registry for a lease when it first needs one, and a thread renews it. If the lease ends all the
@@ -301,16 +301,8 @@ class Session:
             with suppress(RegistryError):  # the lease ends by itself; an error would hide the program's own
                 self._registry.revoke(lease)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class HeldRole:
+class HeldRole(Closing):
     """A role that a session has taken; a context manager that gives the role up. `Session.take` makes it.
 
     Attributes
@@ -408,11 +400,3 @@ class HeldRole:
                 self._session.registry.commit(
                     [self.condition], [Delete(self.role)], timeout=self._session._seconds(timeout)
                 )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -11,11 +11,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from farpool.abc.membership import Membership
 from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.closing import Closing
 from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
@@ -86,7 +86,7 @@ class NodeStatus:
     state: str = "active"
 
 
-class Store:
+class Store(Closing):
     """Immutable values under write-once keys, kept in the memory of nodes.
 
     Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key identifies its value: it is the
@@ -684,14 +684,6 @@ class Store:
                 if self._upkeep is not None:
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")

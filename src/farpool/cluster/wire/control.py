@@ -9,11 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from farpool.closing import Closing
 from farpool.cluster.wire.dial import Dialled, remaining
 from farpool.cluster.wire.frames import LARGEST_META, Frame, FrameReader, Op, Status, pack_frame
 from farpool.cluster.wire.handshake import Welcome
@@ -26,7 +26,7 @@ MOST_FILES = 3
 """Most file descriptors that one reply passes."""
 
 
-class Control:
+class Control(Closing):
     """Makes calls over one control connection, one at a time. Thread-safe.
 
     After a call that got no whole reply in time the connection is of no use any more: it is closed, and further calls
@@ -100,14 +100,6 @@ class Control:
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._socket.close()
-
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _take_turn(self, deadline: float) -> bool:
         return self._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
