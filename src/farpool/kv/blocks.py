@@ -8,14 +8,13 @@ once.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from farpool import forks
 from farpool.abc.objects import About, Payload
 from farpool.closing import Closing
 from farpool.cluster.store import Demotion, Store
@@ -129,9 +128,9 @@ class BlockCache(Closing):
         self._holds = Holds()
         self._tally = Tally()
         self._descriptions = Descriptions()
-        _CACHES.add(self)
+        forks.begin_again(self)
 
-    def begin_in_child(self) -> None:
+    def forked(self) -> None:
         """Start in the child of a fork without the parent's connections, threads, holds and locks."""
         for part in (self._link, self._threads, self._holds, self._tally):
             part.begin_in_child()
@@ -608,12 +607,3 @@ _DEMOTED = {
     Demotion.FULL: Reason.FULL,
     Demotion.NO_LOWER_TIER: Reason.NO_LOWER_TIER,
 }
-_CACHES: weakref.WeakSet[BlockCache] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for cache in _CACHES:
-        cache.begin_in_child()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -10,10 +10,8 @@ change saves KV of the old weights, and KV of the old weights is never loaded fo
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 
 import msgspec
 
+from farpool import forks
 from farpool.closing import Closing
 from farpool.errors import ConfigError
 from farpool.kv.background import Background, Call
@@ -156,7 +155,7 @@ class PrefixCache(Closing, OldCalls):
         self._peers = Peers(None if is_alone else ranks, shape, judge, blocks.missed, decides=decides)
         self._lookups = Lookups(shape, blocks, self._near, judge, self._peers, decides=decides)
         self._transfers = Transfers(shape, blocks, self._near, judge, self._peers, self._current)
-        _CACHES.add(self)
+        forks.begin_again(self)
 
     @property
     def weights_id(self) -> str:
@@ -697,19 +696,8 @@ class PrefixCache(Closing, OldCalls):
         self._blocks.close()
         self._lookups.close(self._blocks.time_for(0))
 
-    def begin_in_child(self) -> None:
+    def forked(self) -> None:
         """Make new locks in the child of a fork: threads of the parent may hold the old ones."""
         self._near.begin()
         self._background.leave_to_parent()
         self._lookups.begin_in_child()
-
-
-_CACHES: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for cache in _CACHES:
-        cache.begin_in_child()
-
-
-os.register_at_fork(after_in_child=_forked)

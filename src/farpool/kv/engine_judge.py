@@ -10,14 +10,13 @@ engine loads it as it asks.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from farpool import forks
 from farpool.kv.judge import Judge
 from farpool.kv.reasons import Reason
 
@@ -130,10 +129,11 @@ class EngineJudge:
         self.judge = judge
         self._step = step
         self.clock = clock
-        self._begin()
-        _JUDGES.add(self)
+        self.forked()
+        forks.begin_again(self)
 
-    def _begin(self) -> None:
+    def forked(self) -> None:
+        """Begin without requests, because results of the parent's lookups reach the parent."""
         self._lock = threading.Lock()
         self._pending: dict[Hashable, _Pending] = {}
         self._runs: OrderedDict[int, Run] = OrderedDict()
@@ -307,15 +307,3 @@ class EngineJudge:
         least = _SHARE_OF_ESTIMATE_MIN * self.judge.prefill_seconds(sample.tokens, sample.context)
         seconds = max(sample.seconds, least)
         self.judge.computed(sample.tokens, sample.context, seconds, held_out=sample.held_out)
-
-
-_JUDGES: weakref.WeakSet[EngineJudge] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Reset the judges in the child of a fork, because results of the parent's lookups reach the parent."""
-    for judge in _JUDGES:
-        judge._begin()
-
-
-os.register_at_fork(after_in_child=_forked)

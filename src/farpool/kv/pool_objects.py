@@ -7,10 +7,8 @@ values need more than the capacity, `farpool.kv.eviction` chooses which are evic
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from farpool import forks
 from farpool.abc.objects import About, Hold, Payload
 from farpool.cluster.store import Demotion, PutOutcome
 from farpool.cluster.store.arguments import nbytes_of, parts_of
@@ -97,7 +96,12 @@ class PoolObjects:
         self._numbers = itertools.count()
         self._closed = False
         self._lock = threading.Lock()
-        _OBJECTS.add(self)
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Close the objects in a forked child, because their pool is closed there."""
+        self._lock = threading.Lock()
+        self._closed = True
 
     def best_effort(self) -> PoolObjects:
         """Return these objects themselves: they have the calls that a store returns for caches."""
@@ -357,16 +361,3 @@ class PoolObjects:
             yield self._views.flat(torch.uint8, stop - start, access.offsets[0]).numpy()
         finally:
             self._blocks.release(access)
-
-
-_OBJECTS: weakref.WeakSet[PoolObjects] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Close the objects in the child of a fork, because their pool is closed there. The parent may hold their locks."""
-    for objects in _OBJECTS:
-        objects._lock = threading.Lock()
-        objects._closed = True
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from farpool import forks
 from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.cluster.wire.address import parse_address
 from farpool.errors import ConfigError
@@ -34,8 +33,8 @@ class StaticMembers(Membership):
 
     def __init__(self, *addresses: str) -> None:
         self._members = _listed(addresses, ())
-        self._forget_subscribers()
-        _ALL.add(self)
+        self.forked()
+        forks.begin_again(self)
 
     def members(self) -> Sequence[MemberInfo]:
         """Return the present members, in the order of their addresses."""
@@ -82,7 +81,8 @@ class StaticMembers(Membership):
 
         return end
 
-    def _forget_subscribers(self) -> None:
+    def forked(self) -> None:
+        """Begin without subscribers, because these are the parent's."""
         self._lock = threading.Lock()
         self._subscribers: dict[object, Callable[[], None]] = {}
 
@@ -102,15 +102,3 @@ def _listed(addresses: tuple[str, ...], draining: tuple[str, ...]) -> tuple[Memb
         MemberInfo((address,), state=MemberState.DRAINING if address in leaving else MemberState.ACTIVE)
         for address in parsed
     )
-
-
-_ALL: weakref.WeakSet[StaticMembers] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Forget the parent's subscribers in the child of a fork, and the lock that another thread may have held."""
-    for members in list(_ALL):
-        members._forget_subscribers()
-
-
-os.register_at_fork(after_in_child=_forked)
