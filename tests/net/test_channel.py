@@ -156,6 +156,29 @@ def test_connections_are_used_again_and_broken_ones_are_not(node: Node) -> None:
         assert len(set(counting.sessions)) == 1
 
 
+def test_no_data_connection_to_another_node_than_the_control_connection_is_used(tmp_path: Path) -> None:
+    with make_node(tmp_path / "old") as old, make_node(tmp_path / "new") as new:
+        leads_to = {"control": old, "data": old}
+
+        def moving(address: Address, purpose: Any, **options: Any) -> Dialled:
+            return dial(leads_to[purpose].address, purpose, **options)
+
+        with closing(Channel(old.address, transport="tcp", dial=moving)) as channel:
+            put(channel, b"key", b"value")
+            known = channel.welcome
+            with channel.connection(soon()) as connection:
+                connection.close()
+            # The address belongs to another node now, but nothing has closed the old node's control connection.
+            leads_to["data"] = new
+            with pytest.raises(NodeError, match="led to different nodes"):
+                get(channel, b"key")
+            leads_to["control"] = new
+            assert get(channel, b"key") is None
+            assert known is not None
+            assert channel.welcome is not None
+            assert channel.welcome.identity != known.identity
+
+
 def test_threads_share_a_channel(node: Node) -> None:
     failures: list[BaseException] = []
     with closing(channel_to(node)) as channel:

@@ -289,8 +289,18 @@ class Channel:
             return self._contact(deadline)
 
     def _open(self, deadline: float) -> Dialled:
-        self._reach(deadline)
-        return self._dial_to(self._data_address, "data", deadline)
+        for _ in range(2):
+            control = self._reach(deadline)
+            dialled = self._dial_to(self._data_address, "data", deadline)
+            if dialled.welcome.identity == control.welcome.identity:
+                return dialled
+            # Another node has taken the address, but the control connection still leads to the node that had it before.
+            dialled.socket.close()
+            with self._alone(deadline):
+                control.close()
+                if self._control is control:
+                    self._control = self.reader = None
+        raise NodeError(f"{self.name}: two connections to this address led to different nodes", node=self.name)
 
     def _contact(self, deadline: float) -> Control:
         self._refuse_if_closed()
