@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from farpool import ConfigError, Dram, Pool, PoolConfig, Verified
+from farpool import ConfigError, Dram, Nvme, Pool, PoolConfig, TierError, Verified
 from farpool.memory.pool.lower_tiers import LowerTiers
 from farpool.memory.tiers import DramSpec, NvmeSpec, RemoteSpec
 from farpool.memory.tiers.kinds import GROUP, kind_names, load_kind
@@ -101,6 +101,23 @@ def test_a_pool_verifies_tiers_that_do_not_say_that_their_bytes_stay_in_the_proc
         assert [type(tier) for tier in lower.tiers] == [Dram, Verified]
     finally:
         lower.close()
+
+
+def test_the_lower_tiers_are_closed_also_if_one_of_them_cannot_be(tmp_path: Path) -> None:
+    class Unclosable(Dram):
+        def close(self) -> None:
+            super().close()
+            raise TierError("it cannot be closed", tier="dram")
+
+    tiers = [Nvme(tmp_path / "a.pool", "1MiB"), Unclosable("1MiB"), Nvme(tmp_path / "c.pool", "1MiB")]
+    lower = LowerTiers(tiers)
+    with pytest.raises(TierError, match="it cannot be closed"):
+        lower.close()
+    assert list(tmp_path.iterdir()) == []
+    missing = Nvme(tmp_path / "missing" / "d.pool", "1MiB")
+    with pytest.raises(TierError, match="it cannot be closed"):
+        LowerTiers([Nvme(tmp_path / "a.pool", "1MiB"), Unclosable("1MiB"), missing])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_short_forms_are_ordered_by_typical_latency(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from farpool._native import Memory, PythonPort
-from farpool.abc.tier import Extent, HasPort, Tier, TierInfo
+from farpool._native import Memory
+from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.errors import TierError, TierFullError
 from farpool.memory.tiers.kinds import GROUP, kind_names
+from farpool.memory.tiers.port_tier import port_of
 from farpool.testing.tier_machine import tier_machine
 
 __all__ = ["TierConformance"]
@@ -277,7 +278,7 @@ class TierConformance:
 
     def test_the_native_port_and_python_see_the_same_bytes(self, tier: Tier) -> None:
         # A pool reads and writes through ports only; a tier without one is called from Python, through this one.
-        port = tier.port if isinstance(tier, HasPort) else PythonPort(tier)
+        port = port_of(tier)
         extent = tier.reserve(100_001)
         data = _pattern(100_001)
         memory = Memory(100_001)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
-from farpool._native import Port, PythonPort
+from farpool._native import Port
 from farpool.memory.pager import Pager
-from farpool.memory.tiers import HasPort, Tier, Verified, Verifies
+from farpool.memory.tiers import Tier, Verified, Verifies
+from farpool.memory.tiers.port_tier import port_of
 from farpool.memory.tiers.safetensors import SafetensorsFile
 
 __all__ = ["LowerTiers"]
@@ -35,17 +37,12 @@ class LowerTiers:
         self.ports: list[Port] = []
         self.names = [tier.info.name for tier in self.tiers]
         self._sources: dict[int, int] = {}
-        self._held: list[SafetensorsFile] = []
-        opened: list[Tier] = []
-        try:
+        with ExitStack() as opened:
             for tier in self.tiers:
                 tier.open()
-                opened.append(tier)
-                self.ports.append(tier.port if isinstance(tier, HasPort) else PythonPort(tier))
-        except BaseException:
-            for tier in reversed(opened):
-                tier.close()
-            raise
+                opened.callback(tier.close)
+                self.ports.append(port_of(tier))
+            self._opened = opened.pop_all()
 
     @property
     def capacity(self) -> int:
@@ -58,17 +55,14 @@ class LowerTiers:
         if index is None:
             source.open()
             index = self._sources[id(source)] = pager.add_source()
-            self._held.append(source)
+            self._opened.callback(source.close)
             self.ports.append(source.port)
             self.names.append(source.info.name)
         return index
 
     def close(self) -> None:
-        """Close tiers and files; no transfer may be under way."""
-        for tier in reversed(self.tiers):
-            tier.close()
-        for source in self._held:
-            source.close()
+        """Close all tiers and files, also if one of them raises an error; no transfer may be under way."""
+        self._opened.close()
 
 
 def _guarded(tier: Tier) -> Tier:

@@ -9,15 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from farpool._native import buffer_address
-from farpool.abc.tier import Extent, Tier
+from farpool._native import PythonPort, buffer_address
+from farpool.abc.tier import Extent, HasPort, Tier
 from farpool.errors import NodeError, NodeTimeoutError, TierError, TierTimeoutError
 from farpool.memory.tiers.buffers import require_buffer
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
-__all__ = ["PortTier"]
+__all__ = ["PortTier", "port_of"]
+
+
+def port_of(tier: Tier) -> Port:
+    """Return the native port of an open tier; a tier without one gets a port that calls its methods."""
+    return tier.port if isinstance(tier, HasPort) else PythonPort(tier)
 
 
 class PortTier(Tier):

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from farpool._native import PythonPort
-from farpool.abc.tier import Extent, HasPort, Tier, TierInfo
-from farpool.memory.tiers.port_tier import PortTier
+from farpool.abc.tier import Extent, Tier, TierInfo
+from farpool.memory.tiers.port_tier import PortTier, port_of
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -89,7 +89,7 @@ class WrapperTier(PortTier):
                         error.add_note(f"{self.info.name}: inner tier {number} of {len(self._inners)} cannot be opened")
                     raise
                 opened.callback(inner.close)
-            port = self._wrap(*(tier.port if isinstance(tier, HasPort) else PythonPort(tier) for tier in self._inners))
+            port = self._wrap(*map(port_of, self._inners))
             opened.pop_all()
             return port
 
