@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +85,10 @@ class LocalNode:
     @property
     def is_up(self) -> bool:
         return self.server is not None
+
+
+Nodes = Callable[..., list[LocalNode]]
+"""A function that makes nodes: their number, and the settings of each."""
 
 
 class LocalChannel:

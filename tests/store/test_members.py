@@ -8,8 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -22,26 +21,10 @@ from farpool.errors import ConfigError, NodeError, ReplicationError
 from farpool.testing import MembershipConformance
 from tests.node.nodes import walked
 from tests.nodes import PATIENCE, eventually
-from tests.store.local_nodes import LocalChannel, LocalNode, store_over
+from tests.store.local_nodes import LocalChannel, LocalNode, Nodes, store_over
 
 LARGE = bytes(range(256)) * 257
 KEYS = [b"key %d" % number for number in range(60)]
-Nodes = Callable[..., list[LocalNode]]
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Iterator[Nodes]:
-    """Makes nodes, which end with the test."""
-    made: list[LocalNode] = []
-
-    def make(count: int = 1, **settings: object) -> list[LocalNode]:
-        nodes = [LocalNode(tmp_path, len(made) + number, **settings) for number in range(count)]  # type: ignore[arg-type]
-        made.extend(nodes)
-        return nodes
-
-    yield make
-    for node in made:
-        node.kill()
 
 
 class Listed(Membership):

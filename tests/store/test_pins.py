@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.errors import ChecksumError, ConfigError, NodeError, StoreClosedError
 from tests.node.nodes import Peer, node, until, walked
 from tests.nodes import eventually
-from tests.store.local_nodes import LocalNode, store_over
+from tests.store.local_nodes import Nodes, store_over
 
 VALUES = {f"{number}": b"%d " % number * (1 + 999 * number) for number in range(40)}
 
@@ -107,21 +107,8 @@ def test_coroutines_pin_as_calls_do(nodes: list[RunningNode]) -> None:
     asyncio.run(main())
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> Iterator[Callable[[int], list[LocalNode]]]:
-    made: list[LocalNode] = []
-
-    def make(count: int) -> list[LocalNode]:
-        made.extend(LocalNode(tmp_path, number, mapped=True) for number in range(count))
-        return made
-
-    yield make
-    for one in made:
-        one.kill()
-
-
-def test_where_a_key_cannot_be_looked_for_nothing_stays_pinned(local: Callable[[int], list[LocalNode]]) -> None:
-    made = local(2)
+def test_where_a_key_cannot_be_looked_for_nothing_stays_pinned(local: Nodes) -> None:
+    made = local(2, mapped=True)
     with store_over(made, timeout=1) as store:
         store.put_many(VALUES)
         made[1].kill()
@@ -133,8 +120,8 @@ def test_where_a_key_cannot_be_looked_for_nothing_stays_pinned(local: Callable[[
         store.pin_many(VALUES)
 
 
-def test_all_copies_are_tried_for_a_mapped_view(local: Callable[[int], list[LocalNode]]) -> None:
-    made = local(3)
+def test_all_copies_are_tried_for_a_mapped_view(local: Nodes) -> None:
+    made = local(3, mapped=True)
     with store_over(made, 2) as store:
         store.put_many(VALUES)
         made[0].replace()
@@ -144,9 +131,9 @@ def test_all_copies_are_tried_for_a_mapped_view(local: Callable[[int], list[Loca
 
 
 def test_a_damaged_object_among_many_is_named_and_the_others_are_whole(
-    local: Callable[[int], list[LocalNode]],
+    local: Nodes,
 ) -> None:
-    made = local(1)
+    made = local(1, mapped=True)
     with store_over(made) as store:
         store.put_many(VALUES)
         with store.pin_many(["none", *VALUES]) as pins:

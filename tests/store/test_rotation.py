@@ -16,7 +16,7 @@ from farpool.cluster.wire.frames import Right
 from farpool.errors import AccessDeniedError, FarpoolWarning, NameLostError, NodeError
 from tests.node.nodes import walked
 from tests.nodes import eventually
-from tests.store.local_nodes import LocalNode, store_over
+from tests.store.local_nodes import LocalNode, Nodes, store_over
 
 LARGE = bytes(range(256)) * 1024
 KEYS = {
@@ -238,25 +238,12 @@ def test_coroutines_rotate_as_calls_do(cluster: Callable[..., list[RunningNode]]
     asyncio.run(main())
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> Iterator[Callable[[int], list[LocalNode]]]:
-    made: list[LocalNode] = []
-
-    def make(count: int) -> list[LocalNode]:
-        made.extend(LocalNode(tmp_path, number) for number in range(count))
-        return made
-
-    yield make
-    for node in made:
-        node.kill()
-
-
 def held(node: LocalNode) -> set[bytes]:
     assert node.server is not None
     return {entry[0] for entry in walked(node.server, 0, b"", b"", 100_000)}
 
 
-def test_an_older_copy_is_not_copied_on(local: Callable[[int], list[LocalNode]]) -> None:
+def test_an_older_copy_is_not_copied_on(local: Nodes) -> None:
     nodes = local(2)
     with store_over(nodes, 2) as store:
         store.put_many((f"{number}", b"old") for number in range(20))
@@ -271,7 +258,7 @@ def test_an_older_copy_is_not_copied_on(local: Callable[[int], list[LocalNode]])
     assert held(nodes[0]) == held(nodes[1]) == set()
 
 
-def test_a_node_that_is_further_than_the_others_takes_them_along(local: Callable[[int], list[LocalNode]]) -> None:
+def test_a_node_that_is_further_than_the_others_takes_them_along(local: Nodes) -> None:
     nodes = local(2)
     with store_over(nodes[1:]) as store:
         for epoch in range(1, 6):
@@ -286,7 +273,7 @@ def test_a_node_that_is_further_than_the_others_takes_them_along(local: Callable
         assert store.get("k") is None
 
 
-def test_the_last_epoch_is_an_error_that_says_what_to_do(local: Callable[[int], list[LocalNode]]) -> None:
+def test_the_last_epoch_is_an_error_that_says_what_to_do(local: Nodes) -> None:
     with store_over(local(1)) as store:
         store._open().epoch.meet(2**32 - 2)
         assert store.rotate_tenant().epoch == 2**32 - 1
@@ -295,7 +282,7 @@ def test_the_last_epoch_is_an_error_that_says_what_to_do(local: Callable[[int], 
         assert store.put("k", b"v") == "stored"
 
 
-def test_a_rotation_without_any_node_is_an_error(local: Callable[[int], list[LocalNode]]) -> None:
+def test_a_rotation_without_any_node_is_an_error(local: Nodes) -> None:
     nodes = local(2)
     for node in nodes:
         node.kill()
@@ -303,7 +290,7 @@ def test_a_rotation_without_any_node_is_an_error(local: Callable[[int], list[Loc
         store.rotate_tenant()
 
 
-def test_a_key_without_the_right_to_publish_does_not_spread_an_epoch(local: Callable[[int], list[LocalNode]]) -> None:
+def test_a_key_without_the_right_to_publish_does_not_spread_an_epoch(local: Nodes) -> None:
     nodes = local(2)
     with store_over(nodes) as store:
         store.put_many((f"{number}", b"v") for number in range(20))
@@ -319,7 +306,7 @@ def test_a_key_without_the_right_to_publish_does_not_spread_an_epoch(local: Call
 
 
 def test_a_put_that_was_confirmed_during_rotations_has_all_its_copies_or_none(
-    local: Callable[[int], list[LocalNode]],
+    local: Nodes,
 ) -> None:
     nodes = local(3)
     rounds, errors = 40, list[BaseException]()

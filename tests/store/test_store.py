@@ -8,8 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -31,27 +30,10 @@ from farpool.errors import (
 )
 from tests.node.nodes import walked
 from tests.nodes import PATIENCE, eventually
-from tests.store.local_nodes import MIB, LocalNode, StoppedChannel, store_over
+from tests.store.local_nodes import MIB, LocalNode, Nodes, StoppedChannel, store_over
 
 LARGE = bytes(range(256)) * 257  # goes through mapped memory
 STORED, PRESENT = PutOutcome.STORED, PutOutcome.PRESENT
-
-Nodes = Callable[..., list[LocalNode]]
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Iterator[Nodes]:
-    """Makes nodes, which end with the test."""
-    made: list[LocalNode] = []
-
-    def make(count: int = 1, **settings: object) -> list[LocalNode]:
-        nodes = [LocalNode(tmp_path, len(made) + number, **settings) for number in range(count)]  # type: ignore[arg-type]
-        made.extend(nodes)
-        return nodes
-
-    yield make
-    for node in made:
-        node.kill()
 
 
 def cluster_of(store: Store) -> Cluster:
