@@ -38,7 +38,7 @@ def command_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subpro
         ("cryptography", "tls", "certs init"),
         ("cryptography", "tls", "certs issue trainer --role client"),
         ("cryptography", "tls", "certs rotate trainer"),
-        ("cryptography", "bench", "bench growth --quick"),
+        ("cryptography", "bench", "bench remote --quick"),
         ("numpy", "bench", "bench --help"),
         ("prometheus_client", "metrics", "node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0"),
         # Nothing listens on port 1: a command that connected first would report that.
@@ -53,6 +53,12 @@ def test_a_command_without_its_extra_says_how_to_install_it(
     assert f"needs the package '{package}'; pip install 'farpool[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_needs_only_the_packages_that_it_uses(tmp_path: Path) -> None:
+    done = command_without(("cryptography", "numpy"), "bench", "growth", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Blocks of the largest pool" in done.stdout
 
 
 def test_metrics_of_a_node_with_tls_need_both_extras(tmp_path: Path) -> None:

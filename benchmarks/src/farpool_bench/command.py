@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from farpool.checks import missing_package
 from farpool.cli.progress import progress_bars
 from farpool.errors import ConfigError
 from farpool_bench.harness import NAMES, Benchmark, Result, check_device, load
-
-app = typer.Typer(
-    help="Measure farpool, the machine's limit, and other tools for the same task.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 _QUICK = typer.Option("--quick", help="Small sizes, in seconds: to see that it works, not to measure.")
 _JSON = typer.Option("--json", help="Print one JSON object and no table.")
@@ -67,8 +64,29 @@ def _given(kind: Any) -> Any:
     return kind if isinstance(kind, types.UnionType) else kind | None
 
 
-for _name in NAMES:
-    app.command(_name)(_command(load(_name)))
+class _Commands(TyperGroup):
+    """One command for each benchmark. A module is imported when its command is asked for: others may lack a package."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*NAMES, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in NAMES:
+            return super().get_command(ctx, cmd_name)
+        alone = typer.Typer(add_completion=False)
+        try:
+            alone.command(cmd_name)(_command(load(cmd_name)))
+        except ModuleNotFoundError as error:
+            raise missing_package(error, "bench", f"farpool bench {cmd_name}") from error
+        return get_command(alone)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Measure farpool, the machine's limit, and other tools for the same task.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.command("report")
@@ -109,7 +127,7 @@ def _perform(
         with progress_bars() as progress:
             outcome = benchmark.run(replace(settings, **changes), progress)
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error, "bench", "this benchmark") from error
     result = Result(benchmark, outcome, provenance())
     if report is not None:
         report.write_text(page(benchmark.title(), [result]))
@@ -127,10 +145,6 @@ def _check_writable(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error, "bench", "this benchmark") from error
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot be written; name a file in a folder that can be")
-
-
-def _missing(error: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(f"this benchmark needs the package {error.name!r}; pip install 'farpool[bench]'")

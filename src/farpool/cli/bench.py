@@ -9,7 +9,6 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from farpool.checks import missing_package
 from farpool.errors import ConfigError
 
 __all__ = ["app"]
@@ -29,10 +28,7 @@ class _Benchmarks(TyperGroup):
 
     def _loaded(self) -> TyperGroup:
         for entry in entry_points(group=_GROUP, name="bench"):
-            try:
-                return get_group(entry.load())
-            except ModuleNotFoundError as error:
-                raise missing_package(error, "bench", "farpool bench") from error
+            return get_group(entry.load())
         raise ConfigError(
             "the benchmarks are in the package farpool-bench, which is not installed; in a clone of farpool: "
             "pip install ./benchmarks"
