@@ -18,6 +18,7 @@ from farpool._native import tls_available
 from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
+from farpool.cluster.redundancy import Copies
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -89,6 +90,7 @@ __all__ = [
     "BudgetError",
     "ChecksumError",
     "ConfigError",
+    "Copies",
     "Dram",
     "Event",
     "FarpoolError",

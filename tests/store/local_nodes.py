@@ -16,7 +16,9 @@ from typing import Any
 
 from farpool._native import Connection, ConnectionPool, NodeServer, ObjectReader, TenantEpoch
 from farpool.abc.membership import Membership
+from farpool.abc.redundancy import Redundancy
 from farpool.cluster.members import StaticMembers
+from farpool.cluster.redundancy import Copies
 from farpool.cluster.store import Store
 from farpool.cluster.wire.frames import Right
 from farpool.errors import NodeError, NodeTimeoutError
@@ -192,13 +194,14 @@ def store_over(
     channel: type[LocalChannel] = LocalChannel,
     registry: Path | None = None,
     members: Membership | None = None,
+    redundancy: Redundancy | None = None,
 ) -> Store:
-    """A store on these nodes; with `members` on those of them that it lists."""
+    """A store on these nodes; with `members` on the ones that it lists."""
     store = Store.__new__(Store)
     store._start(
         members or StaticMembers(*[node.name for node in nodes]),
         lambda address: channel(_named(nodes, address), nodes),  # type: ignore[arg-type,return-value]
-        replicas,
+        redundancy or Copies(replicas),
         timeout,
         registry,
     )

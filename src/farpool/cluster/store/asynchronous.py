@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from farpool.abc.membership import Membership
 from farpool.abc.objects import PutOutcome, Touched
+from farpool.abc.redundancy import Redundancy
 from farpool.cluster.names import NameInfo, OpenedName, TensorEntry
 from farpool.cluster.registry import Registry
 from farpool.cluster.store.messages import Lookup, ObjectInfo
@@ -54,6 +55,7 @@ class AsyncStore:
         self,
         *nodes: str | Membership,
         replicas: int = 1,
+        redundancy: Redundancy | None = None,
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
         transport: Transport = "auto",
@@ -64,6 +66,7 @@ class AsyncStore:
             Store(
                 *nodes,
                 replicas=replicas,
+                redundancy=redundancy,
                 key=key,
                 timeout=timeout,
                 transport=transport,

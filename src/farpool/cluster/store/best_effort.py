@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from farpool.abc.objects import About, Demotion, Hold
-from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.driver import run
+from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import Pause, Plan, Send
 from farpool.cluster.store.reading import fetch, look_up, read_many
 from farpool.cluster.store.writing import put
 from farpool.cluster.wire.frames import HEAD, PLACE, TOUCH, TTL, UNPIN, Op, Status
-from farpool.cluster.wire.refusals import refusal
 from farpool.errors import FarpoolError, NodeError
 
 if TYPE_CHECKING:
+    from farpool._native import Reply
     from farpool.abc.objects import Payload, PutOutcome
     from farpool.cluster.store.cluster import Cluster
     from farpool.cluster.store.member import Member
-    from farpool.cluster.store.upkeep import Upkeep
+    from farpool.cluster.store.snapshot import Snapshot
 
 __all__ = ["BestEffort"]
+
+ResultT = TypeVar("ResultT")
 
 
 class BestEffort:
@@ -37,13 +41,24 @@ class BestEffort:
     ----------
     opened : callable
         Returns the nodes of the store; raises `StoreClosedError` once it is closed.
-    upkeep : Upkeep or None
-        Records which objects were read, if the store has several copies of each.
     """
 
-    def __init__(self, opened: Callable[[], Cluster], upkeep: Upkeep | None) -> None:
+    def __init__(self, opened: Callable[[], Cluster]) -> None:
         self._opened = opened
-        self._upkeep = upkeep
+
+    def _attempt(
+        self, count: int, timeout: float, call: Callable[[Cluster, float], Sequence[ResultT | Exception]]
+    ) -> Sequence[ResultT | Exception]:
+        """Call with the nodes and a deadline; return `count` times the error if no object can be asked for."""
+        cluster = self._opened()
+        view = cluster.snapshot
+        if not view.met and view.members and all(member.is_failing for member in view.members):
+            dark = NodeError("no node has been reached yet; all are being probed", node=view.members[0].name)
+            return [dark] * count  # a call would only wait
+        try:
+            return call(cluster, time.monotonic() + timeout)
+        except (FarpoolError, OSError) as error:
+            return [error] * count
 
     def is_mapped(self) -> bool:
         """Return True if all nodes are met and mapped, so that lookups ask them only about keys without a value."""
@@ -65,13 +80,9 @@ class BestEffort:
         sequence of int, None or Exception
             Size of each value in bytes, None if there is none, or the error for which that is not known.
         """
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(keys)
-        try:
-            return look_up(cluster, keys, time.monotonic() + timeout, patient=False)
-        except (FarpoolError, OSError) as error:
-            return [error] * len(keys)
+        return self._attempt(
+            len(keys), timeout, lambda cluster, deadline: look_up(cluster, keys, deadline, patient=False)
+        )
 
     def get_into_many(
         self, keys: list[bytes], targets: list[Payload], timeout: float
@@ -94,28 +105,12 @@ class BestEffort:
             it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets without a
             value are unspecified.
         """
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(keys)
-        deadline = time.monotonic() + timeout
-        try:
-            found, readers = read_many(cluster, keys, targets, deadline)
-            values = cast("list[int | Exception | None]", found)
-            for member, numbers in readers.items():
-                self._note(member, keys, numbers)
-            if None in values:
-                left = [number for number, value in enumerate(values) if value is None]
-                answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline, patient=False)
-                for number, answer in zip(left, answers, strict=True):
-                    if answer is None or isinstance(answer, Exception):
-                        values[number] = answer
-                    else:
-                        member, reply = answer
-                        values[number] = reply.nbytes
-                        self._note(member, keys, [number])
-        except (FarpoolError, OSError) as error:
-            return [error] * len(keys)
-        return values
+
+        def get(cluster: Cluster, deadline: float) -> Sequence[int | Exception | None]:
+            values = read_many(cluster, keys, targets, deadline, patient=False)
+            return cast("list[int | Exception | None]", values)  # bytes come without a target alone
+
+        return self._attempt(len(keys), timeout, get)
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
@@ -136,13 +131,11 @@ class BestEffort:
         sequence of PutOutcome or Exception
             For each value, if it was stored or its key had a value already, or why it was not stored.
         """
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(items)
-        cost_us = min(about.cost_us, 0xFFFFFFFF)
-        head = HEAD.pack(about.ttl_ms, cluster.copies, about.kind, 1, cost_us, about.namespace, 0)
-        try:
-            deadline = time.monotonic() + timeout
+
+        def save(cluster: Cluster, deadline: float) -> Sequence[PutOutcome | Exception]:
+            cost_us = min(about.cost_us, 0xFFFFFFFF)
+            copies = cluster.redundancy.parts
+            head = HEAD.pack(about.ttl_ms, copies, about.kind, 1, cost_us, about.namespace, 0)
             outcomes = put(cluster, items, head, deadline, patient=False)
             if about.keep:
                 # Errors are ignored: a node that may not keep objects for this tenant has the copies nevertheless.
@@ -150,8 +143,8 @@ class BestEffort:
                 met = cluster.reachable(deadline).met
                 cluster.ask([Ask(member, Op.TOUCH, touch + key) for key, _ in items for member in met], deadline)
             return outcomes
-        except (FarpoolError, OSError) as error:
-            return [error] * len(items)
+
+        return self._attempt(len(items), timeout, save)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
         """Keep objects from being evicted for a limited time; no bytes are sent.
@@ -170,23 +163,14 @@ class BestEffort:
         sequence of Hold, None or Exception
             Argument for `release_many`; None if there is no such object.
         """
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(keys)
-        held: list[Hold | Exception | None] = []
-        try:
-            deadline = time.monotonic() + timeout
-            targets = [None] * len(keys)
-            for answer in fetch(cluster, keys, targets, deadline, Op.PIN, TTL.pack(ttl_ms), patient=False):
-                if answer is None or isinstance(answer, Exception):
-                    held.append(answer)
-                else:
-                    member, reply = answer
-                    offset, _, _, number = PLACE.unpack(reply.meta)
-                    held.append((member.identity, offset, reply.serial, number))
-        except (FarpoolError, OSError) as error:
-            return [error] * len(keys)
-        return held
+
+        def pin(cluster: Cluster, deadline: float) -> Sequence[Hold | Exception | None]:
+            return [
+                _hold(*answer) if isinstance(answer, tuple) else answer
+                for answer in fetch(cluster, keys, deadline, Op.PIN, TTL.pack(ttl_ms), patient=False)
+            ]
+
+        return self._attempt(len(keys), timeout, pin)
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
         """End holds. A node that cannot be reached, or that has left, ends them after their time."""
@@ -202,26 +186,22 @@ class BestEffort:
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
         """Drop values on all nodes that can be reached; return for each how many copies were dropped, or an error."""
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(keys)
-        try:
-            deadline = time.monotonic() + timeout
+
+        def drop(cluster: Cluster, deadline: float) -> Sequence[int | Exception]:
             met = cluster.reachable(deadline).met
-            answers = cluster.ask([Ask(member, Op.DROP, key) for key in keys for member in met], deadline)
-        except (FarpoolError, OSError) as error:
-            return [error] * len(keys)
-        dropped: list[int | Exception] = []
-        for place in range(len(keys)):
-            own = answers[place * len(met) : (place + 1) * len(met)]
-            errors: list[Exception] = [one for one in own if isinstance(one, Exception)]
-            for member, one in zip(met, own, strict=True):
-                if not isinstance(one, Exception) and one.status not in (Status.DONE, Status.MISSING):
-                    said = one.meta.decode(errors="replace")
-                    errors.append(refusal(one.status, said, member.name, Op.DROP))
-            done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in own)
-            dropped.append(errors[0] if errors else done)
-        return dropped
+            asks = [Ask(member, Op.DROP, key) for key in keys for member in met]
+            answers = [
+                decoded(ask, answer, (Status.DONE, Status.MISSING))
+                for ask, answer in zip(asks, cluster.ask(asks, deadline), strict=True)
+            ]
+            dropped: list[int | Exception] = []
+            for place in range(0, len(answers), len(met)):
+                own = answers[place : place + len(met)]
+                done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in own)
+                dropped.append(next((one for one in own if isinstance(one, Exception)), done))
+            return dropped
+
+        return self._attempt(len(keys), timeout, drop)
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
         """Move values out of the memory of all nodes that can be reached, into their NVMe files.
@@ -241,51 +221,16 @@ class BestEffort:
             Outcome for each value; if its copies have different outcomes, one of a copy that stays in memory. None if
             there is no value.
         """
-        cluster = self._opened()
-        if (dark := _dark(cluster)) is not None:
-            return [dark] * len(keys)
-        deadline = time.monotonic() + timeout
-        demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
-        try:
-            met = cluster.reachable(deadline).met
-            left = [(place, member) for place in range(len(keys)) for member in met]
-            while left:
-                full: list[tuple[int, Member]] = []
-                answers = cluster.ask([Ask(member, Op.DEMOTE, keys[place]) for place, member in left], deadline)
-                for (place, member), answer in zip(left, answers, strict=True):
-                    if isinstance(answer, Exception):
-                        demoted[place].append(answer)
-                    elif answer.status == Status.FULL:
-                        full.append((place, member))
-                    elif answer.status in _DEMOTED:
-                        demoted[place].append(_DEMOTED[answer.status])
-                    elif answer.status != Status.MISSING:
-                        said = answer.meta.decode(errors="replace")
-                        demoted[place].append(refusal(answer.status, said, member.name, Op.DEMOTE))
-                left = full
-                if left and time.monotonic() + _DEMOTE_PAUSE_S > deadline:
-                    for place, _ in left:
-                        demoted[place].append(Demotion.FULL)
-                    break
-                if left:
-                    time.sleep(_DEMOTE_PAUSE_S)
-        except (FarpoolError, OSError) as error:
-            return [error] * len(keys)
-        return [min(own, key=_rank_of_demotion, default=None) for own in demoted]
-
-    def _note(self, member: Member, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record for the upkeep which of the keys were read from a node."""
-        if self._upkeep is not None:
-            for number in numbers:
-                self._upkeep.note(keys[number], member)
+        return self._attempt(
+            len(keys),
+            timeout,
+            lambda cluster, deadline: run(cluster, _demote(cluster.reachable(deadline), keys), deadline),
+        )
 
 
-def _dark(cluster: Cluster) -> Exception | None:
-    """Return an error if no node has ever been reached and all are being probed: a call would only wait."""
-    view = cluster.snapshot
-    if not view.met and view.members and all(member.is_failing for member in view.members):
-        return NodeError("no node has been reached yet; all are being probed", node=view.members[0].name)
-    return None
+def _hold(member: Member, reply: Reply) -> Hold:
+    offset, _, _, number = PLACE.unpack(reply.meta)
+    return member.identity, offset, reply.serial, number
 
 
 _DEMOTE_PAUSE_S = 0.005
@@ -297,6 +242,30 @@ _DEMOTED: dict[int, Demotion] = {
     Status.BAD_REQUEST: Demotion.NO_LOWER_TIER,  # a node of a version without this operation
     Status.TOO_LARGE: Demotion.FULL,
 }
+
+
+def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | Exception | None]]:
+    """Demote each value on all members; a member whose file is busy is asked again after a pause."""
+    demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
+    left = [(place, Ask(member, Op.DEMOTE, key)) for place, key in enumerate(keys) for member in view.met]
+    usual = (*_DEMOTED, Status.FULL, Status.MISSING)
+    while left:
+        busy: list[tuple[int, Ask]] = []
+        answers: Sequence[Reply | Exception] = yield Send([ask for _, ask in left], last=True)
+        for (place, ask), given in zip(left, answers, strict=True):
+            answer = decoded(ask, given, usual)
+            if isinstance(answer, Exception):
+                demoted[place].append(answer)
+            elif answer.status == Status.FULL:
+                busy.append((place, ask))
+            elif answer.status != Status.MISSING:
+                demoted[place].append(_DEMOTED[answer.status])
+        left = busy
+        if left and (yield Pause(_DEMOTE_PAUSE_S)) is None:
+            for place, _ in left:
+                demoted[place].append(Demotion.FULL)
+            break
+    return [min(own, key=_rank_of_demotion, default=None) for own in demoted]
 
 
 def _rank_of_demotion(outcome: Demotion | Exception) -> int:

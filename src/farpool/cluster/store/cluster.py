@@ -5,42 +5,31 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from farpool._native import TenantEpoch, exchange
 from farpool.abc.membership import MemberInfo, Membership, MemberState
+from farpool.abc.redundancy import Redundancy
 from farpool.cluster.store.member import Member, may_be_stale
 from farpool.cluster.store.messages import Ask, object_head
+from farpool.cluster.store.plan import RETRY_PAUSE_S, may_recover, share_of
 from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import Op
-from farpool.errors import AccessDeniedError, ConfigError, NodeError, StoreClosedError
+from farpool.errors import ConfigError, NodeError, StoreClosedError
 
 if TYPE_CHECKING:
     from farpool._native import Connection, Reply
     from farpool.abc.objects import Payload
     from farpool.cluster.wire.channel import Channel
 
-__all__ = ["Cluster", "is_away", "share_of"]
+__all__ = ["Cluster"]
 
 _NOT_ASKED = frozenset({MemberState.JOINING, MemberState.GONE})
 """States in which a member is not asked for objects."""
 _ONCE = frozenset({Op.UNPIN})
 """Operations that must not be sent a second time if it is not known whether they were done."""
-_PAUSE_S = 0.02
-"""Pause between two attempts of a call. A node that has failed is asked again when it has answered a probe."""
 _UNSENT = NodeError("the request was not sent")
-
-
-def share_of(deadline: float, *, last: bool) -> float:
-    """Return the deadline for one node: half of the time left is kept for others unless it is the last to be asked."""
-    now = time.monotonic()
-    return deadline if last else now + max(0.0, deadline - now) / 2
-
-
-def is_away(failure: Exception) -> bool:
-    """Return True if a node could not be asked but may be later: it did not refuse this program nor send bad bytes."""
-    return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 
 class Cluster:
@@ -52,8 +41,8 @@ class Cluster:
         The list of members, which may change.
     connect : callable
         Returns a channel to the node at an address.
-    copies : int
-        Number of nodes that have to confirm a put.
+    redundancy : Redundancy
+        How objects survive the loss of nodes.
     timeout : float
         Seconds that a call may take.
 
@@ -65,18 +54,25 @@ class Cluster:
         The highest epoch of the tenant that any node has reported.
     head : bytes
         Properties of an object that never expires.
+    on_read : callable or None
+        Is called with each key that was read and the member that returned its value.
+    has_warned : bool
+        True once the program knows that objects have another number of copies.
     """
 
-    def __init__(self, membership: Membership, connect: Callable[[str], Channel], copies: int, timeout: float) -> None:
-        self.copies = copies
+    def __init__(
+        self, membership: Membership, connect: Callable[[str], Channel], redundancy: Redundancy, timeout: float
+    ) -> None:
+        self.redundancy = redundancy
         self.timeout = timeout
-        self.head = object_head(0, copies)
+        self.head = object_head(0, redundancy.parts)
+        self.on_read: Callable[[bytes, Member], None] | None = None
+        self.has_warned = False
         self.epoch = TenantEpoch()
         self.snapshot = Snapshot(())
         self._membership = membership
         self._connect = connect
         self._left: weakref.WeakSet[Member] = weakref.WeakSet()  # members that calls or pins still use
-        self._unmet: weakref.WeakKeyDictionary[Member, NodeError] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
         self._closing = threading.Event()
         own = weakref.ref(self)
@@ -208,8 +204,8 @@ class Cluster:
             for place, answer in zip(again, later, strict=True):
                 answers[place] = answer
 
-    def wait(self, deadline: float) -> bool:
-        """Wait a little before nodes that have failed are asked again; return False if the deadline has passed.
+    def wait(self, deadline: float, seconds: float = RETRY_PAUSE_S) -> bool:
+        """Wait a little before nodes are asked again; return False if the deadline has passed.
 
         Raises
         ------
@@ -219,9 +215,9 @@ class Cluster:
         left = deadline - time.monotonic()
         # If too little time is left for another attempt, sleep until the deadline: the error of a hurried attempt
         # would only report the lack of time.
-        if self._closing.wait(min(_PAUSE_S, max(0.0, left))):
+        if self._closing.wait(min(seconds, max(0.0, left))):
             raise StoreClosedError("this store was closed while a call waited for a node to come back")
-        return left > _PAUSE_S
+        return left > seconds
 
     def tell_epoch(self, deadline: float) -> None:
         """Exchange epochs with all nodes that can be reached: those that are behind the others learn it."""
@@ -230,14 +226,6 @@ class Cluster:
         self.ask(asks, share_of(deadline, last=False))
         if self.epoch.value != before:
             self.ask(asks, share_of(deadline, last=False))
-
-    def unmet(self, members: Collection[Member]) -> list[NodeError]:
-        """Return for each member the error for which a call could not ask it."""
-        return [
-            self._unmet.get(member)
-            or NodeError(member.status()[1] or f"{member.name} was reached too late for this call", node=member.name)
-            for member in members
-        ]
 
     def close(self) -> None:
         """Close all connections, those to members that have left too."""
@@ -264,10 +252,10 @@ class Cluster:
                     member.pool.give(member.take(until))
                 except NodeError as error:
                     failures.append(error)
-                    self._unmet[member] = error
+                    member.unmet = error
             if self.snapshot.met:
                 return self.snapshot
-            if not all(map(is_away, failures)) or not self.wait(deadline):
+            if not may_recover(failures) or not self.wait(deadline):
                 raise failures[0] if failures else NodeError("the store has no members; expected at least one node")
 
     def _follow(self, *, introduce: bool) -> None:
@@ -324,7 +312,7 @@ class Cluster:
         with self._lock:
             reader = member.channel.reader
             if reader is not None:
-                reader.expect_copies(self.copies)
+                reader.expect_copies(self.redundancy.parts)
             members = self.snapshot.members
             if member not in members or self.snapshot.by_identity.get(identity) is member:
                 member.identity = identity

@@ -71,6 +71,8 @@ class Member:
         True while calls do not ask the node because it has failed.
     is_probed : bool
         True while a thread tries to reach the node.
+    unmet : NodeError or None
+        Error of the last attempt to meet the node.
     """
 
     def __init__(self, channel: Channel, met: Callable[[Member, bytes], None], info: MemberInfo | None = None) -> None:
@@ -81,6 +83,7 @@ class Member:
         self.pool = channel.pool
         self.is_failing = False
         self.is_probed = False
+        self.unmet: NodeError | None = None
         self._met = met
         # Type and text of the error. The error itself would keep the buffers of the call alive that it ended.
         self._error: tuple[type[NodeError], str] = (NodeError, "")
@@ -221,6 +224,12 @@ class Member:
         """Return for how many seconds the node has been failing (0.0 if it works), and the error."""
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
+
+    def absence(self) -> NodeError:
+        """Return the error for which a call cannot ask the node, which no call has met yet."""
+        return self.unmet or NodeError(
+            self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
+        )
 
     def leave(self) -> None:
         """Stop probing the node, because it is no member any more. Its connections stay open for calls and pins."""

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from farpool.abc.objects import Payload
-from farpool.cluster.wire.frames import HEAD, Op
+from farpool.cluster.store.arguments import nbytes_of
+from farpool.cluster.wire.frames import HEAD, Op, Status
+from farpool.cluster.wire.refusals import refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from farpool._native import Reply
     from farpool.cluster.store.member import Member
 
-__all__ = ["Ask", "Lookup", "ObjectInfo", "object_head", "results", "seconds_left"]
+__all__ = ["Ask", "Lookup", "ObjectInfo", "decoded", "object_head", "results", "seconds_left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,16 @@ class Ask(msgspec.Struct, gc=False):
     serial: int = 0
     payload: Payload | bytes | None = None
     into: Payload | None = None
+
+
+def decoded(ask: Ask, answer: Reply | Exception, usual: Container[int] = (Status.DONE,)) -> Reply | Exception:
+    """Return an answer, or the error that it stands for if it is a reply of any other than the usual statuses."""
+    if isinstance(answer, Exception) or answer.status in usual:
+        return answer
+    payload = ask.payload
+    nbytes = None if payload is None else len(payload) if isinstance(payload, bytes) else nbytes_of(payload)
+    said = answer.meta.decode(errors="replace")
+    return refusal(answer.status, said, ask.member.name, Op(ask.op), nbytes)
 
 
 ResultT = TypeVar("ResultT")

@@ -12,15 +12,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from farpool._native import buffer_address, crc32c_many
-from farpool.cluster.store.cluster import share_of
+from farpool.cluster.store.driver import run
 from farpool.cluster.store.messages import Ask, results
-from farpool.cluster.store.reading import fetch
+from farpool.cluster.store.plan import Plan, Send
+from farpool.cluster.store.searching import find
 from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.errors import ChecksumError
 
 if TYPE_CHECKING:
+    from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
     from farpool.cluster.store.member import Member
+    from farpool.cluster.store.snapshot import Snapshot
 
 __all__ = ["Pin", "Pins", "pin_all"]
 
@@ -223,6 +226,10 @@ class _Place:
     number: int
     serial: int
 
+    def unpin(self) -> Ask:
+        """Make the request that unpins the object."""
+        return Ask(self.member, Op.UNPIN, UNPIN.pack(self.offset, self.number), self.serial)
+
     def release(self) -> None:
         """Have the node unpin the object."""
         _release([self])
@@ -233,8 +240,7 @@ def _release(places: Sequence[_Place]) -> None:
     if places:
         # The answers do not matter: a node that cannot be reached ends the pins with the session.
         cluster = places[0].cluster
-        asks = [Ask(one.member, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
-        cluster.ask(asks, cluster.deadline())
+        cluster.ask([one.unpin() for one in places], cluster.deadline())
 
 
 def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
@@ -253,49 +259,48 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
     deadline = cluster.deadline()
     # This time begins before the nodes' own, so that no view is used after its node has unpinned the object.
     until = now + ttl_ms / 1000 if ttl_ms else math.inf
-    view = cluster.view(deadline)
-    orders = [view.order(key) for key in keys]
     pins: list[Pin | None] = [None] * len(keys)
     try:
-        for rank in range(max(map(len, orders), default=0)):
-            places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
-            # Other nodes can return a copy at least, so none of these may use all of the time.
-            _pin_at(cluster, keys, places, pins, ttl_ms, until, share_of(deadline, last=False))
-        left = [number for number, pinned in enumerate(pins) if pinned is None]
-        if not left:
-            return Pins(pins)
-        rest = [keys[number] for number in left]
-        copies = fetch(cluster, rest, [None] * len(left), deadline)
-        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
-            if found is not None:
-                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)
+        run(cluster, _pin(cluster, cluster.view(deadline), keys, pins, ttl_ms, until), deadline)
     except BaseException:
         Pins(pins).release()
         raise
     return Pins(pins)
 
 
-def _pin_at(
-    cluster: Cluster,
-    keys: Sequence[bytes],
-    places: Sequence[tuple[int, Member]],
-    pins: list[Pin | None],
-    ttl_ms: int,
-    until: float,
-    deadline: float,
-) -> None:
-    """Pin the objects that are in the mapped memory of the given nodes, all at the same time."""
-    readers = [member.channel.reader for _, member in places]
-    asked = [(*place, reader) for place, reader in zip(places, readers, strict=True) if reader is not None]
-    asks = [Ask(member, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, member, _ in asked]
-    lost: list[_Place] = []
-    for (number, member, reader), reply in zip(asked, cluster.ask(asks, deadline) if asks else (), strict=True):
-        if isinstance(reply, Exception) or reply.status != Status.DONE:
+def _pin(
+    cluster: Cluster, view: Snapshot, keys: Sequence[bytes], pins: list[Pin | None], ttl_ms: int, until: float
+) -> Plan[None]:
+    """Pin objects in mapped memory, rank by rank, and copy the others; enter the pins."""
+    orders = [view.order(key) for key in keys]
+    for rank in range(max(map(len, orders), default=0)):
+        places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
+        readers = [(number, member.channel.reader, member) for number, member in places]
+        asked = [(number, reader) for number, reader, _ in readers if reader is not None]
+        asks = [
+            Ask(member, Op.PIN, TTL.pack(ttl_ms) + keys[number])
+            for number, reader, member in readers
+            if reader is not None
+        ]
+        if not asks:
             continue
-        offset, nbytes, crc, pin_number = PLACE.unpack(reply.meta)
-        place = _Place(cluster, member, offset, pin_number, reply.serial)
-        if member.channel.reader is reader:
-            pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
-        else:  # there was new contact in between, and the node may have other files now
-            lost.append(place)
-    _release(lost)
+        answers: Sequence[Reply | Exception] = yield Send(asks)
+        lost: list[_Place] = []
+        for (number, reader), ask, reply in zip(asked, asks, answers, strict=True):
+            if isinstance(reply, Exception) or reply.status != Status.DONE:
+                continue
+            offset, nbytes, crc, pin_number = PLACE.unpack(reply.meta)
+            place = _Place(cluster, ask.member, offset, pin_number, reply.serial)
+            if ask.member.channel.reader is reader:
+                pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
+            else:  # there was new contact in between, and the node may have other files now
+                lost.append(place)
+        if lost:
+            yield Send([one.unpin() for one in lost])
+    left = [number for number, pinned in enumerate(pins) if pinned is None]
+    if left:
+        rest = [keys[number] for number in left]
+        copies = yield from find(view, cluster.redundancy, rest, [None] * len(left))
+        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
+            if found is not None:
+                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)

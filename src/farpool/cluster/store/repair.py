@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from farpool.cluster.store.reading import listing
 from farpool.cluster.store.snapshot import is_draining
 from farpool.cluster.store.upkeep import mend
+from farpool.cluster.store.writing import targets
 
 if TYPE_CHECKING:
     from farpool.cluster.store.cluster import Cluster
@@ -88,7 +89,7 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
             progress(done, len(endangered))
         deadline = cluster.deadline()
         having = {member.identity for member in holders[key]}
-        free = [member for member in cluster.view(deadline).places(key) if member.identity not in having]
+        free = [one for one in targets(key, cluster.view(deadline), cluster.redundancy) if one.identity not in having]
         free.sort(key=lambda member: member not in others.get(key, ()))
         copied, is_gone = 0, False
         reasons: list[str] = []

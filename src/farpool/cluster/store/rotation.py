@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farpool.cluster.store.cluster import is_away, share_of
-from farpool.cluster.store.messages import Ask
-from farpool.cluster.wire.frames import ROTATE, ROTATED, Op, Status
-from farpool.cluster.wire.refusals import refusal
+from farpool.cluster.store.driver import run
+from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import Pause, Plan, Send, is_away
+from farpool.cluster.wire.frames import ROTATE, ROTATED, Op
 from farpool.errors import NodeError
 
 if TYPE_CHECKING:
+    from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
     from farpool.cluster.store.member import Member
+    from farpool.cluster.store.snapshot import Snapshot
 
 __all__ = ["RotatedNode", "Rotation", "rotate"]
 
@@ -72,46 +74,57 @@ def rotate(cluster: Cluster) -> Rotation:
     deadline = cluster.deadline()
     # Other programs may have rotated since these nodes were met; each reply contains the node's epoch.
     cluster.tell_epoch(deadline)
-    epoch = _next(cluster.epoch.value)
-    rotated: set[Member] = set()
-    hidden: dict[Member, tuple[int, int]] = {}
-    errors: dict[Member, Exception] = {}
-    while True:
-        view = cluster.reachable(deadline)
-        left = [member for member in view.met if member not in rotated]
-        asks = [Ask(member, Op.ROTATE, ROTATE.pack(epoch)) for member in left]
-        answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == 1))
-        for member, answer in zip(left, answers, strict=True):
-            if isinstance(answer, Exception):
-                errors[member] = answer
-            elif answer.status != Status.DONE:
-                said = answer.meta.decode(errors="replace")
-                errors[member] = refusal(answer.status, said, member.name, Op.ROTATE)
-            else:
-                now, _, objects, nbytes = ROTATED.unpack(answer.meta)
-                before = hidden.get(member, (0, 0))
-                hidden[member] = before[0] + objects, before[1] + nbytes
-                errors.pop(member, None)
-                rotated.add(member)
-                if now > epoch:  # the node was away when the others reported their epochs, and is ahead of them
-                    epoch = _next(now)
-                    rotated.clear()
-        waiting = [member for member in view.members if member not in rotated]
-        if not any(member not in errors or is_away(errors[member]) for member in waiting) or not cluster.wait(deadline):
-            break
-    if not rotated:
-        raise next(iter(errors.values()))
-    return Rotation(epoch, [_outcome(one, one in rotated, hidden, errors) for one in cluster.members])
+    done = _Done(_next(cluster.epoch.value))
+    run(cluster, _rotate(cluster.reachable(deadline), done), deadline, everyone=True)
+    if not done.rotated:
+        raise next(iter(done.errors.values()))
+    return Rotation(done.epoch, [done.outcome(member) for member in cluster.members])
 
 
-def _outcome(
-    member: Member,
-    rotated: bool,
-    hidden: Mapping[Member, tuple[int, int]],
-    errors: Mapping[Member, Exception],
-) -> RotatedNode:
-    why = "" if rotated else str(errors.get(member, "")) or member.status()[1] or "it cannot be reached"
-    return RotatedNode(member.name, rotated, *hidden.get(member, (0, 0)), why)
+@dataclass(slots=True)
+class _Done:
+    """State of a rotation: the epoch, and what each member has answered."""
+
+    epoch: int
+    rotated: set[Member] = field(default_factory=set)
+    hidden: dict[Member, tuple[int, int]] = field(default_factory=dict)
+    errors: dict[Member, Exception] = field(default_factory=dict)
+
+    def note(self, ask: Ask, given: Reply | Exception) -> None:
+        """Record a member's answer; begin a later epoch if the member is in a later one already."""
+        member, answer = ask.member, decoded(ask, given)
+        if isinstance(answer, Exception):
+            self.errors[member] = answer
+            return
+        now, _, objects, nbytes = ROTATED.unpack(answer.meta)
+        before = self.hidden.get(member, (0, 0))
+        self.hidden[member] = before[0] + objects, before[1] + nbytes
+        self.errors.pop(member, None)
+        self.rotated.add(member)
+        if now > self.epoch:  # the node was away when the others reported their epochs, and is ahead of them
+            self.epoch = _next(now)
+            self.rotated.clear()
+
+    def may_come(self, member: Member) -> bool:
+        """Return True if a member has not rotated, but may do so at another attempt."""
+        return member not in self.rotated and (member not in self.errors or is_away(self.errors[member]))
+
+    def outcome(self, member: Member) -> RotatedNode:
+        """Describe a member's part in the rotation."""
+        rotated = member in self.rotated
+        why = "" if rotated else str(self.errors.get(member, "")) or member.status()[1] or "it cannot be reached"
+        return RotatedNode(member.name, rotated, *self.hidden.get(member, (0, 0)), why)
+
+
+def _rotate(view: Snapshot, done: _Done) -> Plan[None]:
+    again: Snapshot | None = view
+    while again is not None:
+        view = again
+        asks = [Ask(member, Op.ROTATE, ROTATE.pack(done.epoch)) for member in view.met if member not in done.rotated]
+        answers: Sequence[Reply | Exception] = yield Send(asks, last=len(view.members) == 1)
+        for ask, answer in zip(asks, answers, strict=True):
+            done.note(ask, answer)
+        again = (yield Pause()) if any(map(done.may_come, view.members)) else None
 
 
 def _next(epoch: int) -> int:

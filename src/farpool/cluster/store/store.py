@@ -7,23 +7,24 @@ import math
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 from farpool.abc.membership import Membership
-from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.abc.objects import PutOutcome, Touched
+from farpool.abc.redundancy import Redundancy
 from farpool.closing import Closing
 from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
+from farpool.cluster.redundancy import redundancy_of
 from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
 from farpool.cluster.store.best_effort import BestEffort
-from farpool.cluster.store.cluster import Cluster, share_of
-from farpool.cluster.store.messages import Ask, Lookup, ObjectInfo, object_head, results, seconds_left
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.store.messages import Lookup, ObjectInfo, object_head, results, seconds_left
 from farpool.cluster.store.pin import Pin, Pins, pin_all
-from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_memory
+from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_one
 from farpool.cluster.store.repair import Repaired, repair
 from farpool.cluster.store.rotation import Rotation, rotate
 from farpool.cluster.store.upkeep import Upkeep
@@ -32,14 +33,13 @@ from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import SPIN_SECONDS, Channel, Transport
 from farpool.cluster.wire.content import content_key
-from farpool.cluster.wire.frames import HEAD, KEPT, STATED, TOUCH, Op, Status
+from farpool.cluster.wire.frames import HEAD, KEPT, STATED, TOUCH, Op
 from farpool.cluster.wire.settings import checked_timeout, checked_transport
-from farpool.errors import ConfigError, FarpoolWarning, NodeError, StoreClosedError
+from farpool.errors import ConfigError, NodeError, StoreClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from farpool._native import Reply
     from farpool.cluster.names import NameInfo, NameWatch, OpenedName
     from farpool.cluster.registry import Registry
     from farpool.cluster.store.member import Member
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["NodeStatus", "Store"]
 
 Key = str | bytes
-
-_GET, _DONE = Op.GET, Status.DONE  # because each read would look up the members of the enums again
-_COPIES_OFFSET = 8
-"""Offset of the number of copies in an object's head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,10 @@ class Store(Closing):
         Addresses like ``tcp://10.0.0.7:7471``, or one `Membership`, such as `farpool.StaticMembers`, whose members may
         join, leave and move while the store is open. Every program names the same nodes, in any order.
     replicas : int
-        Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them.
+        Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them. It is
+        the short form of ``redundancy=Copies(replicas)``.
+    redundancy : Redundancy, optional
+        How objects survive the loss of nodes; leave out `replicas` then. Each part has to be the whole value.
     key : AccessKey or str or None
         The access key, ``NAME:SECRET`` as text; None for the access key of the environment (``FARPOOL_KEY``), if any.
     timeout : float
@@ -131,6 +130,7 @@ class Store(Closing):
         self,
         *nodes: str | Membership,
         replicas: int = 1,
+        redundancy: Redundancy | None = None,
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
         transport: Transport = "auto",
@@ -146,26 +146,26 @@ class Store(Closing):
         def connect(address: str) -> Channel:
             return Channel(parse_address(address), key=access, transport=transport, spin=spin)
 
-        self._start(membership, connect, replicas, timeout, registry)
+        self._start(membership, connect, redundancy_of(redundancy, replicas), timeout, registry)
 
     def _start(
         self,
         membership: Membership,
         connect: Callable[[str], Channel],
-        replicas: int,
+        redundancy: Redundancy,
         timeout: float,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
+        parts = redundancy.parts
         # Other lists may grow until there are enough members.
-        most = len(membership.members()) if isinstance(membership, StaticMembers) else math.inf
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= most:
-            expected = "at least 1" if most == math.inf else f"1 to {most}, the number of nodes"
-            raise ConfigError(f"replicas is {replicas!r}, expected {expected}", setting="replicas")
-        self._cluster: Cluster | None = Cluster(membership, connect, replicas, checked_timeout(timeout))
-        self.replicas = replicas
-        self._upkeep = Upkeep(self._cluster) if replicas > 1 else None
+        if isinstance(membership, StaticMembers) and parts > (most := len(membership.members())):
+            raise ConfigError(f"replicas is {parts}, expected 1 to {most}, the number of nodes", setting="replicas")
+        self._cluster: Cluster | None = Cluster(membership, connect, redundancy, checked_timeout(timeout))
+        self.replicas = parts
+        self._upkeep = Upkeep(self._cluster) if parts > 1 else None
+        if self._upkeep is not None:
+            self._cluster.on_read = self._upkeep.note
         self._why = "was closed"
-        self._warned = False
         self._registry = registry
         self._names: Names | None = None
         self._naming = threading.Lock()
@@ -208,7 +208,7 @@ class Store(Closing):
         """
         cluster = self._cluster or self._open()
         item = (as_key(key), as_payload(value))
-        head = cluster.head if ttl is None else object_head(ttl_of(ttl), cluster.copies)
+        head = cluster.head if ttl is None else object_head(ttl_of(ttl), cluster.redundancy.parts)
         (outcome,) = put(cluster, [item], head, time.monotonic() + cluster.timeout, check=check)
         if isinstance(outcome, Exception):
             raise outcome
@@ -249,7 +249,7 @@ class Store(Closing):
         ReplicationError
             With `replicas`: so many nodes cannot be reached that they may be all that have it.
         """
-        return self._read_one(as_key(key), None)
+        return read_one(self._cluster or self._open(), as_key(key), None)
 
     def get_into(self, key: Key, buffer: Value) -> int | None:
         """Read a value into a buffer.
@@ -267,71 +267,11 @@ class Store(Closing):
         ChecksumError, NodeError, NodeTimeoutError, ReplicationError
             As raised by `get`.
         """
-        return self._read_one(as_key(key), as_target(buffer))
+        return read_one(self._cluster or self._open(), as_key(key), as_target(buffer))
 
     def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
         """Read a value into buffers, one after the other, that together are at least as large; see `get_into`."""
         return self.get_into(key, tuple(buffers))
-
-    @overload
-    def _read_one(self, key: bytes, into: None) -> bytes | None: ...
-    @overload
-    def _read_one(self, key: bytes, into: Payload) -> int | None: ...
-    def _read_one(self, key: bytes, into: Payload | None) -> bytes | int | None:
-        """Read one value: return its bytes, or its size if they are in the target; None if there is no value."""
-        cluster = self._cluster or self._open()
-        deadline = time.monotonic() + cluster.timeout
-        view = cluster.snapshot
-        if not view.is_settled:
-            view = cluster.view(deadline)
-        member = view.first(key)
-        found = read_memory(member.channel, key, into, deadline)
-        if found is not None:
-            if self._upkeep is not None:
-                self._upkeep.note(key, member)
-            return found
-        ask = Ask(member, _GET, key, 0, None, into)
-        first = cluster.ask((ask,), share_of(deadline, last=len(view.members) == 1))
-        if not isinstance(first[0], Exception) and first[0].status == _DONE:
-            return self._taken(cluster, key, member, first[0], into)
-        (answer,) = fetch(cluster, [key], [into], deadline, first=(ask, first[0]))
-        if answer is None:
-            return None
-        if isinstance(answer, Exception):
-            raise answer
-        return self._taken(cluster, key, *answer, into)
-
-    def _taken(self, cluster: Cluster, key: bytes, member: Member, reply: Reply, into: Payload | None) -> bytes | int:
-        if self._upkeep is not None:
-            self._upkeep.note(key, member)
-        if not self._warned and reply.meta[_COPIES_OFFSET] != cluster.copies:
-            self._warned = True
-            warnings.warn(
-                f"{key!r} was put with replicas={reply.meta[_COPIES_OFFSET]}, this store has "
-                f"replicas={cluster.copies}: it looks for and mends that many copies",
-                FarpoolWarning,
-                stacklevel=4,
-            )
-        return reply.payload or b"" if into is None else reply.nbytes
-
-    def _read(self, keys: list[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
-        """Read many values: for each key its bytes, or its size if they are in its target; None if it has no value."""
-        cluster = self._open()
-        deadline = cluster.deadline()
-        found, readers = read_many(cluster, keys, targets, deadline)
-        values = results(found, keys)
-        if self._upkeep is not None:
-            for member, numbers in readers.items():
-                for number in numbers:
-                    self._upkeep.note(keys[number], member)
-        left = [number for number, value in enumerate(values) if value is None]
-        if left:
-            rest = [keys[n] for n in left]
-            answers = fetch(cluster, rest, [targets[n] for n in left], deadline)
-            for number, answer in zip(left, results(answers, rest, len(keys) - len(left)), strict=True):
-                if answer is not None:
-                    values[number] = self._taken(cluster, keys[number], *answer, targets[number])
-        return values
 
     def exists(self, key: Key) -> bool:
         """Return True if a key has a value."""
@@ -351,7 +291,7 @@ class Store(Closing):
     def stat(self, key: Key) -> ObjectInfo | None:
         """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
         cluster, data = self._open(), as_key(key)
-        (found,) = results(fetch(cluster, [data], [None], cluster.deadline(), Op.STAT), [data])
+        (found,) = results(fetch(cluster, [data], cluster.deadline(), Op.STAT), [data])
         if found is None:
             return None
         meta = found[1].meta
@@ -481,22 +421,26 @@ class Store(Closing):
         cluster = self._open()
         pairs = items.items() if isinstance(items, Mapping) else items
         checked = [(as_key(key), as_payload(value)) for key, value in pairs]
-        head = object_head(ttl_of(ttl), cluster.copies)
+        head = object_head(ttl_of(ttl), cluster.redundancy.parts)
         return results(put(cluster, checked, head, cluster.deadline(), check=check), [key for key, _ in checked])
 
     def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Get many values at the same time; see `get`."""
-        checked = as_keys(keys)
-        return cast("list[bytes | None]", self._read(checked, [None] * len(checked)))
+        cluster, checked = self._open(), as_keys(keys)
+        values = read_many(cluster, checked, [None] * len(checked), cluster.deadline())
+        return cast("list[bytes | None]", results(values, checked))
 
     def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
         """Read many values into buffers at the same time; see `get_into`."""
+        cluster = self._open()
         checked = [(as_key(key), as_target(buffer)) for key, buffer in pairs]
-        return cast("list[int | None]", self._read([key for key, _ in checked], [into for _, into in checked]))
+        keys = [key for key, _ in checked]
+        sizes = read_many(cluster, keys, [into for _, into in checked], cluster.deadline())
+        return cast("list[int | None]", results(sizes, keys))
 
     def best_effort(self) -> BestEffort:
         """Return the calls of this store that suit caches: one short attempt, with errors in the places of results."""
-        return BestEffort(self._open, self._upkeep)
+        return BestEffort(self._open)
 
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
         """Iterate over the objects whose keys begin with `prefix`, in no particular order.

@@ -13,10 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
-from farpool.cluster.store.messages import Ask
-from farpool.cluster.store.reading import probe
+from farpool.cluster.store.driver import probe
+from farpool.cluster.store.messages import Ask, decoded
 from farpool.cluster.wire.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
-from farpool.cluster.wire.refusals import refusal
 from farpool.errors import FarpoolError
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Upkeep:
         view = cluster.view(deadline)
         wanted: dict[Member, list[bytes]] = defaultdict(list)
         for key, holder in hits.items():
-            for member in view.places(key)[: cluster.copies]:
+            for member in cluster.redundancy.place(key, view.places(key)):
                 if member.identity != holder.identity:
                     wanted[member].append(key)
         lacking: dict[bytes, list[Member]] = defaultdict(list)
@@ -149,17 +148,21 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Seque
     """
     reasons: list[str] = []
     for holder in holders:
-        (source,) = cluster.ask([Ask(holder, Op.GET, key)], deadline)
+        get = Ask(holder, Op.GET, key)
+        (source,) = cluster.ask([get], deadline)
         if not isinstance(source, Exception) and source.status == Status.DONE:
             break
         if isinstance(source, Exception) or source.status != Status.MISSING:
-            reasons.append(_reason(source, holder.name, Op.GET))
+            reasons.append(_reason(get, source))
     else:
         return Mended(0, tuple(reasons), gone=not reasons)
     ttl, *head, flags = HEAD.unpack(source.meta)
     is_kept = bool(flags & KEPT)
     meta = HEAD.pack(_unkept_ms(deadline) if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
-    answers = cluster.ask([Ask(member, Op.PUT, meta, 0, source.payload or b"") for member in members], deadline)
+    # Each part is the value itself, because a store has no other redundancies.
+    value = cluster.redundancy.decode({0: memoryview(source.payload or b"")})
+    puts = [Ask(member, Op.PUT, meta, 0, value) for member in members]
+    answers = cluster.ask(puts, deadline)
     refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
     let_go = False
     if is_kept:
@@ -168,11 +171,11 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Seque
         for place, answer in zip(taken, kept, strict=True):
             answers[place] = answer
     copies = 0
-    for member, answer in zip(members, answers, strict=True):
+    for put, answer in zip(puts, answers, strict=True):
         if _has_taken(answer):
             copies += 1
         else:
-            reasons.append(_reason(answer, member.name, Op.PUT))
+            reasons.append(_reason(put, answer))
     return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
 
 
@@ -219,12 +222,13 @@ def _is_missing(cluster: Cluster, holder: Member, key: bytes, deadline: float) -
     return not isinstance(answer, Exception) and answer.status == Status.MISSING
 
 
-def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
+def _reason(ask: Ask, answer: Reply | Exception) -> str:
     """Return why a node has not returned, taken or kept an object."""
-    if isinstance(answer, Exception):
-        return str(answer)
-    if answer.status == Status.UNKNOWN:
-        return f"{node}: it does not keep its copy, because another program has released the object"
-    if answer.status == Status.MISSING:
-        return f"{node}: it takes no copy, because the key was dropped there lately or the node is in a later epoch"
-    return str(refusal(answer.status, answer.meta.decode(errors="replace"), node, op))
+    if not isinstance(answer, Exception) and answer.status == Status.UNKNOWN:
+        return f"{ask.member.name}: it does not keep its copy, because another program has released the object"
+    if not isinstance(answer, Exception) and answer.status == Status.MISSING:
+        return (
+            f"{ask.member.name}: it takes no copy, because the key was dropped there lately or the node is in a later "
+            "epoch"
+        )
+    return str(decoded(ask, answer, ()))

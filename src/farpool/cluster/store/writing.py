@@ -1,26 +1,22 @@
-"""Put, touch and drop objects, with as many copies as the store has (docs/store.md)."""
+"""Put, touch and drop objects, with the redundancy of the store (docs/store.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from farpool._native import crc32c
 from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.abc.redundancy import Redundancy
 from farpool.cluster.store.arguments import nbytes_of, parts_of
-from farpool.cluster.store.cluster import is_away, share_of
-from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.driver import run
+from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import Pause, Plan, Send, is_away, may_recover, share_of
 from farpool.cluster.store.snapshot import is_draining
 from farpool.cluster.wire.frames import PRESENT, Op, Status
-from farpool.cluster.wire.refusals import refusal
-from farpool.errors import (
-    AccessDeniedError,
-    KeyConflictError,
-    NodeError,
-    ObjectTooLargeError,
-    ReplicationError,
-)
+from farpool.errors import AccessDeniedError, KeyConflictError, NodeError, ObjectTooLargeError, ReplicationError
 
 if TYPE_CHECKING:
     from farpool._native import Reply
@@ -28,62 +24,73 @@ if TYPE_CHECKING:
     from farpool.cluster.store.member import Member
     from farpool.cluster.store.snapshot import Snapshot
 
-__all__ = ["everywhere", "put"]
+__all__ = ["everywhere", "put", "targets"]
 
 
 @dataclass(slots=True)
 class _Put:
-    """State of a put under way: the nodes that may take it, and the answers so far."""
+    """State of a put under way: the members that may take a part, and the answers so far."""
 
     key: bytes
     payload: Payload
+    redundancy: Redundancy
     view: Snapshot
-    waiting: list[Member]
-    confirmed: int = 0
+    waiting: list[Member] = field(default_factory=list)
+    confirmed: set[int] = field(default_factory=set)
     present: list[Reply] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
     away: dict[Member, Exception] = field(default_factory=dict)
     answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
 
-    def next_nodes(self, copies: int) -> list[Member]:
-        """Take as many waiting nodes as confirmations are missing."""
-        lacking = copies - self.confirmed
-        nodes, self.waiting = self.waiting[:lacking], self.waiting[lacking:]
-        return nodes
+    def begin(self) -> int:
+        """Take the members that no part was placed on; return the number of the others, which were asked first."""
+        order = targets(self.key, self.view, self.redundancy)
+        placed = min(self.redundancy.parts, len(order))
+        self.waiting = order[placed:]
+        return placed
 
-    def is_waiting(self, copies: int) -> bool:
-        """Return True if enough nodes are away, or had not been met when it began, to confirm it after all."""
-        return 0 < copies - self.confirmed <= len(self.away) + len(self.view.strangers)
+    def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
+        """Offer each part that is not confirmed to one waiting member; return the numbers of the parts, too."""
+        lacking = self.redundancy.missing(self.confirmed) if self.waiting else ()
+        members, self.waiting = self.waiting[: len(lacking)], self.waiting[len(lacking) :]
+        parts = self.redundancy.encode(self.payload) if members else ()
+        asks = zip(lacking, members, strict=False)  # there may be too few members
+        return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
 
-    def retry(self, view: Snapshot, copies: int) -> list[Member]:
-        """Take nodes to ask in another attempt: those that have not answered."""
-        if not self.is_waiting(copies):
-            return []
-        self.view = view
-        self.waiting = [one for one in view.places(self.key) if one.identity not in self.answered]
-        self.away.clear()
-        return self.next_nodes(copies)
+    def is_waiting(self) -> bool:
+        """Return True if members that are away, or had not been met when it began, may confirm it after all."""
+        confirmed = len(self.confirmed)
+        return not self.redundancy.enough(confirmed) and self.redundancy.enough(
+            confirmed + len(self.away) + len(self.view.strangers)
+        )
 
-    def note(self, member: Member, answer: Reply | Exception) -> None:
-        """Record a node's answer."""
-        if isinstance(answer, Exception) and is_away(answer):
-            self.away[member] = answer
-            return
-        self.answered.add(member.identity)
+    def retry(self, view: Snapshot) -> None:
+        """Begin another attempt: with the present members, except those that have answered."""
+        if self.is_waiting():
+            self.view = view
+            self.waiting = [
+                one for one in targets(self.key, view, self.redundancy) if one.identity not in self.answered
+            ]
+            self.away.clear()
+
+    def note(self, part: int, ask: Ask, given: Reply | Exception) -> None:
+        """Record a member's answer."""
+        answer = decoded(ask, given, (Status.DONE, Status.PRESENT))
         if isinstance(answer, Exception):
+            if is_away(answer):
+                self.away[ask.member] = answer
+                return
             self.refused.append(answer)
-        elif answer.status in (Status.DONE, Status.PRESENT):
-            self.confirmed += 1
+        else:
+            self.confirmed.add(part)
             if answer.status == Status.PRESENT:
                 self.present.append(answer)
-        else:
-            said = answer.meta.decode(errors="replace")
-            self.refused.append(refusal(answer.status, said, member.name, Op.PUT, nbytes_of(self.payload)))
+        self.answered.add(ask.member.identity)
 
-    def outcome(self, cluster: Cluster, *, check: bool) -> PutOutcome | Exception:
+    def outcome(self, *, check: bool) -> PutOutcome | Exception:
         """Return the outcome of the put, or the error with which it failed."""
-        if self.confirmed < cluster.copies:
-            return self._too_few(cluster)
+        if not self.redundancy.enough(len(self.confirmed)):
+            return self._too_few()
         if check and self.present:
             crc = 0
             for part in parts_of(self.payload):
@@ -98,21 +105,30 @@ class _Put:
                     )
         return PutOutcome.PRESENT if self.present else PutOutcome.STORED
 
-    def _too_few(self, cluster: Cluster) -> Exception:
-        copies = cluster.copies
+    def _too_few(self) -> Exception:
+        parts = self.redundancy.parts
         errors = list(self.refused)
-        if self.is_waiting(copies) or not errors:
-            errors += [*self.away.values(), *cluster.unmet(self.view.strangers)]
+        if self.is_waiting() or not errors:
+            errors += [*self.away.values(), *[member.absence() for member in self.view.strangers]]
         if not errors:
             takers = sum(not is_draining(member) for member in self.view.met)
-            errors = [NodeError(f"{takers} of the store's members take objects, expected {copies}")]
+            errors = [NodeError(f"{takers} of the store's members take objects, expected {parts}")]
         same = type(errors[0])
-        if copies == 1 or (
+        if parts == 1 or (
             issubclass(same, AccessDeniedError | ObjectTooLargeError) and all(type(error) is same for error in errors)
         ):
             return errors[0]
         reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
-        return ReplicationError(f"{self.key!r}: {self.confirmed} of {copies} nodes confirmed the put ({reasons})")
+        return ReplicationError(f"{self.key!r}: {len(self.confirmed)} of {parts} nodes confirmed the put ({reasons})")
+
+
+def targets(key: bytes, view: Snapshot, redundancy: Redundancy) -> list[Member]:
+    """Return the members that take new objects: those that get the parts of a key, then the others by their ranks."""
+    ranked = view.places(key)
+    chosen = redundancy.place(key, ranked)
+    if chosen == ranked[: len(chosen)]:
+        return ranked
+    return [*chosen, *[member for member in ranked if member not in chosen]]
 
 
 def put(
@@ -124,7 +140,7 @@ def put(
     check: bool = False,
     patient: bool = True,
 ) -> list[PutOutcome | Exception]:
-    """Write each object to the first nodes of its order that take it.
+    """Write the parts of each object to the first members of its order that take them.
 
     Parameters
     ----------
@@ -146,42 +162,50 @@ def put(
     list of PutOutcome or Exception
         Outcome of each put.
     """
-    copies = cluster.copies
-    view = cluster.view(deadline)
-    orders: list[list[Member]] = []
+    view, redundancy = cluster.snapshot, cluster.redundancy
+    if not view.is_settled:
+        view = cluster.view(deadline)
+    epoch = cluster.epoch.value
     asks: list[Ask] = []
     for key, payload in items:
-        order = view.places(key)
-        orders.append(order)
         meta = head + key
-        for member in order[:copies]:
-            asks.append(Ask(member, Op.PUT, meta, 0, payload))
-    epoch = cluster.epoch.value
+        for member, part in zip(redundancy.place(key, view.places(key)), redundancy.encode(payload), strict=False):
+            asks.append(Ask(member, Op.PUT, meta, 0, part))
     # All at the same time. Connections to nodes on this host take large payloads through memory.
-    answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == copies))
-    if len(asks) == copies * len(items):  # enough nodes have been met
+    answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == redundancy.parts))
+    if len(asks) == redundancy.parts * len(items):  # enough nodes have been met
         for answer in answers:
             if isinstance(answer, Exception) or answer.status != Status.DONE:
                 break
         else:
-            if cluster.epoch.value == epoch:
+            if cluster.epoch.value == epoch:  # nearly all puts end here, so no plan is made for them
                 return [PutOutcome.STORED] * len(items)
-    puts = [_Put(key, payload, view, order[copies:]) for (key, payload), order in zip(items, orders, strict=True)]
-    asked = [(one, member) for one, order in zip(puts, orders, strict=True) for member in order[:copies]]
+    puts = [_Put(key, payload, redundancy, view) for key, payload in items]
+    run(cluster, _put(puts, head, list(zip(asks, answers, strict=True))), deadline, patient=patient)
+    if cluster.epoch.value != epoch:  # some copies may belong to the earlier epoch, and are gone then
+        return put(cluster, items, head, deadline, check=check, patient=patient)
+    return [one.outcome(check=check) for one in puts]
+
+
+def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
+    """Have the other members take the parts for which the first requests, in the order of the puts, have failed."""
+    pairs = iter(first)
+    for one in puts:
+        for part, (ask, answer) in enumerate(islice(pairs, one.begin())):
+            one.note(part, ask, answer)
     while True:
-        for (one, member), answer in zip(asked, answers, strict=True):
-            one.note(member, answer)
-        asked = [(one, member) for one in puts for member in one.next_nodes(copies)]
+        asked = [(one, *pair) for one in puts for pair in one.next_asks(head)]
         if not asked:
-            if not patient or not any(one.is_waiting(copies) for one in puts) or not cluster.wait(deadline):
-                if cluster.epoch.value != epoch:  # some copies may belong to the earlier epoch, and are gone then
-                    return put(cluster, items, head, deadline, check=check, patient=patient)
-                return [one.outcome(cluster, check=check) for one in puts]
-            view = cluster.view(deadline)
-            asked = [(one, member) for one in puts for member in one.retry(view, copies)]
+            again = (yield Pause()) if any(one.is_waiting() for one in puts) else None
+            if again is None:
+                return
+            for one in puts:
+                one.retry(again)
+            continue
         last = not any(one.waiting for one in puts)
-        asks = [Ask(member, Op.PUT, head + one.key, 0, one.payload) for one, member in asked]
-        answers = cluster.ask(asks, share_of(deadline, last=last))
+        answers: Sequence[Reply | Exception] = yield Send([ask for _, _, ask in asked], last=last)
+        for (one, part, ask), answer in zip(asked, answers, strict=True):
+            one.note(part, ask, answer)
 
 
 def everywhere(
@@ -216,43 +240,56 @@ def everywhere(
     NodeError
         No node could be asked by the deadline, or one refuses it.
     """
+    plan = _everywhere(cluster.reachable(deadline), op, metas, copies, seen)
+    return run(cluster, plan, deadline, everyone=True)
+
+
+def _everywhere(
+    view: Snapshot, op: Op, metas: Sequence[bytes], copies: int, seen: Sequence[Mapping[bytes, int]] | None
+) -> Plan[Touched]:
     done, marks = [0] * len(metas), [dict[bytes, int]() for _ in metas]
     left = list(range(len(metas)))
     complete, refused, away = True, list[int](), set[str]()
     usual = (Status.DONE, Status.MISSING) if seen is None else (Status.DONE, Status.MISSING, Status.UNKNOWN)
     while left:
-        view = cluster.reachable(deadline)
         asked = [[one for one in view.met if seen is None or one.identity in seen[number]] for number in left]
         asks = [
             Ask(member, op, metas[number], seen[number][member.identity] if seen is not None else 0)
             for number, some in zip(left, asked, strict=True)
             for member in some
         ]
-        answers = iter(cluster.ask(asks, share_of(deadline, last=len(view.met) == 1)))
+        answers: Sequence[Reply | Exception] = yield Send(asks, last=len(view.met) == 1)
+        pairs = iter(zip(asks, answers, strict=True))
         unknown, failures = [], []
         for number, some in zip(left, asked, strict=True):
-            answered = [(member, next(answers)) for member in some]
-            replies = [(member, answer) for member, answer in answered if not isinstance(answer, Exception)]
-            marks[number] = {one.identity: reply.serial for one, reply in replies if reply.status == Status.DONE}
+            answered = list(islice(pairs, len(some)))
+            replies = [(ask, answer) for ask, answer in answered if not isinstance(answer, Exception)]
+            marks[number] = {ask.member.identity: reply.serial for ask, reply in replies if reply.status == Status.DONE}
             done[number] = len(marks[number])
             if seen is not None and any(reply.status == Status.UNKNOWN for _, reply in replies):
                 refused.append(number)
             if done[number] < copies:
-                for member, reply in replies:
-                    if reply.status not in usual:
-                        raise refusal(reply.status, reply.meta.decode(errors="replace"), member.name, op)
+                for ask, reply in replies:
+                    if isinstance(answer := decoded(ask, reply, usual), Exception):
+                        raise answer
             if replies or not some:
-                silent = _names(view, view.by_identity if seen is None else seen[number], [one for one, _ in replies])
+                members = [ask.member for ask, _ in replies]
+                silent = _names(view, view.by_identity if seen is None else seen[number], members)
                 if seen is None:
                     silent |= {member.name for member in view.strangers}
                 complete = complete and not silent
                 away |= silent
-                away.update(one.name for one, reply in replies if reply.status == Status.DONE and not reply.serial)
+                away.update(
+                    ask.member.name for ask, reply in replies if reply.status == Status.DONE and not reply.serial
+                )
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
-        if (left := unknown) and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
-            raise failures[0]
+        if left := unknown:
+            again = (yield Pause()) if may_recover(failures) else None
+            if again is None:
+                raise failures[0]
+            view = again
     return Touched(done, complete, marks, refused, frozenset(away))
 
 

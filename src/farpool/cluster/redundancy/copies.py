@@ -1,0 +1,76 @@
+"""Redundancy by equal copies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from farpool.abc.objects import Payload
+from farpool.abc.redundancy import MemberT, Redundancy
+from farpool.errors import ConfigError
+
+__all__ = ["Copies", "redundancy_of"]
+
+_COPIES_MAX = 255
+"""Most copies that the wire format can express."""
+
+
+class Copies(Redundancy):
+    """Equal copies on several members: an object survives the loss of all but one of them.
+
+    Parameters
+    ----------
+    parts : int
+        Number of copies, each of which has to be confirmed by its member, 1 to 255.
+
+    Raises
+    ------
+    ConfigError
+        The number is none of these.
+    """
+
+    needed = 1
+
+    def __init__(self, parts: int) -> None:
+        if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= _COPIES_MAX:
+            raise ConfigError(f"replicas is {parts!r}, expected 1 to {_COPIES_MAX}", setting="replicas")
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"Copies({self.parts})"
+
+    def place(self, key: bytes, members: Sequence[MemberT]) -> Sequence[MemberT]:
+        return members[: self.parts]
+
+    def enough(self, acknowledged: int) -> bool:
+        return acknowledged >= self.parts
+
+    def encode(self, value: Payload) -> Sequence[Payload]:
+        return [value] * self.parts
+
+    def decode(self, parts: Mapping[int, Payload]) -> Payload:
+        return next(iter(parts.values()))
+
+    def missing(self, held: Collection[int]) -> Sequence[int]:
+        return [number for number in range(self.parts) if number not in held]
+
+
+def redundancy_of(redundancy: Redundancy | None, replicas: int) -> Redundancy:
+    """Return the redundancy that a store's settings name: `replicas` is the short form of that many copies.
+
+    Raises
+    ------
+    ConfigError
+        Both are given, or a reader would need more than one part: a store reads whole values.
+    """
+    if redundancy is None:
+        return Copies(replicas)
+    if not isinstance(redundancy, Redundancy) or redundancy.needed > 1:
+        raise ConfigError(
+            f"redundancy is {redundancy!r}, expected one whose parts are whole values, such as Copies(2)",
+            setting="redundancy",
+        )
+    if replicas != 1:
+        raise ConfigError(
+            f"replicas is {replicas!r} and redundancy is {redundancy!r}, expected one of them", setting="replicas"
+        )
+    return redundancy

@@ -1,0 +1,102 @@
+"""Carries out plans: sends the requests of a call, probes members, and waits for members that are away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from farpool._native import looked_up, lookup_requests
+from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import Plan, Probe, Probed, ResultT, Send, share_of
+from farpool.cluster.wire.frames import Op
+from farpool.errors import NodeError
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.cluster import Cluster
+    from farpool.cluster.store.member import Member
+
+__all__ = ["probe", "run"]
+
+
+def run(
+    cluster: Cluster, plan: Plan[ResultT], deadline: float, *, patient: bool = True, everyone: bool = False
+) -> ResultT:
+    """Carry out a plan.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The members.
+    plan : Plan
+        The steps.
+    deadline : float
+        By the monotonic clock.
+    patient : bool
+        Wait when the plan pauses; False to make one attempt.
+    everyone : bool
+        After a pause, try again to meet members that have not been met; False to leave these to the background.
+    """
+    try:
+        step = next(plan)
+        while True:
+            if isinstance(step, Send):
+                step = plan.send(cluster.ask(step.asks, share_of(deadline, last=step.last)))
+            elif isinstance(step, Probe):
+                step = plan.send(probe(cluster, step.wanted, deadline))
+            elif patient and cluster.wait(deadline, step.seconds):
+                step = plan.send(cluster.reachable(deadline) if everyone else cluster.view(deadline))
+            else:
+                step = plan.send(None)
+    except StopIteration as end:
+        result: ResultT = end.value
+        return result
+
+
+def probe(
+    cluster: Cluster, wanted: Mapping[Member, list[bytes]], deadline: float, *, use: bool = False
+) -> dict[Member, Probed | Exception]:
+    """Ask each node which of its keys it has.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    wanted : mapping of Member to list of bytes
+        The keys for each node.
+    deadline : float
+        By the monotonic clock.
+    use : bool
+        Count the probe as a use of the objects, so that they stay longer.
+
+    Returns
+    -------
+    dict of Member to Probed or Exception
+        Answer of each node, or the error for which there is none.
+    """
+    found: dict[Member, Probed | Exception] = {}
+    asks: list[Ask] = []
+    asked: list[tuple[Probed, list[int]]] = []
+    for member, keys in wanted.items():
+        reader = member.channel.reader
+        probed = Probed([None] * len(keys), list(range(len(keys))))
+        if reader is not None:
+            probed = Probed(*reader.lookup(keys, visit=use))
+        found[member] = probed
+        if probed.missing:
+            for meta, places in lookup_requests(keys, probed.missing, use):
+                asks.append(Ask(member, Op.LOOKUP, meta))
+                asked.append((probed, places))
+            probed.missing = []
+    if not asks:
+        return found
+    answers = cluster.ask(asks, share_of(deadline, last=len(wanted) == 1))
+    for ask, (probed, places), given in zip(asks, asked, answers, strict=True):
+        answer = decoded(ask, given)
+        if isinstance(answer, Exception):
+            found[ask.member] = answer
+            continue
+        try:
+            probed.missing += looked_up(answer.meta, places, probed.sizes, ask.member.name)
+        except NodeError as error:
+            found[ask.member] = error
+    return found

@@ -1,0 +1,113 @@
+"""Plans: the requests of one call, and what the call does with the answers.
+
+A plan is a generator. It yields its next step and receives the outcome; it neither sends anything nor reads a clock, so
+tests drive it with made-up answers. `farpool.cluster.store.driver.run` carries the steps out:
+
+=========  ============================================  =============================================
+step       the driver                                    and the plan receives
+=========  ============================================  =============================================
+`Send`     sends requests, all at the same time          for each its reply, or an error
+`Probe`    asks members which of some keys they have     the answer of each member, or an error
+`Pause`    waits, and looks at the members again         the members; None if the call has to end now
+=========  ============================================  =============================================
+
+A plan that returns is done, and the call returns its result.
+
+So the rules about time are in one place: how much of it a member gets (`share_of`), and when a call tries again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from farpool.cluster.store.messages import Ask
+from farpool.errors import AccessDeniedError, NodeError
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.member import Member
+
+__all__ = ["RETRY_PAUSE_S", "Pause", "Plan", "Probe", "Probed", "Send", "Step", "is_away", "may_recover", "share_of"]
+
+RETRY_PAUSE_S = 0.02
+"""Pause between two attempts of a call. A node that has failed is asked again when it has answered a probe."""
+
+
+class Send(msgspec.Struct, gc=False):
+    """Send requests.
+
+    Attributes
+    ----------
+    asks : sequence of Ask
+        The requests.
+    last : bool
+        No other member is asked afterwards, so these may take all of the time that is left.
+    """
+
+    asks: Sequence[Ask]
+    last: bool = False
+
+
+class Probe(msgspec.Struct, gc=False):
+    """Ask members which keys they have.
+
+    Attributes
+    ----------
+    wanted : mapping of Member to list of bytes
+        The keys for each member.
+    """
+
+    wanted: Mapping[Member, list[bytes]]
+
+
+class Pause(msgspec.Struct, gc=False):
+    """Wait before members that have failed, or are busy, are asked again.
+
+    Attributes
+    ----------
+    seconds : float
+        How long.
+    """
+
+    seconds: float = RETRY_PAUSE_S
+
+
+@dataclass(slots=True)
+class Probed:
+    """Answer of a member to a probe.
+
+    Attributes
+    ----------
+    sizes : list of int or None
+        Size of each key's value in bytes; None if the member has none.
+    missing : list of int
+        Positions of the keys without a value.
+    """
+
+    sizes: list[int | None]
+    missing: list[int]
+
+
+Step = Send | Probe | Pause
+ResultT = TypeVar("ResultT")
+Plan = Generator[Step, Any, ResultT]
+
+
+def share_of(deadline: float, *, last: bool) -> float:
+    """Return the deadline for one node: half of the time left is kept for others unless it is the last to be asked."""
+    now = time.monotonic()
+    return deadline if last else now + max(0.0, deadline - now) / 2
+
+
+def is_away(failure: Exception) -> bool:
+    """Return True if a node could not be asked but may be later: it did not refuse this program nor send bad bytes."""
+    return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
+
+
+def may_recover(failures: Iterable[Exception]) -> bool:
+    """Return True if another attempt may succeed where this one failed: no node refused it or sent bad bytes."""
+    return all(map(is_away, failures))

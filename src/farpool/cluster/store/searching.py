@@ -1,0 +1,228 @@
+"""Plans that find objects: ask the first rank of a key, then the other members, until one has it (docs/store.md)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from farpool.abc.objects import Payload
+from farpool.abc.redundancy import Redundancy
+from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import Pause, Plan, Probe, Probed, Send, is_away, may_recover
+from farpool.cluster.wire.frames import Op, Status
+from farpool.errors import ReplicationError
+
+if TYPE_CHECKING:
+    from farpool._native import Reply
+    from farpool.cluster.store.member import Member
+    from farpool.cluster.store.snapshot import Snapshot
+
+__all__ = ["Found", "find", "measure"]
+
+Found = tuple["Member", "Reply"] | Exception | None
+"""The member that returned an object and its reply, None if there is no object, or why that is not known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """Search for one key: the members that may have it, and the answers of the others."""
+
+    number: int
+    key: bytes
+    view: Snapshot
+    sources: list[Member] = field(default_factory=list)
+    missing: set[Member] = field(default_factory=set)
+    failures: dict[Member, Exception] = field(default_factory=dict)
+    size: int | None = None
+
+    def retry(self, view: Snapshot) -> None:
+        """Begin another attempt with the present members; members that were away count as not asked."""
+        self.view = view
+        self.failures = {member: failure for member, failure in self.failures.items() if not is_away(failure)}
+
+    def note(self, ask: Ask, given: Reply | Exception) -> None:
+        """Record why a member did not return the object."""
+        answer = decoded(ask, given, (Status.MISSING,))
+        if isinstance(answer, Exception):
+            self.failures[ask.member] = answer
+        else:
+            self.missing.add(ask.member)
+
+    def unasked(self) -> list[Member]:
+        """Return the members that have neither failed nor answered that they lack the object, in their order."""
+        order = self.view.order(self.key)
+        return [member for member in order if member not in self.missing and member not in self.failures]
+
+    def absent(self, redundancy: Redundancy) -> bool:
+        """Return True if no member has the object: too few are away, or were never met, to have confirmed it."""
+        return may_recover(self.failures.values()) and not redundancy.enough(
+            len(self.failures) + len(self.view.strangers)
+        )
+
+    def failure(self, redundancy: Redundancy) -> Exception:
+        """Return the error that says why the object cannot be found or read."""
+        for failure in self.failures.values():
+            if not is_away(failure):
+                return failure
+        errors = [*self.failures.values(), *[member.absence() for member in self.view.strangers]]
+        if redundancy.parts == 1:
+            return errors[0]
+        reasons = "; ".join(dict.fromkeys(map(str, errors)))
+        return ReplicationError(
+            f"{self.key!r}: nodes cannot be asked, and they may be all that have a copy of it ({reasons})"
+        )
+
+
+def find(
+    view: Snapshot,
+    redundancy: Redundancy,
+    keys: Sequence[bytes],
+    targets: Sequence[Payload | None],
+    op: Op = Op.GET,
+    meta: bytes = b"",
+    first: tuple[Ask, Reply | Exception] | None = None,
+) -> Plan[list[Found]]:
+    """Ask for objects: first the member of highest rank for each key, then the members that answer that they have it.
+
+    Parameters
+    ----------
+    view : Snapshot
+        The present members.
+    redundancy : Redundancy
+        The redundancy of the objects.
+    keys : sequence of bytes
+        The keys.
+    targets : sequence of memoryview, tuple of them, or None
+        Buffers for the payloads.
+    op : Op
+        ``GET``, or another operation on one object (``STAT``, ``PIN``).
+    meta : bytes
+        Bytes that precede the key in the request.
+    first : tuple of Ask and Reply or Exception, optional
+        Request that was sent already to the first rank of the only key, and its answer.
+    """
+    outcomes: list[Found] = [None] * len(keys)
+    answers: Sequence[Reply | Exception]
+    if first is not None:
+        asks, answers = [first[0]], [first[1]]
+    else:
+        asks = [Ask(view.first(key), op, meta + key, 0, None, into) for key, into in zip(keys, targets, strict=True)]
+        answers = yield Send(asks, last=len(view.members) == 1)
+    searches: list[_Search] = []
+    for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        if not isinstance(answer, Exception) and answer.status == Status.DONE:
+            outcomes[number] = ask.member, answer
+        else:
+            search = _Search(number, keys[number], view)
+            search.note(ask, answer)
+            searches.append(search)
+    while searches:
+        yield from _find_sources(searches)
+        while asked := [search for search in searches if search.sources]:
+            asks = [Ask(one.sources.pop(0), op, meta + one.key, 0, None, targets[one.number]) for one in asked]
+            answers = yield Send(asks)
+            for search, ask, answer in zip(asked, asks, answers, strict=True):
+                if not isinstance(answer, Exception) and answer.status == Status.DONE:
+                    outcomes[search.number] = ask.member, answer
+                    searches.remove(search)
+                else:
+                    search.note(ask, answer)
+        searches = [search for search in searches if not search.absent(redundancy)]
+        for search in searches:
+            outcomes[search.number] = search.failure(redundancy)
+        searches = [search for search in searches if may_recover(search.failures.values())]
+        if not searches or (again := (yield Pause())) is None:
+            break
+        for search in searches:
+            outcomes[search.number] = None
+            search.retry(again)
+    return outcomes
+
+
+def _find_sources(searches: Sequence[_Search]) -> Plan[None]:
+    """Ask the other members which of the keys they have, each member once for all keys."""
+    wanted: dict[Member, list[_Search]] = defaultdict(list)
+    for search in searches:
+        for member in search.unasked():
+            wanted[member].append(search)
+    found: dict[Member, Probed | Exception] = yield Probe(
+        {member: [one.key for one in own] for member, own in wanted.items()}
+    )
+    for member, own in wanted.items():
+        answer = found[member]
+        for place, search in enumerate(own):
+            if isinstance(answer, Exception):
+                search.failures[member] = answer
+            elif answer.sizes[place] is None:
+                search.missing.add(member)
+            else:
+                search.sources.append(member)
+                search.size = answer.sizes[place]
+    for search in searches:
+        if len(search.sources) > 1:
+            search.sources.sort(key=search.view.order(search.key).index)
+
+
+def measure(
+    view: Snapshot, redundancy: Redundancy, keys: list[bytes], *, patient: bool
+) -> Plan[Sequence[int | Exception | None]]:
+    """Find out which keys have a value: ask the first rank of each, then the others about the keys that it lacks.
+
+    Parameters
+    ----------
+    view : Snapshot
+        The present members.
+    redundancy : Redundancy
+        The redundancy of the objects.
+    keys : list of bytes
+        The keys.
+    patient : bool
+        Raise an error if it is not known whether a key has a value. False to return the error in the key's place.
+
+    Returns
+    -------
+    sequence of int, None or Exception
+        Size of each key's value in bytes, None if it has none, or the error for which that is not known.
+    """
+    sizes: list[int | Exception | None] = [None] * len(keys)
+    groups = view.by_first(keys)
+    whole = len(groups) == 1  # then one answer is the whole result
+    found: dict[Member, Probed | Exception] = yield Probe(
+        {member: keys if whole else [keys[number] for number in own] for member, own in groups.items()}
+    )
+    searches: list[_Search] = []
+    for member, numbers in groups.items():
+        answer = found[member]
+        if isinstance(answer, Exception):
+            searches += [_Search(number, keys[number], view, failures={member: answer}) for number in numbers]
+            continue
+        if whole:
+            sizes = cast("list[int | Exception | None]", answer.sizes)
+        else:
+            for number, size in zip(numbers, answer.sizes, strict=True):
+                sizes[number] = size
+        if len(view.members) > 1:  # or else no other member can have the object
+            lacking = [numbers[place] for place in answer.missing]
+            searches += [_Search(number, keys[number], view, missing={member}) for number in lacking]
+    while searches:
+        yield from _find_sources(searches)
+        for search in searches:
+            sizes[search.number] = search.size
+        searches = [search for search in searches if not search.sources and not search.absent(redundancy)]
+        errors = [search.failure(redundancy) for search in searches]
+        if not patient:
+            for search, error in zip(searches, errors, strict=True):
+                sizes[search.number] = error
+            break
+        for search, error in zip(searches, errors, strict=True):
+            if not may_recover(search.failures.values()):
+                raise error
+        if not searches:
+            break
+        if (again := (yield Pause())) is None:
+            raise errors[0]
+        for search in searches:
+            search.retry(again)
+    return sizes
