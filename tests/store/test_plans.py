@@ -190,6 +190,15 @@ def test_a_put_that_too_few_members_take_says_why() -> None:
     assert isinstance(alone.put(), NodeFullError)
 
 
+def test_a_put_waits_for_members_that_were_never_met() -> None:
+    view, _ = made(1, strangers=1)
+    cluster = _Cluster(view, 2, lambda ask: reply(), pauses=3)
+    outcome = cluster.put()
+    assert isinstance(outcome, ReplicationError)
+    assert "1 of 2 nodes confirmed the put (tcp://node1:7471 was not met)" in str(outcome)
+    assert (len(cluster.rounds), cluster.pauses) == (1, -1)
+
+
 def test_a_present_copy_of_other_bytes_is_a_conflict_if_the_put_checks() -> None:
     same = PRESENT.pack(VALUE.nbytes, crc32c(VALUE), 0)
     other = PRESENT.pack(VALUE.nbytes, crc32c(VALUE) ^ 1, 0)

@@ -74,6 +74,21 @@ def test_a_redundancy_from_outside_places_writes_and_repairs(local: Nodes) -> No
         assert store.get_many(KEYS) == [key.encode() for key in KEYS]
 
 
+def test_a_copy_that_a_read_restores_goes_where_the_redundancy_places_it(local: Nodes) -> None:
+    nodes = local(6)
+    with store_over(nodes, redundancy=RackCopies(2), members=racks(nodes)) as store:
+        store.put_many((key, key.encode()) for key in KEYS)
+        for node in nodes[3:]:
+            node.replace()  # with nothing
+        store._cluster._membership.set(*racks(nodes).members())  # type: ignore[union-attr,attr-defined]
+
+        def is_restored() -> bool:
+            assert store.get_many(KEYS) == [key.encode() for key in KEYS]
+            return set().union(*[held(node) for node in nodes[3:]]) == {key.encode() for key in KEYS}
+
+        eventually(is_restored)
+
+
 def test_with_plain_copies_some_objects_have_both_in_one_rack(local: Nodes) -> None:
     nodes = local(6)
     with store_over(nodes, redundancy=Copies(2), members=racks(nodes)) as store:

@@ -1,4 +1,4 @@
-"""How objects survive the loss of members: implementations of `farpool.abc.redundancy`."""
+"""Redundancies: ways in which objects survive the loss of members (`farpool.abc.redundancy`)."""
 
 from farpool.cluster.redundancy.copies import Copies, redundancy_of
 

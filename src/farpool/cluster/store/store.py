@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from farpool import forks
 from farpool.abc.membership import Membership
 from farpool.abc.objects import PutOutcome, Touched
 from farpool.abc.redundancy import Redundancy
@@ -170,6 +171,13 @@ class Store(Closing):
         self._names: Names | None = None
         self._naming = threading.Lock()
         _STORES.add(self)
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Disable this copy of the parent's store: its connections are the parent's."""
+        self._cluster = self._names = None
+        self._naming = threading.Lock()
+        self._why = "is the copy that a fork left in this process"
 
     def _open(self) -> Cluster:
         if self._cluster is None:
@@ -652,15 +660,6 @@ def _each_once(copies: Iterable[tuple[Member, ObjectInfo]]) -> Iterator[ObjectIn
 _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """Disable all stores in the child of a fork: connections are the parent's, and no thread will release its locks."""
-    for store in _STORES:
-        store._cluster = None
-        store._names = None
-        store._naming = threading.Lock()
-        store._why = "is the copy that a fork left in this process"
-
-
 def _exiting() -> None:
     """Close stores that were left open, because their threads cannot run in an interpreter that ends."""
     for store in list(_STORES):
@@ -668,4 +667,3 @@ def _exiting() -> None:
 
 
 atexit.register(_exiting)
-os.register_at_fork(after_in_child=_forked)

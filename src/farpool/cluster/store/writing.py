@@ -66,12 +66,10 @@ class _Put:
 
     def retry(self, view: Snapshot) -> None:
         """Begin another attempt: with the present members, except those that have answered."""
-        if self.is_waiting():
-            self.view = view
-            self.waiting = [
-                one for one in targets(self.key, view, self.redundancy) if one.identity not in self.answered
-            ]
-            self.away.clear()
+        self.view = view
+        order = targets(self.key, view, self.redundancy)
+        self.waiting = [member for member in order if member.identity not in self.answered]
+        self.away.clear()
 
     def note(self, part: int, ask: Ask, given: Reply | Exception) -> None:
         """Record a member's answer."""
