@@ -479,7 +479,7 @@ class BlockCache(Closing):
     def demote(
         self, keys: Sequence[bytes], *, request: Requests = "", timeout: float | None = None
     ) -> list[Reason | None]:
-        """Move blocks out of memory into the tier below, so that other blocks have room; they are found as before.
+        """Move blocks out of memory into the tier below, to make room for other blocks. Lookups find them as before.
 
         Parameters
         ----------
@@ -493,7 +493,7 @@ class BlockCache(Closing):
         Returns
         -------
         list of Reason or None
-            For each block None if it is in the lower tier, or on its way there, or else why not.
+            For each block None if it is in the lower tier or on its way there, otherwise the reason why not.
 
         Raises
         ------

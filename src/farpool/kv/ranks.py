@@ -185,7 +185,10 @@ class StoreRanks:
         return answer
 
     def _is_deleted(self, store: Store, number: int) -> bool:
-        """Return True if rank 0 may have deleted the answer of an exchange, so that a refusal may be a later answer."""
+        """Return True if rank 0 may have deleted the answer of an exchange.
+
+        A rank that finds no answer writes a refusal, so the refusal that it finds may have replaced a deleted answer.
+        """
         key = self._key("deleted")
         return store.check([key]) and int(store.get(key)) > number
 

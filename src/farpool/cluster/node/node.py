@@ -64,7 +64,7 @@ class Node:
     spin : float
         Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
-        A file and its bytes: objects that have to leave memory go there instead of being forgotten.
+        A file and its bytes: objects that are evicted from memory are written there instead of being lost.
     fabric : str
         Name of a one-sided fabric over which memory is exposed, too; empty for none.
     shares : mapping of int to int, or None

@@ -63,7 +63,7 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value in bytes, None if there is none, or the error for which that is not known.
+            Size of each value in bytes, None if there is none, or the error if that could not be found out.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
@@ -90,9 +90,9 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value, which is whole and verified in its target; None if there is none; or the error for which
-            it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets without a
-            value are unspecified.
+            Size in bytes of each value, which is whole and verified in its target; None if there is no value; or the
+            error if it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
+            without a value are unspecified.
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:

@@ -134,7 +134,7 @@ class Cluster:
         Returns
         -------
         list of Reply or Exception
-            For each request its reply, or the error for which there is none.
+            For each request its reply, or the error if no reply came.
         """
         began = time.monotonic()
         if len(asks) == 1 and not fresh:  # nearly all calls: the node works, and a connection is ready

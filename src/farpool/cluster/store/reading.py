@@ -109,14 +109,14 @@ def fetch(
     meta : bytes
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        Request that was sent already to the first rank of the only key, and its answer.
+        Request that was already sent to the node of highest rank for the only key, and its answer.
     patient : bool
         Ask nodes that fail again; False to make one attempt.
 
     Returns
     -------
     list of tuple, None or Exception
-        The node and its reply, None if there is no such object, or the error for which that is not known.
+        The node and its reply, None if there is no such object, or the error if that could not be found out.
     """
     outcomes: list[tuple[Member, Reply] | Exception | None] = [None] * len(keys)
     view = cluster.view(deadline)
@@ -148,7 +148,7 @@ def _search(
     meta: bytes,
     patient: bool,
 ) -> None:
-    """Ask the other nodes for objects that the first rank did not return, and enter the outcomes; see `fetch`."""
+    """Ask the other nodes for objects that the first node did not return, and enter the outcomes; see `fetch`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         while asked := [search for search in searches if search.sources]:
@@ -225,7 +225,7 @@ def probe(
     Returns
     -------
     dict of Member to Probed or Exception
-        Answer of each node, or the error for which there is none.
+        Answer of each node, or the error if it gave none.
     """
     found: dict[Member, Probed | Exception] = {}
     asks: list[Ask] = []
@@ -261,7 +261,9 @@ def probe(
 def look_up(
     cluster: Cluster, keys: list[bytes], deadline: float, *, patient: bool = True
 ) -> Sequence[int | Exception | None]:
-    """Find out which keys have a value: ask the first rank of each, then the others about the keys that it lacks.
+    """Find out which keys have a value.
+
+    For each key the node of highest rank is asked first. If it has no value, the other nodes are asked.
 
     Parameters
     ----------
@@ -272,18 +274,18 @@ def look_up(
     deadline : float
         By the monotonic clock.
     patient : bool
-        Ask nodes that fail again, and raise an error if they may be all that have a copy. False to make one attempt,
-        and return errors in the places of their keys.
+        True to ask nodes that fail again, and to raise an error if the nodes that failed may have all copies of a
+        value. False to make one attempt, and to return an error in place of a size.
 
     Returns
     -------
     sequence of int, None or Exception
-        Size of each key's value in bytes, None if it has none, or the error for which that is not known.
+        Size of each key's value in bytes, None if it has no value, or the error if that could not be found out.
 
     Raises
     ------
     NodeError, ReplicationError
-        Nodes cannot be asked that may be all that have a copy.
+        The nodes that cannot be asked may have all copies of a value.
     """
     sizes: list[int | Exception | None] = [None] * len(keys)
     view = cluster.view(deadline)
@@ -324,7 +326,7 @@ def _look_up_others(
     *,
     patient: bool,
 ) -> None:
-    """Ask the other nodes about keys that the first rank lacks, and enter the sizes; see `look_up`."""
+    """Ask the other nodes about keys that the first node lacks, and enter the sizes; see `look_up`."""
     while searches:
         _find_sources(cluster, searches, deadline)
         for search in searches:
@@ -354,7 +356,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may be all that have a copy of some object.
+        The nodes that cannot be asked may have all copies of some object.
     """
     cluster.tell_epoch(deadline())  # because requests for a listing do not contain the epoch
     view = cluster.reachable(deadline())
@@ -371,7 +373,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
 
 
 def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
-    """Raise if so many nodes have failed that they may be all that have a copy of some object."""
+    """Raise if so many nodes have failed that they may have all copies of some object."""
     if len(failures) < cluster.copies:
         return
     if cluster.copies == 1:
@@ -411,7 +413,7 @@ def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: fl
 def read_many(
     cluster: Cluster, keys: list[bytes], targets: Sequence[Payload | None], deadline: float
 ) -> tuple[list[bytes | int | Exception | None], dict[Member, list[int]]]:
-    """Read the values that are in mapped memory of the first rank of their key.
+    """Read values without a request, each from the memory of the node of highest rank for its key.
 
     Parameters
     ----------
@@ -427,8 +429,8 @@ def read_many(
     Returns
     -------
     list of bytes, int, Exception or None
-        Each value, or its size if it was read into its target; the error for which it could not be read; None if the
-        nodes have to be asked.
+        For each key its value, or the value's size if it was read into a target; an error if reading failed; None if
+        the nodes have to be asked.
     dict of Member to list of int
         By node, the positions of the values that were read there.
     """

@@ -247,7 +247,7 @@ class Store(Closing):
         NodeError, NodeTimeoutError
             The node cannot be reached.
         ReplicationError
-            With `replicas`: so many nodes cannot be reached that they may be all that have it.
+            With `replicas`: the nodes that cannot be reached may have all copies of the value.
         """
         return self._read_one(as_key(key), None)
 
@@ -369,16 +369,17 @@ class Store(Closing):
         return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
 
     def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
-        """Let a value live for `ttl` seconds from now, or without a limit; return True if there is one.
+        """Let a value live for `ttl` seconds from now, or without a limit; return True if the key has a value.
 
         Parameters
         ----------
         key : str or bytes
             The key.
         ttl : float or None
-            Seconds from now, or None for no limit; the longer time counts.
+            Seconds from now, or None for no limit. A longer time that the value already has stays.
         keep : bool or None
-            True: it is never evicted. False: it may be evicted again, and `ttl` counts even if it is shorter.
+            True: nodes never evict the value. False: they may evict it again, and `ttl` counts even if it is shorter.
+            None does not change whether they may.
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
@@ -534,7 +535,7 @@ class Store(Closing):
         Raises
         ------
         NodeError, ReplicationError
-            So many nodes cannot be asked that they may be all that have a copy of some object.
+            The nodes that cannot be asked may have all copies of some object.
         """
         return repair(self._open(), bandwidth, progress)
 
@@ -668,10 +669,10 @@ class Store(Closing):
         return statuses
 
     def close(self) -> None:
-        """Close all connections. Idempotent. The nodes end pins that are left after their grace period.
+        """Close all connections and all open names. Idempotent.
 
-        With `replicas`, it first restores missing copies of objects that were read, for as long as a call may take.
-        Names that are open are closed.
+        With `replicas`, it first restores missing copies of objects that this program has read, for `timeout` seconds
+        at most. If pins were not released, the nodes end them after a grace period.
         """
         with self._naming:
             cluster, self._cluster = self._cluster, None

@@ -193,7 +193,7 @@ def everywhere(
     copies: int = 1,
     seen: Sequence[Mapping[bytes, int]] | None = None,
 ) -> Touched:
-    """Send an operation on objects to all nodes.
+    """Send an operation on objects to all nodes, or only to the nodes in `seen`.
 
     Parameters
     ----------
@@ -202,19 +202,19 @@ def everywhere(
     op : Op
         The operation.
     metas : sequence of bytes
-        Arguments and key of each object.
+        For each object the packed arguments of the operation, then the object's key.
     deadline : float
         By the monotonic clock. Until then nodes are asked again about objects for which no node has answered.
     copies : int
-        Number of nodes on which it has to succeed; refusals by others are then ignored.
+        Number of nodes on which the operation has to succeed. If it does, refusals by other nodes are ignored.
     seen : sequence of mapping, optional
-        Marks of each object's copies by the identity of their nodes, from an earlier touch. Only these nodes get a
-        request, and each does the operation only if its copy still has that mark.
+        For each object the mark of each copy, by the identity of its node; an earlier touch returned them
+        (`Touched.marks`). A node does the operation only if its copy still has that mark.
 
     Raises
     ------
     NodeError
-        No node could be asked by the deadline, or one refuses it.
+        No node could be asked by the deadline, or a node refuses the operation.
     """
     done, marks = [0] * len(metas), [dict[bytes, int]() for _ in metas]
     left = list(range(len(metas)))

@@ -403,7 +403,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return not block.shared and block.order is None and block.rows == self._batch
 
     def _own_copy(self, block: _Block, tokens: int, room: int) -> _Block:
-        """Copy the first tokens of a block into a block for `room` tokens, whose rows are the batch's sequences."""
+        """Copy the first `tokens` tokens of a block into a new block with room for `room` tokens.
+
+        The new block has one row for each sequence of the batch, in the order of the batch.
+        """
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes(tokens))
         copied = self._new_block(room)
         with self._pinned(block, Mode.READ) as pieces:

@@ -44,7 +44,7 @@ class CheckedExecutor(Executor):
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def hold(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
-        """Note that an access has been granted these ranges.
+        """Record that an access has been granted these ranges.
 
         Raises
         ------
@@ -61,7 +61,7 @@ class CheckedExecutor(Executor):
         self._held[access] = tuple(spans)
 
     def let_go(self, access: Hashable) -> None:
-        """Note that an access has been released."""
+        """Record that an access has been released."""
         self._held.pop(access, None)
 
     def under_way(self, place: int, nbytes: int) -> list[Transfer]:
@@ -76,7 +76,7 @@ class CheckedExecutor(Executor):
         Raises
         ------
         OrderError
-            A command is out of order; names it and the transfer or access that it would disturb.
+            A command is out of order. The message names it, and the transfer or access that it would disturb.
         """
         added: list[int] = []
         try:

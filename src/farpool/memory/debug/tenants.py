@@ -176,7 +176,7 @@ class Tenants:
         return tenant
 
     def fetched(self, transfer: Transfer) -> Tenant | None:
-        """Note the end of a fetch; return the block whose content is here now, None if it has left."""
+        """Record the end of a fetch; return the block whose content is in the arena now, or None if it is gone."""
         tenant = self._here.get(transfer.block)
         if tenant is None or not all(
             tenant.place <= piece.place < tenant.place + tenant.nbytes for piece in transfer.pieces

@@ -94,7 +94,7 @@ class Driver(Protocol):
         ...
 
     def note_ends(self) -> bool:
-        """Report transfers that have ended to the pager; returns False if there are none."""
+        """Report ended transfers to the pager; return False if there are none."""
         ...
 
     def close(self) -> None:

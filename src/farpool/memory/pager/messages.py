@@ -79,7 +79,7 @@ class TooLargeError(Exception):
 
 
 class NoRoomError(Exception):
-    """Raised when no lower tier has room for a block that has to leave. ``args``: the block and its bytes."""
+    """Raised when a block must be evicted and no lower tier has room for it. ``args``: the block and its bytes."""
 
 
 class TransferFailedError(Exception):

@@ -415,7 +415,7 @@ class BlockPool:
         ) from trouble
 
     def drop(self, dropped: Dropped) -> None:
-        """Note that a storage was collected; may be called at any time, even in the middle of another method."""
+        """Record that a storage was collected; may be called at any time, even in the middle of another method."""
         self._dropped.append(dropped)
         self.driver.attention = True
 

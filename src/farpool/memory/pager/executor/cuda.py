@@ -67,7 +67,7 @@ class CudaArena:
 
     @property
     def limit(self) -> int:
-        """Most bytes that the arena can grow to, which are those it was made with."""
+        """Maximum size of the arena in bytes: the size with which it was made."""
         return self.tensor.numel()
 
     @property
@@ -149,26 +149,26 @@ class CudaHost:
 def _keep_from_children(address: int, nbytes: int) -> None:
     """Exclude a range of memory from the address space of forked children.
 
-    Else the parent's next write to a page of it could go to a new page, on kernels before 5.12, while the GPU goes on
-    with the old one. The child's pool is closed, so the child never uses that memory.
+    Otherwise, on kernels before 5.12, the parent's next write could go to a new copy of a page while the GPU still uses
+    the old page. The child's pool is closed, so the child never uses that memory.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 class CudaStaging:
-    """Page-locked host memory of exactly the bytes asked for; the driver's own allocator would round them up.
+    """Page-locked host memory of exactly `nbytes` bytes. The driver's own allocator would round the size up.
 
     Parameters
     ----------
     host : CudaHost
-        Locks it.
+        Page-locks the memory for the GPU.
     nbytes : int
-        Bytes.
+        Size of the memory in bytes.
 
     Raises
     ------
     ConfigError
-        They cannot be page-locked.
+        The memory cannot be page-locked.
     """
 
     def __init__(self, host: CudaHost, nbytes: int) -> None:

@@ -185,7 +185,7 @@ class StagedExecutor(Executor):
                 self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
 
     def _note_ends(self) -> bool:
-        """Note which legs have ended; returns True if any has."""
+        """Record which legs have ended; return True if any has."""
         progressed = False
         for completion in self._queue.poll():
             job = self._jobs[completion.id]
@@ -211,7 +211,7 @@ class StagedExecutor(Executor):
         return progressed
 
     def _advance_all(self) -> bool:
-        """Take each job as far as it can go; returns True if any went on."""
+        """Advance each job as far as possible; return True if any job advanced."""
         progressed = False
         for job in sorted(self._jobs.values(), key=_rank):
             if job.transfer.id in self._jobs:
@@ -261,7 +261,7 @@ class StagedExecutor(Executor):
         return True
 
     def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer whose tier's memory is page-locked; an empty list if it is not."""
+        """The copies between arena and the tier's own memory, as in `_layout`; empty if that is not page-locked."""
         copies: list[tuple[int, int, int]] = []
         for piece in job.transfer.pieces:
             parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
@@ -274,7 +274,7 @@ class StagedExecutor(Executor):
         return copies
 
     def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer through its place in the staging memory, one for each piece."""
+        """The copies between arena and staging memory, one for each piece: host address, place in the arena, bytes."""
         copies = []
         address = self._address + job.staging
         for piece in job.transfer.pieces:
