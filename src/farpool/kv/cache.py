@@ -307,8 +307,8 @@ class PrefixCache(Closing, OldCalls):
         -------
         list of LayerLoad
             One for each of `parts`, in their order. The prefix that can be used is the shortest of all parts: if a part
-            comes short, earlier layers have to compute again. What the load gains is judged by the time until the last
-            part has ended, as if the engine had computed nothing during that time.
+            loads a shorter one, earlier layers have to compute again. The gain of the load is judged by the time until
+            the last part has ended, as if the engine had computed nothing during that time.
         """
         began, until = time.monotonic(), self._load_until([match], timeout)
 
@@ -540,8 +540,8 @@ class PrefixCache(Closing, OldCalls):
     ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that other KV has room.
 
-        It is found as before, and comes back when it is loaded, or by `prefetch_by`. This moves blocks that other
-        sequences share, too.
+        Lookups find it as before. A load or `prefetch_by` moves it back into memory. Blocks that other sequences share
+        are moved, too.
 
         Parameters
         ----------
@@ -684,7 +684,7 @@ class PrefixCache(Closing, OldCalls):
         return {**self._blocks.stats(), **self.judge.stats()}
 
     def _until(self, timeout: float | None, nbytes: int) -> float:
-        """Return the end of the time of a call that begins now, by default the time for so many bytes."""
+        """Return the deadline of a call that begins now; by default it has the time for moving `nbytes` bytes."""
         return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
 
     def drain(self, timeout: float) -> bool:

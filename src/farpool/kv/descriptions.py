@@ -24,7 +24,7 @@ OBJECT_KIND = 2
 _DESCRIBE_INTERVAL_S = 60.0
 """Seconds after which a cache stores a namespace's description again, because it may have been purged or lost."""
 _DESCRIBED_MAX = 4096
-"""Namespaces of which a cache remembers when it has described them."""
+"""Maximum number of namespaces for which a cache remembers when it has described them."""
 _DROPPED_KEYS = 4096
 """Keys that one request drops."""
 _PURGE_TIMEOUT_S = 30.0

@@ -155,7 +155,7 @@ class EngineJudge:
         before : int
             Number of blocks before them in the sequence.
         payloads : int
-            Number of payloads in which the blocks are stored, to which their cost is divided.
+            Number of payloads in which the blocks are stored. Each payload counts an equal part of the blocks' cost.
         """
         return self.judge.prefill_seconds(blocks * self._step, before * self._step) / max(1, payloads)
 

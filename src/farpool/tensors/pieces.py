@@ -149,7 +149,7 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
 
 
 def _calls(count: int) -> Iterator[slice]:
-    """Parts of a piece, each computed in one call by a single thread or by threads whose shares are whole vectors."""
+    """Parts of a piece for one call each. One thread computes a part, or each thread computes whole vectors of it."""
     threads = torch.get_num_threads()
     body = count if threads == 1 else count // (threads * _GRAIN) * (threads * _GRAIN)
     if body:

@@ -1,9 +1,9 @@
-"""Optimizer steps inside the backward pass: a parameter is stepped once its gradient is complete, which is then freed.
+"""Optimizer steps inside the backward pass: each parameter is stepped as soon as its gradient is complete.
 
-So the gradients of all parameters never exist at the same time. The results equal a step after the pass, because we
-accept only optimizers that step each parameter without the gradients or states of other parameters. Some features need
-all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a gradient of
-the gradient, re-entrant checkpointing); they are refused before the pass begins.
+The step frees the gradient, so the gradients of all parameters never exist at the same time. The results equal a step
+after the pass, because we accept only optimizers that step each parameter without the gradients or states of other
+parameters. Some features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph
+that is kept, a gradient of the gradient, re-entrant checkpointing); they are refused before the pass begins.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     ArgumentError
         `every` is less than one, the optimizer is stepped in backward already, or parameters have gradients already.
     UnsupportedError
-        A step of this optimizer is not known to be equal parameter by parameter, the program has added hooks or
+        It is not known that this optimizer may step parameters one by one, the program has added hooks or
         replaced its `step`, or gradients are summed up over several processes.
     """
     return StepInBackward(optimizer, every)

@@ -157,7 +157,7 @@ class Listener:
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 meeting = tasks.create_task(self._meet(arrival, half_open))
-                # Also where it is cancelled before its first step, which then never comes.
+                # A task that is cancelled before its first step never runs, so its own code cannot do this.
                 meeting.add_done_callback(partial(self._ended, arrival, half_open))
                 half_open.enter(meeting, arrival.origin)
                 await asyncio.sleep(0)  # those that came before have their turn, however many come

@@ -28,7 +28,7 @@ _Reply = TypeVar("_Reply")
 ANSWER_TIMEOUT_S = 1.0
 """Time that an endpoint has to answer; twice as long for each time that it was silent before in the same call."""
 _SILENT_REST_S = 2.0
-"""An endpoint that was silent rests for this time in rounds in which another one answers that it cannot serve now.
+"""For this time a silent endpoint is not asked again in rounds in which another one answered that it cannot serve now.
 
 That other endpoint waits for the election of a leader, and serves soon after it.
 """

@@ -289,7 +289,7 @@ def _dark(cluster: Cluster) -> Exception | None:
 
 
 _DEMOTE_PAUSE_S = 0.005
-"""Pause before a node is asked again whose file takes no more values at the moment."""
+"""Pause before a node whose file takes no more values at the moment is asked again."""
 _DEMOTED: dict[int, Demotion] = {
     Status.DONE: Demotion.LOWER,
     Status.BUSY: Demotion.PINNED,

@@ -39,7 +39,7 @@ def share_of(deadline: float, *, last: bool) -> float:
 
 
 def is_away(failure: Exception) -> bool:
-    """Return True if a node could not be asked but may be later: it did not refuse this program nor send bad bytes."""
+    """Return True if the node may answer later: it could not be asked, but did not refuse, nor send bad bytes."""
     return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 
@@ -224,7 +224,7 @@ class Cluster:
         return left > _PAUSE_S
 
     def tell_epoch(self, deadline: float) -> None:
-        """Exchange epochs with all nodes that can be reached: those that are behind the others learn it."""
+        """Exchange epochs with all nodes that can be reached, so that each of them learns the highest one."""
         asks = [Ask(member, Op.PING, b"") for member in self.reachable(deadline).met]
         before = self.epoch.value
         self.ask(asks, share_of(deadline, last=False))
@@ -232,7 +232,7 @@ class Cluster:
             self.ask(asks, share_of(deadline, last=False))
 
     def unmet(self, members: Collection[Member]) -> list[NodeError]:
-        """Return for each member the error for which a call could not ask it."""
+        """Return for each member the error because of which a call could not ask it."""
         return [
             self._unmet.get(member)
             or NodeError(member.status()[1] or f"{member.name} was reached too late for this call", node=member.name)
@@ -240,7 +240,7 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        """Close all connections, those to members that have left too."""
+        """Close all connections, also to members that have left."""
         self._closing.set()
         self._unsubscribe()
         with self._lock:
@@ -251,7 +251,7 @@ class Cluster:
     def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
         """Make contact with strangers; if no member has been met, try until the deadline.
 
-        Without `everyone`, strangers that a thread is trying to reach are left to it while other members are met.
+        Without `everyone`, a stranger that a thread already tries to reach is skipped once another member has been met.
         """
         while True:
             failures: list[NodeError] = []

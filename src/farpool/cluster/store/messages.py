@@ -98,7 +98,7 @@ class Ask(msgspec.Struct, gc=False):
 ResultT = TypeVar("ResultT")
 
 _NAMED_KEYS_MAX = 20
-"""Most keys that the note of a failed batch names."""
+"""Maximum number of keys that the note of a failed batch names."""
 
 
 def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done: int = 0) -> list[ResultT]:

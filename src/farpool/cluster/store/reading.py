@@ -55,7 +55,7 @@ class _Search:
             self.failures[member] = refusal(answer.status, said, member.name, Op(ask.op))
 
     def unasked(self) -> list[Member]:
-        """Return the nodes that have neither failed nor answered that they lack the object, in their order."""
+        """Return, in their order, the nodes from which there is no failure or negative answer yet."""
         order = self.view.order(self.key)
         return [member for member in order if member not in self.missing and member not in self.failures]
 
@@ -64,7 +64,7 @@ class _Search:
         return [member for member, failure in self.failures.items() if is_away(failure)]
 
     def absent(self, copies: int) -> bool:
-        """Return True if no node has the object: too few are away, or were never met, to hold all copies."""
+        """Return True if no node has the object: nodes that are away or were never met cannot have all its copies."""
         others = any(not is_away(failure) for failure in self.failures.values())
         return not others and len(self.away()) + len(self.view.strangers) < copies
 
@@ -263,7 +263,7 @@ def look_up(
 ) -> Sequence[int | Exception | None]:
     """Find out which keys have a value.
 
-    For each key the node of highest rank is asked first. If it has no value, the other nodes are asked.
+    For each key the node of highest rank is asked first, and the other nodes only if that node has no value.
 
     Parameters
     ----------

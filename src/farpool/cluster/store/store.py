@@ -66,7 +66,7 @@ class NodeStatus:
     failing : float
         Seconds since it failed. Until it answers again, calls do not ask it; 0.0 if it works.
     error : str
-        Error with which it failed, or for which it cannot be asked now; empty if it works.
+        Error with which it failed, or because of which it cannot be asked now; empty if it works.
     mapped : bool
         True if its objects are in mapped memory.
     stats : dict or None
@@ -177,7 +177,7 @@ class Store(Closing):
         return self._cluster
 
     def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
-        """Store a value under a key, unless the key has a value already, which stays.
+        """Store a value under a key. If the key has a value already, that value stays.
 
         Parameters
         ----------
@@ -428,7 +428,7 @@ class Store(Closing):
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
-        """Hold a value in memory; on a node of this host without a copy.
+        """Hold a value in memory: in the memory of a node of this host, otherwise in a copy.
 
         Parameters
         ----------
@@ -611,7 +611,7 @@ class Store(Closing):
         return self._open_names().history(name)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Remove a name; its last version stays for a minute, and for its readers.
+        """Remove a name. Its last version stays for a minute, and longer while programs read it.
 
         Raises
         ------
@@ -633,7 +633,7 @@ class Store(Closing):
     def rotate_tenant(self) -> Rotation:
         """Make all objects that the tenant of the access key has put so far unreadable, for all programs.
 
-        Values that are pinned stay in memory until their unpin. A put that is under way may come before or after. A
+        Values that are pinned stay in memory until their unpin. An object whose put is under way may stay readable. A
         node that cannot be reached is asked again until the call's time is used up, and may still return old objects
         until a program sends it the new epoch (docs/store.md): see `Rotation.complete`.
 

@@ -46,13 +46,13 @@ class _Put:
     answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
 
     def next_nodes(self, copies: int) -> list[Member]:
-        """Take as many waiting nodes as confirmations are missing."""
+        """Take the next waiting nodes, one for each confirmation that is missing."""
         lacking = copies - self.confirmed
         nodes, self.waiting = self.waiting[:lacking], self.waiting[lacking:]
         return nodes
 
     def is_waiting(self, copies: int) -> bool:
-        """Return True if enough nodes are away, or had not been met when it began, to confirm it after all."""
+        """Return True if nodes that are away, or had not been met when it began, are enough to confirm it later."""
         return 0 < copies - self.confirmed <= len(self.away) + len(self.view.strangers)
 
     def retry(self, view: Snapshot, copies: int) -> list[Member]:

@@ -70,7 +70,7 @@ def dial(
     purpose : "control" or "data"
         Use of the connection.
     key : AccessKey or None
-        The access key; None where the node needs none. Over TLS the certificate takes its place.
+        The access key; None if the node needs none. Over TLS the certificate takes its place.
     session : int
         The program's session; 0 to be given one.
     deadline : float

@@ -45,7 +45,7 @@ __all__ = ["FarpoolHiCache"]
 
 _WHERE = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""SGLang's own settings in the same place."""
+"""SGLang's own settings in the value of this option, next to the settings of `_Settings`."""
 _KV = str(PoolName.KV)
 _BYTES_PER_GB = 1e9
 _GEOMETRY = (

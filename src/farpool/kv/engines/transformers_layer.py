@@ -359,10 +359,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return other
 
     def _chosen_tokens(self) -> int:
-        """Return the number of tokens that fill half a block of the size that moves fastest in a pool of this budget.
+        """Return the number of tokens that fill half of a block that small storages of the pool share.
 
-        Each token writes to the last block of each layer, which stays in the fast tier until it is written back.
-        Smaller blocks occupy less of the fast tier in this way.
+        The last block of each layer stays in the fast tier, because each token writes to it. So smaller blocks take
+        less room there.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))

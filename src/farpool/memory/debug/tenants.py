@@ -77,7 +77,7 @@ class Tenants:
         return self._here.get(block)
 
     def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
-        """Follow the pager's map, of which `commands`, about to be started, are the last changes.
+        """Take over the latest changes of the pager's map. Its `commands` for them are about to be started.
 
         Returns
         -------
@@ -144,7 +144,10 @@ class Tenants:
         return {block: self._pager.block(block).place for block in self._pager.resident()}
 
     def _write_back_of(self, block: int) -> Transfer | None:
-        """Return a block's write-back under way: a block kept during it may leave after all, by the same write."""
+        """Return a block's write-back under way, or None.
+
+        The pager may keep a block during its write-back and then evict it after all, with the same write.
+        """
         transfers: list[Transfer] = self._pager.transfers()
         for transfer in transfers:
             if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
@@ -165,7 +168,7 @@ class Tenants:
         self._here[tenant.block] = tenant
 
     def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
-        """Note the end of a write-back, before the pager does; return the block whose range it leaves free, if any."""
+        """Record the end of a write-back, before the pager learns of it; return the block whose range is now free."""
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None

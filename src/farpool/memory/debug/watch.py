@@ -90,7 +90,7 @@ class Watch:
         self._capacity = 0
         self._looked = 0
         self._in_vain: list[Move] = []
-        """Moves of blocks that have left by the time they are made."""
+        """Moves that are still made although their blocks have lost their places since."""
         self._findings: list[FarpoolError] = []
         self.follow(())
 
@@ -238,7 +238,7 @@ class Watch:
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """Check and note an access that has been granted. If anything is wrong it is given up again.
+        """Check and record an access that has been granted. If anything is wrong, the access is given up.
 
         Raises
         ------

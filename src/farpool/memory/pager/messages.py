@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Least alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
+"""Minimum alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
 NOWHERE = -1
 """Place of a block that is not in the arena, and tier of a block that has no copy in a lower tier."""
 

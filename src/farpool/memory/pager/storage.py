@@ -25,11 +25,11 @@ once."""
 _SMALL = 8
 """A storage shares a block with others if it is no larger than a shared block divided by this."""
 _SHARED = 1 << 20
-"""Most bytes of a shared block: larger transfers are no faster."""
+"""Maximum bytes of a shared block: larger transfers are no faster."""
 _ROWS = 16 << 10
-"""Most bytes of a block of a table whose rows are picked by data, unless a row is larger."""
+"""Maximum bytes of a block of a table whose rows are picked by data, unless a row is larger."""
 _LEAST = 3200
-"""Least bytes of such a block: the native pager takes some 110 bytes for each block, a thirtieth of that."""
+"""Minimum bytes of such a block. The native pager needs some 110 bytes for each block, a thirtieth of this."""
 _ROUNDED = 8
 """Rounding such a block to pages in a file may add at most its bytes divided by this."""
 _PAGE = 4096
@@ -87,7 +87,7 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     alignment : int
         Alignment of an arena that exists already; 0 to choose it.
     packed : int
-        Least alignment of storages that share a block.
+        Minimum alignment of storages that share a block.
     """
     largest = fast // _PARTS
     if alignment == 0:
@@ -187,7 +187,7 @@ class StorageOwner(Protocol):
         ...
 
     def drop(self, dropped: Dropped) -> None:
-        """Note a storage whose last reference is gone."""
+        """Record that the last reference to a storage is gone."""
         ...
 
 

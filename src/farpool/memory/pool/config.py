@@ -116,8 +116,8 @@ class PoolConfig(Struct, frozen=True):
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         **short_forms
             Lower tiers by kind, each with the one setting that the kind has as its short form: ``dram="1GiB"`` and
-            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. In the order of their kinds' typical
-            latencies.
+            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. They are ordered by the typical latencies of
+            their kinds.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class PoolConfig(Struct, frozen=True):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> PoolConfig:
-        """Combine arguments, the environment and a file; arguments win over the environment, and that over the file.
+        """Combine arguments, the environment and a file. Arguments win over the environment, which wins over the file.
 
         Parameters
         ----------

@@ -225,8 +225,8 @@ class Pool:
         ----------
         tensor : torch.Tensor
         table : bool
-            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
-            few rows then, so that a row that is not there brings few others.
+            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is then cut into blocks of
+            few rows, so that fetching one row fetches few others with it.
         """
         return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
 

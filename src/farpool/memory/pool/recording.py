@@ -238,7 +238,7 @@ class Recorder:
             recording.advance(now)
 
     def end(self) -> None:
-        """End all recordings, as the pool is closed."""
+        """End all recordings, because the pool is closed."""
         for recording in self.recordings:
             recording.end()
 

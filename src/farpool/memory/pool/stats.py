@@ -116,7 +116,7 @@ class Stats:
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Most bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
+    """Maximum bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
     unknown."""
     version: int = field(default=VERSION)
 

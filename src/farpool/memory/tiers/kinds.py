@@ -45,7 +45,7 @@ def is_kind(name: str) -> bool:
 
 
 def offers(name: str) -> list[EntryPoint]:
-    """All entry points that offer a kind, the built-in one first. More than one is an error of the later packages."""
+    """All entry points that offer a kind, the built-in one first. It is an error if there are several."""
     installed = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     built_in = [_BUILT_IN[name]] if name in _BUILT_IN else []
     return [*built_in, *(installed[value] for value in sorted(installed))]

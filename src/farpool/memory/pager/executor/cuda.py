@@ -76,12 +76,12 @@ class CudaArena:
         return self.tensor.numel()
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes in use. The allocation stays as it is, so it cannot grow beyond it.
+        """Change the bytes in use. The allocation stays as it is, so the arena cannot become larger than that.
 
         Raises
         ------
         ConfigError
-            More than the arena was made with.
+            The size is larger than the allocation.
         """
         if nbytes > self.limit:
             raise ConfigError(
@@ -301,7 +301,7 @@ class CudaDevice:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Context whose work runs after all that the program has queued on any stream, and before all that it will."""
+        """Context whose work runs after all work that the program has queued so far, and before all later work."""
         # Work on a stream that is captured would be done at each replay, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():

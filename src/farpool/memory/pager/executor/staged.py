@@ -4,9 +4,9 @@ A tier whose memory is page-locked is the other end of the device's own copies: 
 take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
 the device copies between staging memory and arena. The legs of different transfers overlap.
 
-Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier is read while the range
-that the bytes are for is still being emptied. It waits until they have reached their tier: a write that fails there
-must find its bytes in the arena still.
+Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier may be read before the
+target range in the arena is free. That leg waits until these transfers have written to their tier, because a write that
+fails there must still find its bytes in the arena.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StagedExecutor(Executor):
         """Jobs whose copies have been started, by direction, in the order of their start, in which they also end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """True if a job may be able to go on that could not at the last check of all jobs."""
+        """True if something has changed since the last check of all jobs, so that a job may be able to continue."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
