@@ -252,7 +252,7 @@ class RegistryError(FarpoolError, OSError):
 
 
 class RegistryAwayError(RegistryError, TimeoutError):
-    """The registry did not answer before the call's deadline. Says which endpoint failed and since when.
+    """The registry did not answer before the call's deadline. The message says which endpoint failed and since when.
 
     Attributes
     ----------

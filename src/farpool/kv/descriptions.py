@@ -79,7 +79,7 @@ def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may have namespaces that no other node has.
+        The nodes that cannot be asked may have namespaces that no other node has.
     """
     found: dict[bytes, Namespace] = {}
     for key, encoded in zip(keys := list(objects.keys(NAMESPACE_MAGIC)), objects.get_many(keys), strict=True):
@@ -98,7 +98,7 @@ def purge(objects: Objects, digest: bytes) -> int:
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may have blocks that no other node has.
+        The nodes that cannot be asked may have blocks that no other node has.
     """
     calls, removed = objects.best_effort(), 0
     keys = [*objects.keys(KEY_MAGIC + digest)]

@@ -173,7 +173,7 @@ class Lookups:
         usable : int
             Number of blocks that can be used, from the first on.
         reason : Reason or None
-            Why not more can be used.
+            Why no more blocks can be used.
         near, seconds, split
             As in `decided`.
         plan : Plan, optional

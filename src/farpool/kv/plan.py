@@ -287,7 +287,7 @@ class Shape:
         return sizes
 
     def usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
-        """Return after which block every layer has all that it needs to continue, and why not after a later one."""
+        """Return the number of blocks after which every layer can continue, and the reason why it is not larger."""
         if found.is_whole or not blocks:
             return blocks, None
         rows = self._rows(found, blocks)

@@ -1,4 +1,4 @@
-"""Deadlines of clients that do not count the time in which the node itself stood still."""
+"""Deadlines for clients, which do not count the time in which the node itself stood still."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 class _Slices:
-    """Lets a timeout expire after so many seconds, counted in slices."""
+    """Lets a timeout expire after a number of seconds, which it counts in slices."""
 
     def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()

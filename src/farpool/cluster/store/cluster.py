@@ -39,7 +39,7 @@ def share_of(deadline: float, *, last: bool) -> float:
 
 
 def is_away(failure: Exception) -> bool:
-    """Return True if the node may answer later: it could not be asked, but did not refuse, nor send bad bytes."""
+    """Return True if a node only could not be asked: it neither refused this program nor sent bad bytes."""
     return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 

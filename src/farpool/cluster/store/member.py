@@ -188,7 +188,8 @@ class Member:
         error : Exception
             The error of the call.
         silence : float
-            Seconds since the node last answered. If its answer was only late, and these are few, it is probed first.
+            Seconds since the node last answered. If these are few and an answer was only late, the node is probed
+            before it counts as failed.
         """
         if isinstance(error, AccessDeniedError):  # the node answers, and only refuses this program
             return
@@ -270,7 +271,7 @@ class Member:
                 return
 
     def _failure(self) -> tuple[type[NodeError], str] | None:
-        """Ask the node whether it is there, over a new connection, which later calls may use; None if it answers."""
+        """Probe the node over a new connection; return the error's type and text, or None if the node answers."""
         deadline = time.monotonic() + _PROBE_TIMEOUT_S
         try:
             connection = self._connect(deadline, fresh=True)

@@ -173,7 +173,7 @@ class Channel:
         NodeFullError
             The node has no room for it.
         AccessDeniedError
-            The key does not allow to write.
+            The key does not have the right to write.
         NodeError
             As raised by `connect`.
         """
@@ -214,7 +214,7 @@ class Channel:
         Raises
         ------
         NodeError
-            The node cannot be told. It frees the memory by itself once the session has ended.
+            The node cannot be reached. It frees the memory by itself once the session has ended.
         """
         if self.one_sided is not None:
             self.one_sided.forget(lease)

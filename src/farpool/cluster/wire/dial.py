@@ -187,7 +187,7 @@ def _look_up(address: Address, flags: int) -> list[_Target]:
 
 
 def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
-    """Resolve the host name in a thread that is abandoned at the deadline, as the resolver itself has none."""
+    """Resolve the host name in a thread that is abandoned at the deadline, because the resolver has none."""
     outcome: list[list[_Target] | OSError] = []
 
     def ask() -> None:

@@ -38,9 +38,9 @@ class Left:
     Attributes
     ----------
     moved : Move or None
-        The last command that still moves its bytes; None without one.
+        The last command that still moves its bytes; None if no command does.
     written : bool
-        True if its bytes are written back from the place that they have after that move.
+        True if its bytes are written back, from the target of `moved` if there is such a move.
     free : list of (int, int)
         Parts of the range, as place and bytes, that no command or block needs before the commands are started.
     """
