@@ -144,7 +144,7 @@ class TapeTruncatedError(TapeFileError, EOFError):
 
 
 class TierError(FarpoolError, OSError):
-    """A tier failed. Names the tier and, once the pager knows it, the block.
+    """A tier failed. The message names the tier and, once the pager knows it, the block.
 
     Attributes
     ----------
@@ -177,7 +177,7 @@ class PoolFileError(TierError):
 
 
 class NodeError(FarpoolError, ConnectionError):
-    """A node failed, refused a request or cannot be reached. Names the node.
+    """A node failed, refused a request or cannot be reached. The message names the node.
 
     Attributes
     ----------
@@ -238,7 +238,7 @@ class LeaseLostError(NodeError):
 
 
 class RegistryError(FarpoolError, OSError):
-    """The registry refused a request, or its file is not one that this farpool can use. Names the registry.
+    """The registry refused a request, or its file is not one that this farpool can use. The message names the registry.
 
     Attributes
     ----------
@@ -252,7 +252,7 @@ class RegistryError(FarpoolError, OSError):
 
 
 class RegistryAwayError(RegistryError, TimeoutError):
-    """The registry did not answer before the call's deadline. Says which endpoint failed and since when.
+    """The registry did not answer before the call's deadline. The message says which endpoint failed and since when.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""One-sided fabrics: packages that read and write a node's memory without work of the node (docs/nixl.md).
+"""One-sided fabrics: packages that read and write a node's memory without any action of the node (docs/nixl.md).
 
 A fabric moves bytes and nothing else. The node decides which programs may use a segment, and the program verifies the
 bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``: users give its

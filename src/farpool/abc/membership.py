@@ -10,7 +10,8 @@ Rules for every implementation:
   call may stand for several changes. Calls come from any thread, and without a lock that `members` needs.
 - A subscriber that raises does not keep the others from being called.
 - A forked child has no subscriptions: they belong to the parent.
-- All methods are safe to call from several threads. Who made a membership closes it; a store that uses it does not.
+- All methods are safe to call from several threads. The code that makes a membership closes it; a store that uses it
+  does not.
 
 States and what a client does with a member in each:
 
@@ -78,7 +79,7 @@ class MemberInfo:
     weight : float
         Share of the objects that it gets, compared with the weights of the others; 0 for none while others have room.
     labels : mapping of str to str
-        What its owner says about it, such as its rack.
+        Properties that its owner gives it, such as its rack.
     """
 
     addresses: tuple[str, ...]

@@ -114,7 +114,7 @@ class About:
     cost_us : int
         Microseconds that it takes to make one of them again; 0 if that is not known.
     namespace : int
-        Number of 64 bits that objects of one origin share.
+        64-bit number that all objects of one origin have in common.
     tenant : str
         Name of their owner, for a pool. Nodes take the tenant from the access key and ignore this one.
     parents : mapping of bytes to bytes

@@ -265,7 +265,7 @@ class Registry(Closing, ABC):
 
     @abstractmethod
     def compact(self, revision: int, *, timeout: float | None = None) -> None:
-        """Forget the changes up to a revision. Entries stay; watches from before it raise `RegistryCompactedError`."""
+        """Forget the changes up to a revision. Entries stay; watches of the changes raise `RegistryCompactedError`."""
 
     @abstractmethod
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:

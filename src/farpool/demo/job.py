@@ -256,7 +256,7 @@ class _Lower:
 
 @contextlib.contextmanager
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
-    """Provide the lower tiers while the context is open: DRAM and a file, or as many bytes on two nodes."""
+    """Provide the lower tiers while the context is open: DRAM and a file, or two nodes that lend the same bytes."""
     if settings.remote:
         share = (dram + nvme) // _NODES
         with lending(_NODES, share + weight_bytes + _NODE_SLACK_BYTES) as nodes:
@@ -358,7 +358,7 @@ def _draw_stretch(
     weight_bytes: int,
     progress: Progress,
 ) -> None:
-    """Run batches from the middle once more, without the all-resident run between them, and draw the last two."""
+    """Draw the timeline of two batches from the middle, which this runs once more, now without the all-resident run."""
     middle = len(batches) // 2
     again = range(max(0, middle - _BATCHES_DRAWN), min(len(batches), middle + _BATCHES_DRAWN))
     progress("Drawing the timeline", 0, len(again) + 1)

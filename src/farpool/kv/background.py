@@ -133,10 +133,10 @@ class Background:
         self._watching = False
 
     def begin(self, function: Callable[[], T], until: float) -> Call[T]:
-        """Begin a call that takes no longer than until a time of `time.monotonic`.
+        """Begin a call that ends by `until`, a time of the monotonic clock.
 
-        If the threads have ended, this thread makes the call at once. A call that still waits for a thread when the
-        threads end is made then. No call is cancelled.
+        If the threads have ended, this thread makes the call at once. If the threads end while the call waits for one
+        of them, it is made at that moment. No call is cancelled.
         """
         call = Call(function)
         try:
@@ -163,7 +163,7 @@ class Background:
                 self._changed.notify()
 
     def _watch_time(self) -> None:
-        """Make the calls whose time is over, until none is left."""
+        """Make each watched call at its deadline if no thread has begun it; return when no call is left to watch."""
         while True:
             with self._changed:
                 while self._watched and self._watched[0][2].has_begun:

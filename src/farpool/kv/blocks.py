@@ -183,7 +183,7 @@ class BlockCache(Closing):
         request: Requests = "",
         timeout: float | None = None,
     ) -> Found:
-        """Look up which blocks are there.
+        """Look up which blocks are stored.
 
         Parameters
         ----------
@@ -296,7 +296,7 @@ class BlockCache(Closing):
         namespace: Namespace | None = None,
         ttl: float | None = None,
     ) -> list[Reason | None]:
-        """Store blocks that are not there yet; blocks that are there are not sent.
+        """Store blocks. Blocks that are stored already are not sent again.
 
         Parameters
         ----------
@@ -321,7 +321,7 @@ class BlockCache(Closing):
         Returns
         -------
         list of Reason or None
-            For each block None if it is there now, or else why not.
+            For each block None if it is stored now, otherwise the reason why not.
 
         Raises
         ------
@@ -359,7 +359,7 @@ class BlockCache(Closing):
         began: float,
         timeout: float | None,
     ) -> tuple[list[Reason | None], int]:
-        """Store the blocks that are not there yet; return for each why it is not there, and the bytes sent."""
+        """Store the blocks that are not stored yet; return for each why it is still missing, and the bytes sent."""
         sizes = [nbytes_of(payload) for _, payload in pairs]
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved, seconds = 0, self._timeout if timeout is None else timeout
@@ -434,8 +434,8 @@ class BlockCache(Closing):
         Returns
         -------
         list of Reason or None
-            For each block None if it is there and stays, or else why not. Nodes end pins before their time when they
-            are restarted, and when this process has been away for longer than their grace.
+            For each block None if it is stored and stays, otherwise the reason. Nodes end pins before their time when
+            they are restarted, and when this process has been away for longer than their grace.
 
         Raises
         ------
@@ -462,7 +462,7 @@ class BlockCache(Closing):
         self._release(self._holds.remove(keys, owner))
 
     def _release(self, holds: Sequence[Hold]) -> None:
-        """End holds on the nodes; a hold that a node cannot be told of ends with its time."""
+        """End holds on the nodes. If a node cannot be reached, its holds end by themselves after their time."""
         if holds:
             with contextlib.suppress(FarpoolError, OSError):
                 self._link.calls().release_many(holds, self._timeout)
@@ -479,7 +479,7 @@ class BlockCache(Closing):
     def demote(
         self, keys: Sequence[bytes], *, request: Requests = "", timeout: float | None = None
     ) -> list[Reason | None]:
-        """Move blocks out of memory into the tier below, so that other blocks have room; they are found as before.
+        """Move blocks out of memory into the tier below, to make room for other blocks. Lookups find them as before.
 
         Parameters
         ----------
@@ -493,7 +493,7 @@ class BlockCache(Closing):
         Returns
         -------
         list of Reason or None
-            For each block None if it is in the lower tier, or on its way there, or else why not.
+            For each block None if it is in the lower tier or on its way there, otherwise the reason why not.
 
         Raises
         ------
@@ -520,7 +520,7 @@ class BlockCache(Closing):
         Raises
         ------
         NodeError
-            Nodes that may have some cannot be asked.
+            Nodes that may have such blocks cannot be asked.
         """
         digest = (namespace or self.namespace).digest
         removed = purge(self._link.objects(), digest)
@@ -595,7 +595,7 @@ class BlockCache(Closing):
 
 
 def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:
-    """Check keys, and that there is one other thing for each."""
+    """Check keys, and that there is one target or value for each."""
     if len(keys) != len(others):
         raise ConfigError(f"{len(keys)} keys and {len(others)} {what}, expected as many", setting=what)
     return as_keys(keys)

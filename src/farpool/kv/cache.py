@@ -172,13 +172,13 @@ class PrefixCache(Closing, OldCalls):
         self._near.clear()
 
     def _of(self, weights_id: str | None) -> Namespace:
-        """Return the namespace of some weights; None for those in use."""
+        """Return the namespace of some weights; None for the weights in use."""
         namespace = self._current.namespace
         return namespace if weights_id is None else replace(namespace, weights=weights_id)
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """Layers that are stored together, in the order in which a load in parts brings them."""
+        """Layers that are stored together, in the order in which a load in parts loads them."""
         return [self._shape.groups[number].layers for number in self._shape.order]
 
     @overload
@@ -307,8 +307,8 @@ class PrefixCache(Closing, OldCalls):
         -------
         list of LayerLoad
             One for each of `parts`, in their order. The prefix that can be used is the shortest of all parts: if a part
-            comes short, earlier layers have to compute again. What the load gains is judged by the time until the last
-            part has ended, as if the engine had computed nothing during that time.
+            loads a shorter one, earlier layers have to compute again. The gain of the load is judged by the time until
+            the last part has ended, as if the engine had computed nothing during that time.
         """
         began, until = time.monotonic(), self._load_until([match], timeout)
 
@@ -415,18 +415,18 @@ class PrefixCache(Closing, OldCalls):
         return match
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
-        """Report how long computing took. From these times the cache judges when loading is faster.
+        """Report how long computing took. The cache uses these times to judge when loading is faster.
 
         Parameters
         ----------
         tokens : int
             Number of tokens that were computed together.
         seconds : float
-            Time until their KV was there.
+            Time that computing their KV took.
         context : int
             Number of tokens before them.
         match : Match, optional
-            Lookup of the request, if it said that its prefix should be computed.
+            Result of the request's lookup, if it told the engine to compute the prefix.
         """
         self.judge.computed(tokens, context, seconds, held_out=match is not None and match.arm == "hold-out")
 
@@ -453,7 +453,7 @@ class PrefixCache(Closing, OldCalls):
         timeout: float | None = None,
         wait: bool = True,
     ) -> int | list[int] | Call[Any]:
-        """Save the KV of a sequence, except for blocks that are there already.
+        """Save the KV of a sequence, except for blocks that are stored already.
 
         Parameters
         ----------
@@ -478,7 +478,7 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         int, list of int or Call
-            For each sequence the number of its blocks that are there now, of all groups of these layers.
+            For each sequence the number of its blocks that are stored now, of all groups of these layers.
 
         Raises
         ------
@@ -540,8 +540,8 @@ class PrefixCache(Closing, OldCalls):
     ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that other KV has room.
 
-        It is found as before, and comes back when it is loaded, or by `prefetch_by`. This moves blocks that other
-        sequences share, too.
+        Lookups find it as before. A load or `prefetch_by` moves it back into memory. Blocks that other sequences share
+        are moved, too.
 
         Parameters
         ----------
@@ -674,7 +674,7 @@ class PrefixCache(Closing, OldCalls):
         Raises
         ------
         NodeError
-            Nodes that may have some cannot be asked.
+            Nodes that may have such KV cannot be asked.
         """
         self._near.clear()
         return self._blocks.purge(self._current.namespace)
@@ -684,7 +684,7 @@ class PrefixCache(Closing, OldCalls):
         return {**self._blocks.stats(), **self.judge.stats()}
 
     def _until(self, timeout: float | None, nbytes: int) -> float:
-        """Return the end of the time of a call that begins now, by default the time for so many bytes."""
+        """Return the deadline of a call that begins now; by default it has the time for moving `nbytes` bytes."""
         return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
 
     def drain(self, timeout: float) -> bool:

@@ -24,7 +24,7 @@ OBJECT_KIND = 2
 _DESCRIBE_INTERVAL_S = 60.0
 """Seconds after which a cache stores a namespace's description again, because it may have been purged or lost."""
 _DESCRIBED_MAX = 4096
-"""Namespaces of which a cache remembers when it has described them."""
+"""Maximum number of namespaces for which a cache remembers when it has described them."""
 _DROPPED_KEYS = 4096
 """Keys that one request drops."""
 _PURGE_TIMEOUT_S = 30.0
@@ -79,7 +79,7 @@ def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may have namespaces that no other node has.
+        The nodes that cannot be asked may have namespaces that no other node has.
     """
     found: dict[bytes, Namespace] = {}
     for key, encoded in zip(keys := list(objects.keys(NAMESPACE_MAGIC)), objects.get_many(keys), strict=True):
@@ -98,7 +98,7 @@ def purge(objects: Objects, digest: bytes) -> int:
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may have blocks that no other node has.
+        The nodes that cannot be asked may have blocks that no other node has.
     """
     calls, removed = objects.best_effort(), 0
     keys = [*objects.keys(KEY_MAGIC + digest)]

@@ -23,7 +23,7 @@ __all__ = ["Disagreements", "differing_fields"]
 _ASK_INTERVAL_S = 60.0
 """Minimum seconds between two questions to the nodes about their namespaces."""
 _WAITING_MAX = 64
-"""Maximum number of lookups that wait for an answer. Of more, only the latest get an entry in the journal."""
+"""Maximum number of lookups that wait for an answer. If there are more, only the latest get an entry in the journal."""
 _COMMON = ("engine", "model", "tenant")
 """Fields that namespaces of one model share. Tenants share nothing, and learn nothing about each other."""
 
@@ -52,7 +52,7 @@ class Disagreements:
         self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_MAX)
 
     def leave_to_parent(self) -> None:
-        """Start again in the child of a fork, which has no thread that asks."""
+        """Start again in the child of a fork, which does not have the thread that asks the nodes."""
         self._begin()
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:

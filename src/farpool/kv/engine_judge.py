@@ -3,8 +3,8 @@
 The time is inferred from the engine's lookups, loads and saves. An engine looks up a run of blocks, computes the blocks
 that are missing, and offers them for saving. The time between lookup and offer is at least the compute time, under the
 engine's present load, because the engine may have done other work in between. So the judge skips a load only if loading
-was measured to take longer than this upper bound of computing. If the judge cannot see what happened to a block, the
-engine loads it as it asks.
+was measured to take longer than this upper bound of computing. If the judge cannot see what happened to a block, it
+lets the engine load the block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
     before: int
     there: int
     asked: float
-    """When the blocks were looked up; later, when the last load of them ended."""
+    """Time of the lookup; once blocks of the run were loaded, the time when the latest load ended."""
     since: float
     """Earliest time at which the engine can have begun to compute."""
     is_bypassed: bool = False
@@ -99,27 +99,29 @@ class EngineLoad:
 
 
 class EngineJudge:
-    """Decides whether an engine loads the blocks that were found, from times that the judge sees itself. Thread-safe.
+    """Decides whether an engine loads the blocks that a lookup has found. Thread-safe.
+
+    It measures the time of loads itself, and infers the compute time (see the top of this module).
 
     Parameters
     ----------
     judge : Judge
-        Measured times and decisions.
+        Keeps the measured times and makes the decisions.
     step : int
         Tokens of a block.
     is_on : bool
-        False to measure and decide nothing: the engine loads everything that is found.
+        False to switch this off: nothing is measured, and the engine loads everything that is found.
     clock : callable
-        Return seconds that never go back.
+        Returns seconds that never go back.
 
     Attributes
     ----------
     judge : Judge
-        The measured times and decisions.
+        The argument.
     is_on : bool
         The argument.
     clock : callable
-        The argument; all times that this class receives are of this clock.
+        The argument; all times that this class receives are times of this clock.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class EngineJudge:
         before : int
             Number of blocks before them in the sequence.
         payloads : int
-            Number of payloads in which the blocks are stored, to which their cost is divided.
+            Number of payloads in which the blocks are stored. Each payload counts an equal part of the blocks' cost.
         """
         return self.judge.prefill_seconds(blocks * self._step, before * self._step) / max(1, payloads)
 
@@ -291,8 +293,8 @@ class EngineJudge:
     def _computed(self, sample: _Sample) -> None:
         """Record a compute time.
 
-        The first samples are sorted by speed, the slowest first, so that a sample that is far too short never stands
-        alone.
+        The judge waits for the first samples and learns from the slowest of them first. So it has an estimate before it
+        learns from a sample that is far too short, and the estimate limits that sample (`_SHARE_OF_ESTIMATE_MIN`).
         """
         if self._early is None:
             self._learn(sample)

@@ -129,7 +129,7 @@ class EngineMemory:
         uses : Uses
             Memory that the call uses.
         until : float
-            End of the time of the call.
+            Deadline of the call, by the monotonic clock.
         """
 
         def block(kinds: Sequence[Any]) -> EngineBlock:

@@ -49,7 +49,7 @@ class Found:
 
     @cached_property
     def is_whole(self) -> bool:
-        """True if every block is there."""
+        """True if every block is stored."""
         try:
             sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
         except TypeError:
@@ -65,5 +65,5 @@ class Found:
 
     @property
     def found(self) -> list[bool]:
-        """For each block, True if it is there."""
+        """For each block, True if it is stored."""
         return [True] * len(self.answers) if self.is_whole else [isinstance(one, int) for one in self.answers]

@@ -22,9 +22,9 @@ class Demoted:
     Attributes
     ----------
     blocks : int
-        Number of blocks that are there now, or on their way.
+        Number of blocks that are in the lower tier now, or on their way there.
     reasons : mapping of Reason to int
-        Number of the other blocks for each reason: `Reason.ABSENT` are not there at all, `Reason.NO_LOWER_TIER`,
+        Number of the other blocks for each reason: `Reason.ABSENT` are not stored at all, `Reason.NO_LOWER_TIER`,
         `Reason.PINNED` and `Reason.FULL` stay in memory.
     """
 

@@ -108,7 +108,7 @@ class Lookups:
         return [_passed_over(one) if over else next(rest) for one, over in zip(wanted, passed, strict=True)]
 
     def find(self, wanted: Sequence[Wanted], timeout: float | None) -> tuple[list[Found], Collection[bytes]]:
-        """Look up which blocks are there; return them by sequence, and the keys of those that are near."""
+        """Look up which blocks are stored; return a result for each sequence, and the keys of near blocks."""
         keys = [key for one in wanted for key in one.keys]
         stored: list[int] = []
         for one in wanted:
@@ -173,7 +173,7 @@ class Lookups:
         usable : int
             Number of blocks that can be used, from the first on.
         reason : Reason or None
-            Why not more can be used.
+            Why no more blocks can be used.
         near, seconds, split
             As in `decided`.
         plan : Plan, optional

@@ -139,22 +139,22 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Result of a lookup: how much of a prompt is there, and how much of it the engine should load.
+    """Result of a lookup: how much of a prompt is stored, and how much of it the engine should load.
 
     Attributes
     ----------
     tokens : int
-        Number of tokens, from the first on, whose KV `PrefixCache.load` gives, including the first `compute` ones; 0 if
-        the engine should compute all of them.
+        Number of tokens, from the first on, whose KV the engine has after `PrefixCache.load`, including the first
+        `compute` ones; 0 if the engine should compute all of them.
     compute : int
         Number of tokens at the front that the engine computes itself while the rest is loaded; 0 unless the lookup
         allowed a split.
     found : int
-        Number of tokens whose KV is there.
+        Number of tokens whose KV is stored.
     reason : Reason or None
-        Why not more is loaded; None if the whole prompt is.
+        Why the engine should not load more; None if it should load the whole prompt.
     plan : Plan
-        The decision, with the times that it rests on.
+        The decision, with the estimated times on which it is based.
     request : str
         The engine's name of the request.
     weights_id : str
@@ -162,7 +162,7 @@ class Match(msgspec.Struct, frozen=True):
     salt : bytes
         The salt of the request.
     arm : {"load", "hold-out", "probe"}
-        Group of requests that this one counts in: most load if that is faster, a few do the opposite to measure it.
+        Group of requests to which this one belongs: most load if that is faster; a few do the opposite, to measure.
     seconds : float
         Time that the lookup took.
     wanted : Wanted
@@ -261,7 +261,7 @@ class Shape:
         return block_keys(namespace.digest, chains, range(len(self.groups)), self._rank)
 
     def keys_of_tokens(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Do as `chains` and `keys` in one step."""
+        """Return the same keys as `keys` does for `chains`, in one step."""
         return token_keys(tokens, self.block, namespace.digest, len(self.groups), self._rank, salt)
 
     def sequence(
@@ -287,7 +287,7 @@ class Shape:
         return sizes
 
     def usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
-        """Return after which block every layer has all that it needs to continue, and why not after a later one."""
+        """Return the number of blocks after which every layer can continue, and the reason why it is not larger."""
         if found.is_whole or not blocks:
             return blocks, None
         rows = self._rows(found, blocks)

@@ -320,7 +320,7 @@ class PoolObjects:
         return self.drop_many([key], 1.0) == [1]
 
     def stats(self) -> EvictionStats:
-        """Return counts of values, bytes and hits by tenant, the policy in use, and what others would have hit."""
+        """Return counts of values, bytes and hits by tenant, the policy in use, and the hits of other policies."""
         with self._lock:
             return self._eviction.stats()
 

@@ -44,7 +44,7 @@ _LOG = logging.getLogger("farpool.kv")
 _TTL_S = 60.0
 """Seconds after which a probe's block expires if its program dies before deleting it."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
-"""Reasons for which nodes never store a block: the access key may only read, or the block is larger than a node."""
+"""Reasons why nodes never store a block: the access key may only read, or the block is larger than a node."""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.WRONG_VERSION})
 _NO_PROOF = "no known block has come back through memory like this"
 
@@ -106,7 +106,7 @@ class Probe:
     ----------
     reason : Reason or None
         Why no block is served; None once the probe has passed, and before the first use. `UNPROVED` if the probe has
-        failed, else the reason for which the nodes could not be asked yet.
+        failed, else the reason why the nodes could not be asked yet.
     error : ProbeError or None
         Error of a probe that has failed.
     """
@@ -186,7 +186,7 @@ class Probe:
         *,
         through_nodes: bool = True,
     ) -> Reason | None:
-        """Do as `first_use`; if the call must not move its blocks, count them and write that into the journal.
+        """Call `first_use`. If it refuses the call's blocks, count them and write the reason into the journal.
 
         Parameters
         ----------

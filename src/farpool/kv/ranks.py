@@ -7,8 +7,8 @@ smallest amount.
 A waiting rank cannot distinguish a late rank from a dead one, and it must not guess, because the late rank may have
 received an answer. So the answer of an exchange is one key of a store that all ranks use, and the store lets only the
 first writer set it. Rank 0 writes the minimum of all numbers there after it has received the numbers of every rank. A
-rank whose time is over writes a refusal. Every rank takes the answer that the store has kept, however late the rank
-reads it.
+rank whose timeout has passed writes a refusal. Every rank takes the answer that the store has kept, however late the
+rank reads it.
 """
 
 from __future__ import annotations
@@ -185,7 +185,10 @@ class StoreRanks:
         return answer
 
     def _is_deleted(self, store: Store, number: int) -> bool:
-        """Return True if rank 0 may have deleted the answer of an exchange, so that a refusal may be a later answer."""
+        """Return True if rank 0 may have deleted the answer of an exchange.
+
+        A rank that finds no answer writes a refusal, so the refusal that it finds may have replaced a deleted answer.
+        """
         key = self._key("deleted")
         return store.check([key]) and int(store.get(key)) > number
 

@@ -42,8 +42,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads : int
         Threads that move blocks.
     hold_out : bool
-        If True, compute what would take longer to load, and compute a few of all requests to measure what loading
-        gains. If False, load everything that is there: benchmarks whose engine computes nothing need that.
+        If True, compute blocks that would take longer to load, and compute a few other requests to measure the gain of
+        loading. If False, load everything that is stored, for example in benchmarks whose engine computes nothing.
     """
 
     weights_id: str

@@ -68,7 +68,7 @@ class Transfers:
         until: float,
         exchange: Exchange | None,
     ) -> list[int]:
-        """Load some groups of layers of prompts; return for each prompt the tokens that all ranks have then.
+        """Load some groups of layers of prompts; return for each prompt how many tokens all ranks can use afterwards.
 
         Parameters
         ----------
@@ -77,9 +77,9 @@ class Transfers:
         groups : sequence of int
             Numbers of the groups.
         until : float
-            End of the time of the load.
+            Deadline of the load, by the monotonic clock.
         exchange : callable or None
-            The exchange of this load.
+            The exchange in which the ranks agree on this load; None if there is nothing to agree on.
         """
         try:
             usable, under_way, seconds = self._load_here(matches, memories, groups, until)
@@ -136,7 +136,7 @@ class Transfers:
     def fetch(
         self, wanted: Wanted, memory: KVMemory, until: float
     ) -> tuple[list[Reason | None], list[int], int, float]:
-        """Load all blocks of a prompt without a lookup; return `move`'s results, with the blocks' sizes second."""
+        """Load all blocks of a prompt without a lookup; return the results of `move`, with the sizes after the list."""
         needed = list(self._shape.needed(wanted.blocks))
         sizes, targets = self.memory.targets(memory, needed)
         uses = Uses()
@@ -154,24 +154,29 @@ class Transfers:
         request: Requests,
         until: float,
     ) -> tuple[list[Reason | None], int, float]:
-        """Probe memory that is used for the first time, then copy blocks that are near, and load the others.
+        """Copy the blocks that this process has in near memory, and load the others from the store.
+
+        Memory of the engine that is used for the first time is probed before.
 
         Parameters
         ----------
         uses : Uses
-            The engine's memory that the targets are in; empty if they are not in the engine's memory.
+            Memory of the engine that contains the targets; empty if the targets are other memory.
         keys, targets, sizes : sequences
-            For each block its key, its memory, and its bytes.
+            For each block its key, the memory that receives it, and its bytes.
         request : str or sequence of str
             Name of the request, or one name for each block.
         until : float
-            End of the time of the load.
+            Deadline of the load, by the monotonic clock.
 
         Returns
         -------
-        tuple of list, int and float
-            For each block None or the reason why it is missing, and for the judge the bytes under way and the seconds
-            that the load took; 0 seconds if the judge cannot use them.
+        list of Reason or None
+            For each block None if it is in its target, or the reason why it is missing.
+        int
+            Bytes of all loads under way when this load began, its own included.
+        float
+            Seconds that the load took, for the judge; 0 if the judge cannot use this time.
         """
         # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
         is_near = self._near.nbytes and len(self._near.held(keys)) == len(keys)
@@ -208,7 +213,7 @@ class Transfers:
         groups: Sequence[int],
         until: float,
     ) -> list[int]:
-        """Save some groups of layers of sequences; return for each how many of its blocks are there.
+        """Save some groups of layers of sequences; return for each sequence how many of its blocks are stored.
 
         Parameters
         ----------
@@ -219,7 +224,7 @@ class Transfers:
         groups : sequence of int
             Numbers of the groups.
         until : float
-            End of the time of the save.
+            Deadline of the save, by the monotonic clock.
         """
         values: dict[bytes, Payload] = {}
         parents: dict[bytes, bytes] = {}

@@ -23,7 +23,7 @@ from rich.text import Text
 __all__ = ["Table", "show"]
 
 _WORD_MIN = 16
-"""Least width of a text column; words that are longer may be broken."""
+"""Minimum width of a text column; words that are longer may be broken."""
 _UNLIMITED = 1 << 16
 
 

@@ -20,7 +20,7 @@ class BlockInfo:
     nbytes : int
     cls : str
     label : int
-        The number under which it comes again in each turn of a loop.
+        Number of the block; in each turn of a loop, the same block has the same number.
     """
 
     nbytes: int

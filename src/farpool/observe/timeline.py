@@ -71,7 +71,7 @@ def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
     Returns
     -------
     list of (float, int)
-        Monotonic seconds and bytes, from that time until the next entry's.
+        Monotonic seconds, and the bytes from that time until the time of the next entry.
     """
     curve: list[tuple[float, int]] = []
     for event in events:

@@ -99,7 +99,7 @@ def ones(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | N
 def full(
     pool: StorageOwner, shape: Sequence[int], value: bool | int | float | complex, dtype: torch.dtype | None = None
 ) -> PagedTensor:
-    """A paged tensor with each element `value`; without `dtype` the one that ``torch.full`` would choose."""
+    """A paged tensor in which each element is `value`. By default it has the dtype that ``torch.full`` chooses."""
     if dtype is None:
         dtype = torch.full((), value).dtype
     tensor = empty(pool, shape, dtype=dtype)

@@ -36,7 +36,7 @@ pool."""
 
 
 def note_offload() -> None:
-    """Note that a module was offloaded, so that each optimizer is checked for plain moments before its next step."""
+    """Record that a module was offloaded, so that each optimizer is checked for plain moments before its next step."""
     global _offloads
     _offloads += 1
 

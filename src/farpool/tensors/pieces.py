@@ -1,8 +1,8 @@
 """Elementwise operations on tensors larger than the fast tier, computed in pieces with bit-identical results.
 
 torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's
-share one by one. Both ways round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a
-compiler may contract operations in one and not in the other. So a cut must not change how an element is computed.
+share one by one. Both ways give the same bits nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits,
+and a compiler may contract operations in one and not in the other. So a cut must not change how an element is computed.
 
 - Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at
   the beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are
@@ -149,7 +149,7 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
 
 
 def _calls(count: int) -> Iterator[slice]:
-    """Parts of a piece, each computed in one call by a single thread or by threads whose shares are whole vectors."""
+    """Parts of a piece for one call each. One thread computes a part, or each thread computes whole vectors of it."""
     threads = torch.get_num_threads()
     body = count if threads == 1 else count // (threads * _GRAIN) * (threads * _GRAIN)
     if body:

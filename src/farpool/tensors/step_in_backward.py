@@ -1,9 +1,9 @@
-"""Optimizer steps inside the backward pass: each parameter is stepped once its gradient is complete, then freed.
+"""Optimizer steps inside the backward pass: each parameter is stepped as soon as its gradient is complete.
 
-All gradients together never exist, and while one parameter is stepped the next gradients are computed. Results equal a
-step after the pass, because only optimizers are accepted that need nothing of other parameters to step one. Some
-features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a
-gradient of the gradient, re-entrant checkpointing); these are refused before the pass begins.
+The step frees the gradient, so the gradients of all parameters never exist at the same time. The results equal a step
+after the pass, because we accept only optimizers that step each parameter without the gradients or states of other
+parameters. Some features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph
+that is kept, a gradient of the gradient, re-entrant checkpointing); they are refused before the pass begins.
 """
 
 from __future__ import annotations
@@ -73,15 +73,16 @@ def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     Returns
     -------
     StepInBackward
-        Object that ends this with `remove()`, or as a context manager. Keep a reference to the optimizer: the hooks do
-        not hold it, because torch's garbage collector does not search the hooks of parameters.
+        Its `remove()` ends the stepping in backward passes; it is also a context manager that does so at its end. Keep
+        a reference to the optimizer: the hooks do not hold it, because the garbage collector does not search the hooks
+        of parameters.
 
     Raises
     ------
     ArgumentError
-        `every` is less than one, the optimizer is stepped in backward already, or there are gradients.
+        `every` is less than one, the optimizer is stepped in backward already, or parameters have gradients already.
     UnsupportedError
-        A step of this optimizer is not known to be equal parameter by parameter, the program has added hooks or
+        It is not known that this optimizer may step parameters one by one, the program has added hooks or
         replaced its `step`, or gradients are summed up over several processes.
     """
     return StepInBackward(optimizer, every)
@@ -94,7 +95,7 @@ class StepInBackward:
     ----------
     optimizer : torch.optim.Optimizer
     every : int
-        Backward passes to a step.
+        Number of backward passes for each step.
     """
 
     def __init__(self, optimizer: Optimizer, every: int) -> None:
@@ -256,7 +257,7 @@ class StepInBackward:
         self._stepped = set()
 
     def fail(self, error: BaseException) -> None:
-        """Note that the backward pass failed, and add to its error how many parameters had been stepped."""
+        """Record that the backward pass failed, and add to its error how many parameters had been stepped."""
         stepped, self._stepped = self._stepped, None
         self._failed = True
         if stepped:

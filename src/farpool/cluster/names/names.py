@@ -176,7 +176,7 @@ class Names(Closing):
             time.sleep(PAUSE_S)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Remove a name. Its last version stays for `hold` seconds, and for its readers.
+        """Remove a name. Its last version stays for `hold` seconds, and longer while programs read it.
 
         Raises
         ------

@@ -187,7 +187,7 @@ def publication_key(quoted: str, publication: str, part: int) -> str:
 
 
 def hold_key(quoted: str, publication: str, who: str) -> str:
-    """Return the key of a reason to keep a publication."""
+    """Return the key of the entry with which `who` holds a publication."""
     return f"hold/{quoted}/{publication}/{who}"
 
 

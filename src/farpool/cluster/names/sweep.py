@@ -21,15 +21,16 @@ leaves the object alone. If it kept the copy after step 2, the copy has another 
 however late that arrives; the sweep begins again with step 2. If it keeps the copy after step 4, the writer checks
 whether the object still exists.
 
-A writer that was stopped for longer than its lease leaves no copy kept without an end. It noted the marks of its copies
-before it recorded them, and a node keeps a copy for it only if the copy still has that mark or is kept already. A sweep
-released each copy before it deleted the record, so the copy has another mark.
+A writer that is stopped for longer than its lease, and then continues, cannot make a node keep a copy that no sweep
+would release. The writer noted the marks of its copies before it recorded them, and a node keeps a copy for it only if
+the copy still has that mark or is kept already. If a sweep has deleted the record, it released each copy before, so the
+copy has another mark.
 
 A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
-``released/`` until all nodes have answered. The sweep has the other nodes release their copies at once, and notes in
-the entry which nodes were away. Later sweeps leave the entry alone while all these nodes are still away, which one
-request shows, so a node that stays away for long costs each sweep one request. A sweep that was stopped leaves an entry
-without a note; the next sweep does all of its work.
+``released/`` until all nodes have answered. The sweep tells the other nodes at once to release their copies, and notes
+in the entry which nodes were away. A later sweep makes one request to see whether all these nodes are still away. If
+they are, it leaves the entry alone, so a node that stays away for long costs each sweep only this request. A sweep that
+was stopped leaves an entry without a note; the next sweep does all of its work.
 """
 
 from __future__ import annotations
@@ -153,7 +154,10 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
 
 
 def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
-    """Delete entries of versions whose objects nodes released or other versions need; note which nodes were away."""
+    """Delete the entries of versions for which nothing is left to release; note in the others which nodes were away.
+
+    Nothing is left if all nodes have released the version's objects, apart from objects that other versions need.
+    """
     done = marks.seen.keys() - refused
     finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
     for begin in range(0, len(finished), _BATCH_OBJECTS_MAX):
@@ -189,7 +193,7 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
 
 
 def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
-    """Note the marks of objects' copies; if all nodes of `still_away` are still away, note only which nodes are."""
+    """Find the marks of objects' copies; if all nodes of `still_away` are still away, return only the nodes away."""
     found, ordered = _Marks({}, set(), set()), sorted(keys)
     for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):
         batch = ordered[begin : begin + _BATCH_OBJECTS_MAX]
@@ -211,7 +215,7 @@ def _add(marks: _Marks, others: _Marks) -> None:
 
 
 def _release(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
-    """Tell nodes to release their copies of marked objects; return the objects of which a copy has another mark."""
+    """Tell nodes to release their copies of marked objects; return the objects whose mark has changed on a node."""
     ordered, refused = sorted(keys & marks.seen.keys()), set[str]()
     for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):
         batch = ordered[begin : begin + _BATCH_OBJECTS_MAX]

@@ -39,7 +39,7 @@ class NodeAccess:
         self._keys = keys
 
     def handshake(self, certificate: str | None) -> NodeHandshake:
-        """Begin the handshake of a new connection; `certificate` is the name in the client's, None without TLS."""
+        """Begin the handshake of a new connection; `certificate` is the name in the client's certificate, or None."""
         return NodeHandshake(self._identity, self._keys, certificate)
 
     def refusal(self, connection: socket.socket) -> AccessDeniedError | None:

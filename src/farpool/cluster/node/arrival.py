@@ -61,7 +61,7 @@ class Arrival:
         Raises
         ------
         OSError
-            There is no TLS 1.3 to be had, or one side does not accept the other's certificate.
+            The client does not speak TLS 1.3, or one side does not accept the other's certificate.
         """
         self._secure = context.accept(self.socket.detach())
         while events := self._secure.handshake():
@@ -91,7 +91,7 @@ class Arrival:
                 await self._ready(secure, select.POLLOUT)
 
     def send_files(self, data: bytes, files: Sequence[int]) -> int:
-        """Send file descriptors with the first bytes, over the UNIX socket; return how many bytes went."""
+        """Send file descriptors with the first bytes, over the UNIX socket; return how many bytes were sent."""
         return socket.send_fds(self.socket, [data], list(files))
 
     async def end(self, most: int, plain: bytes = b"") -> None:

@@ -21,7 +21,8 @@ PassedFiles = Callable[[], list[int]]
 """Callable that opens the files to be passed; the caller closes the descriptors."""
 
 MOST_LISTED = 128
-"""Most objects in a list: with the longest keys, and a few more from the data loop, it fits into a frame's meta."""
+"""Maximum number of objects in a list. With the longest keys, and a few more objects from the data loop, the list fits
+into a frame's meta."""
 
 _Key = Annotated[bytes, msgspec.Meta(max_length=LARGEST_KEY)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST_LISTED)]

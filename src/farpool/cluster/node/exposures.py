@@ -42,7 +42,7 @@ class Exposures:
             self._held[session] += 1
 
     def drop(self, session: int) -> None:
-        """Count a control connection of the session as gone; with the last one end the session's exposures."""
+        """Record that a control connection of the session has ended; after the last one, end its exposures."""
         with self._lock:
             self._held[session] -= 1
             gone = not self._held[session]

@@ -217,7 +217,7 @@ class Folder:
         Parameters
         ----------
         kept : bool
-            The same bytes from the first start on; False for new ones, which also deletes those that were kept.
+            True for the bytes from the first start on; False for new bytes, which also deletes the kept ones.
 
         Raises
         ------

@@ -22,9 +22,9 @@ class HalfOpen:
     Parameters
     ----------
     most : int
-        Most handshakes in all.
+        Maximum number of handshakes in all.
     most_of_one : int
-        Most handshakes from one origin.
+        Maximum number of handshakes from one origin.
 
     Attributes
     ----------

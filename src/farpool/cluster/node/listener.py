@@ -1,8 +1,9 @@
-"""Arrival of clients at a node: listening sockets, the handshake under a deadline, and handing connections on.
+"""Arrival of clients at a node: listening sockets, and the handshake, which each connection must finish by a deadline.
 
-Runs in a thread of its own. Connections that are not authenticated yet are bounded in time and in number, per
-address and in all, each kind of socket for itself. If there are too many, the listener drops the oldest, so that
-strangers who send nothing keep no client out.
+After the handshake the listener passes the connection to the data loop or to the control service. It runs in its own
+thread. For each listening socket, the number of connections that are not authenticated yet is limited, in total and for
+one address. If there are too many, the listener drops the oldest, so strangers who send nothing cannot keep clients
+out.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Listener:
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 meeting = tasks.create_task(self._meet(arrival, half_open))
-                # Also where it is cancelled before its first step, which then never comes.
+                # A task that is cancelled before its first step never runs, so its own code cannot do this.
                 meeting.add_done_callback(partial(self._ended, arrival, half_open))
                 half_open.enter(meeting, arrival.origin)
                 await asyncio.sleep(0)  # those that came before have their turn, however many come

@@ -76,7 +76,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """HTTP server with a thread for each connection; one beyond the limit ends the oldest and waits for its thread."""
+    """HTTP server with a thread for each connection; at the limit a new one ends the oldest and waits for it."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -51,7 +51,7 @@ class Node:
     name : str
         The node's name; empty for its port.
     folder : str or path-like or None
-        Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. What an earlier node left there is taken over.
+        Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. It takes over the segments of an earlier node.
     keys : mapping of str to Grant, or None
         Access keys by name. Without any, the node listens on loopback only, lets its own user do everything, and other
         users nothing.
@@ -64,19 +64,19 @@ class Node:
     spin : float
         Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
-        A file and its bytes: objects that have to leave memory go there instead of being forgotten.
+        A file and its bytes: objects that are evicted from memory are written there instead of being lost.
     fabric : str
         Name of a one-sided fabric over which memory is exposed, too; empty for none.
     shares : mapping of int to int, or None
-        Bytes guaranteed to tenants: other tenants' use evicts none of their objects below that. The other tenants
-        that hold something have equal parts of the rest.
+        Bytes guaranteed to each tenant: up to this size, the node evicts none of its objects to make room for other
+        tenants. All tenants without a guarantee that hold something have equal parts of the rest.
     tls : CertificateFolder or None
         The node's certificate: connections over TCP begin with TLS then, and each client shows one of its own.
     insecure_plaintext : bool
         Listen beyond loopback without TLS, too.
     socket_group : str
         A group, by name or number, whose members may use the UNIX socket with a key, and map memory read-only; empty
-        where only the node's own user may.
+        if only the node's own user may.
 
     Attributes
     ----------
@@ -387,7 +387,7 @@ class Node:
 
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
-    """Tell the data loop which tenants and keys may come, and which of them can hold memory."""
+    """Tell the data loop which tenants and keys programs may use, and which of them can hold memory."""
     holders = Right.READ | Right.WRITE | Right.PUBLISH
     grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
     server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})

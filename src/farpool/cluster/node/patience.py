@@ -1,4 +1,4 @@
-"""Deadlines of clients that do not count the time in which the node itself stood still."""
+"""Deadlines for clients, which do not count the time in which the node itself stood still."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SLICE_SECONDS = 0.5
 
 @contextlib.asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError in the block after so many seconds in which the event loop ran.
+    """Raise TimeoutError in the block after `seconds` seconds in which the event loop ran.
 
-    `asyncio.timeout` would end every handshake under way when a process goes on that was stopped for longer than the
-    handshake may take, before it looks at the bytes that have come. So the time is counted in slices, and a slice
-    counts no more than its length however late the loop gets to its end.
+    With `asyncio.timeout`, a process that was stopped for longer than a handshake may take would end every handshake
+    when it continues, before it looks at the bytes that it has received. So we count the time in slices. A slice counts
+    no more than its length, however late the loop sees its end.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 class _Slices:
-    """Lets a timeout expire after so many seconds, counted in slices."""
+    """Lets a timeout expire after a number of seconds, which it counts in slices."""
 
     def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()

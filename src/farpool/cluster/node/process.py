@@ -255,7 +255,7 @@ def _reserved(listen: str) -> tuple[socket.socket, str]:
 
 
 def _state(stat: Path) -> str:
-    """Read a thread's state letter, which follows its name, any text; "T" if the thread has ended."""
+    """Read a thread's state letter, which follows its name in parentheses; "T" if the thread has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return stat.read_text().rpartition(")")[2].split()[0]
     return "T"

@@ -44,7 +44,7 @@ def user_of(connection: socket.socket) -> int | None:
     Returns
     -------
     int or None
-        None where the system does not tell, as for connections from other hosts, or the other end is closed already.
+        None if the system does not tell, as for connections from other hosts, or the other end is closed already.
 
     Raises
     ------

@@ -46,7 +46,7 @@ def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
 
 
 def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
-    """Raise ConfigError (TypeError for a key that is not a str) unless every kind of registry can do it."""
+    """Raise ConfigError (TypeError for a key that is not a str) unless all kinds of registries take the transaction."""
     for many, what in ((conditions, "conditions"), (operations, "operations")):
         if len(many) > OPERATIONS_MAX:
             raise ConfigError(

@@ -28,7 +28,7 @@ _Reply = TypeVar("_Reply")
 ANSWER_TIMEOUT_S = 1.0
 """Time that an endpoint has to answer; twice as long for each time that it was silent before in the same call."""
 _SILENT_REST_S = 2.0
-"""An endpoint that was silent rests for this time in rounds in which another one answers that it cannot serve now.
+"""For this time a silent endpoint is not asked again in rounds in which another one answered that it cannot serve now.
 
 That other endpoint waits for the election of a leader, and serves soon after it.
 """
@@ -186,7 +186,7 @@ class Gateway:
             raise ConnectionError(why) from error
 
     def failed(self, endpoint: Endpoint, why: str, *, silent: bool = False) -> None:
-        """Note that an endpoint failed, so that calls ask other endpoints first, and a silent one last."""
+        """Record that an endpoint failed, so that calls ask other endpoints first, and a silent one last."""
         with self._lock:
             endpoint.why = why
             endpoint.rests_until = time.monotonic() + _SILENT_REST_S if silent else 0.0
@@ -197,7 +197,7 @@ class Gateway:
             connection.close()
 
     def well(self, endpoint: Endpoint) -> None:
-        """Note that an endpoint has answered."""
+        """Record that an endpoint has answered."""
         endpoint.since, endpoint.rests_until = None, 0.0
 
     def pause(self, rounds: int, deadline: float) -> None:

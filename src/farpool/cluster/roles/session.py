@@ -84,7 +84,7 @@ class Session(Closing):
     timeout : float
         Seconds that a call may wait for the registry unless it says otherwise.
     on_renewal : callable, optional
-        Function that another thread calls after each renewal, unless the call before is still under way.
+        Function that another thread calls after each renewal, unless its previous call is still under way.
     """
 
     def __init__(

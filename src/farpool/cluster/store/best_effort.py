@@ -78,7 +78,7 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value in bytes, None if there is none, or the error for which that is not known.
+            Size of each value in bytes, None if there is none, or the error if that could not be found out.
         """
         return self._attempt(
             len(keys), timeout, lambda cluster, deadline: look_up(cluster, keys, deadline, patient=False)
@@ -101,9 +101,9 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value, which is whole and verified in its target; None if there is none; or the error for which
-            it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets without a
-            value are unspecified.
+            Size in bytes of each value, which is whole and verified in its target; None if there is no value; or the
+            error if it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
+            without a value are unspecified.
         """
 
         def get(cluster: Cluster, deadline: float) -> Sequence[int | Exception | None]:
@@ -234,7 +234,7 @@ def _hold(member: Member, reply: Reply) -> Hold:
 
 
 _DEMOTE_PAUSE_S = 0.005
-"""Pause before a node is asked again whose file takes no more values at the moment."""
+"""Pause before a node whose file takes no more values at the moment is asked again."""
 _DEMOTED: dict[int, Demotion] = {
     Status.DONE: Demotion.LOWER,
     Status.BUSY: Demotion.PINNED,

@@ -130,7 +130,7 @@ class Cluster:
         Returns
         -------
         list of Reply or Exception
-            For each request its reply, or the error for which there is none.
+            For each request its reply, or the error if no reply came.
         """
         began = time.monotonic()
         if len(asks) == 1 and not fresh:  # nearly all calls: the node works, and a connection is ready
@@ -220,7 +220,7 @@ class Cluster:
         return left > seconds
 
     def tell_epoch(self, deadline: float) -> None:
-        """Exchange epochs with all nodes that can be reached: those that are behind the others learn it."""
+        """Exchange epochs with all nodes that can be reached, so that each of them learns the highest one."""
         asks = [Ask(member, Op.PING, b"") for member in self.reachable(deadline).met]
         before = self.epoch.value
         self.ask(asks, share_of(deadline, last=False))
@@ -228,7 +228,7 @@ class Cluster:
             self.ask(asks, share_of(deadline, last=False))
 
     def close(self) -> None:
-        """Close all connections, those to members that have left too."""
+        """Close all connections, also to members that have left."""
         self._closing.set()
         self._unsubscribe()
         with self._lock:
@@ -239,7 +239,7 @@ class Cluster:
     def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
         """Make contact with strangers; if no member has been met, try until the deadline.
 
-        Without `everyone`, strangers that a thread is trying to reach are left to it while other members are met.
+        Without `everyone`, a stranger that a thread already tries to reach is skipped once another member has been met.
         """
         while True:
             failures: list[NodeError] = []

@@ -71,7 +71,7 @@ def probe(
     Returns
     -------
     dict of Member to Probed or Exception
-        Answer of each node, or the error for which there is none.
+        Answer of each node, or the error if it gave none.
     """
     found: dict[Member, Probed | Exception] = {}
     asks: list[Ask] = []

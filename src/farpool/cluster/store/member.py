@@ -1,10 +1,10 @@
 """One member of a store: the connections to its node, and the record of whether the node answers.
 
 Calls do not ask a node that has failed: they go to other nodes, or fail at once if there is none. A thread probes the
-node until it answers, so that no call has to find out, and then calls go to it again.
+node until it answers, and then calls ask it again. So no call has to wait to find out whether the node has recovered.
 
 A short call may end before a healthy node can answer, which is no failure. The thread then asks the node once, with
-more time, while calls still go to it. Only if the node does not answer that either has it failed.
+more time, while calls still ask it. The node counts as failed only if it does not answer this question either.
 
 A member that has left the list is closed when nothing refers to it any more: no call that is under way, no pin. Python
 counts these references anyway; a counter of our own would make each lookup slower.
@@ -55,7 +55,7 @@ class Member:
         Called with this object and the node's identity at each new contact with the node. It sets `identity`, or raises
         `ConfigError` to refuse the node.
     info : MemberInfo, optional
-        What the list of members says about it; the channel's address alone if it is left out.
+        Entry for it in the list of members; by default an entry with only the channel's address.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Member:
     identity : bytes
         Identity of the node, which it keeps when it restarts or moves; empty before the first contact.
     info : MemberInfo
-        What the list of members says about it.
+        Entry for it in the list of members.
     pool : ConnectionPool
         Connections to the node.
     is_failing : bool
@@ -191,7 +191,8 @@ class Member:
         error : Exception
             The error of the call.
         silence : float
-            Seconds since the node last answered. If its answer was only late, and these are few, it is probed first.
+            Seconds since the node last answered. If these are few and an answer was only late, the node is probed
+            before it counts as failed.
         """
         if isinstance(error, AccessDeniedError):  # the node answers, and only refuses this program
             return
@@ -226,7 +227,7 @@ class Member:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
     def absence(self) -> NodeError:
-        """Return the error for which a call cannot ask the node, which no call has met yet."""
+        """Return the error because of which a call cannot ask the node, which no call has met yet."""
         return self.unmet or NodeError(
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )
@@ -279,7 +280,7 @@ class Member:
                 return
 
     def _failure(self) -> tuple[type[NodeError], str] | None:
-        """Ask the node whether it is there, over a new connection, which later calls may use; None if it answers."""
+        """Probe the node over a new connection; return the error's type and text, or None if the node answers."""
         deadline = time.monotonic() + _PROBE_TIMEOUT_S
         try:
             connection = self._connect(deadline, fresh=True)

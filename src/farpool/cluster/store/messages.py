@@ -113,7 +113,7 @@ def decoded(ask: Ask, answer: Reply | Exception, usual: Container[int] = (Status
 ResultT = TypeVar("ResultT")
 
 _NAMED_KEYS_MAX = 20
-"""Most keys that the note of a failed batch names."""
+"""Maximum number of keys that the note of a failed batch names."""
 
 
 def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done: int = 0) -> list[ResultT]:

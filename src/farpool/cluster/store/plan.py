@@ -104,7 +104,7 @@ def share_of(deadline: float, *, last: bool) -> float:
 
 
 def is_away(failure: Exception) -> bool:
-    """Return True if a node could not be asked but may be later: it did not refuse this program nor send bad bytes."""
+    """Return True if a node only could not be asked: it neither refused this program nor sent bad bytes."""
     return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 

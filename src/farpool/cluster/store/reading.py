@@ -35,8 +35,8 @@ def read_one(cluster: Cluster, key: bytes, into: Payload) -> int | None: ...
 def read_one(cluster: Cluster, key: bytes, into: Payload | None) -> bytes | int | None:
     """Read one value: return its bytes, or its size if they are in the target; None if there is no value.
 
-    Nearly all reads end with the mapped memory or the answer of the first rank, so these two attempts come before any
-    plan is made.
+    Nearly all reads end with the mapped memory or the answer of the node of highest rank, so these two attempts come
+    before any plan is made.
     """
     deadline = time.monotonic() + cluster.timeout
     view = cluster.snapshot
@@ -86,8 +86,8 @@ def read_many(
     Returns
     -------
     list of bytes, int, Exception or None
-        Each value, or its size if it was read into its target; the error for which it could not be read; None if there
-        is no such object.
+        For each key its value, or the value's size if it was read into a target; an error if reading failed; None if
+        there is no such object.
     """
     view = cluster.view(deadline)
     values: list[bytes | int | Exception | None] = [None] * len(keys)
@@ -179,7 +179,7 @@ def look_up(
     Raises
     ------
     NodeError, ReplicationError
-        Nodes cannot be asked that may be all that have a copy, unless `patient` is False.
+        The nodes that cannot be asked may have all copies of a value. Not raised unless `patient`.
     """
     plan = measure(cluster.view(deadline), cluster.redundancy, keys, patient=patient)
     return run(cluster, plan, deadline, patient=patient)
@@ -193,7 +193,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
     Raises
     ------
     NodeError, ReplicationError
-        So many nodes cannot be asked that they may be all that have a copy of some object.
+        The nodes that cannot be asked may have all copies of some object.
     """
     cluster.tell_epoch(deadline())  # because requests for a listing do not contain the epoch
     view = cluster.reachable(deadline())
@@ -210,7 +210,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
 
 
 def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
-    """Raise if so many nodes have failed that they may be all that have a copy of some object."""
+    """Raise if so many nodes have failed that they may have all copies of some object."""
     if not cluster.redundancy.enough(len(failures)):
         return
     if cluster.redundancy.parts == 1:

@@ -47,8 +47,8 @@ class Repaired:
     objects : int
         Objects that were found.
     endangered : int
-        Objects with too few copies. Copies on nodes that are draining do not count; of kept objects, only copies that
-        their nodes keep do.
+        Objects with too few copies. Copies on nodes that are draining do not count. If the object is kept, only copies
+        that their nodes keep count.
     mended : int
         Endangered objects that have all their copies again.
     nbytes : int

@@ -38,7 +38,7 @@ class RotatedNode:
     nbytes : int
         Bytes of their values.
     error : str
-        Reason for which the node has not confirmed; empty if it has.
+        Reason why the node has not confirmed; empty if it has.
     """
 
     node: str

@@ -1,4 +1,4 @@
-"""Plans that find objects: ask the first rank of a key, then the other members, until one has it (docs/store.md)."""
+"""Plans that find objects: ask the member of highest rank for a key, then the others (docs/store.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Found", "find", "measure"]
 
 Found = tuple["Member", "Reply"] | Exception | None
-"""The member that returned an object and its reply, None if there is no object, or why that is not known."""
+"""The member that returned an object and its reply, None if there is no object, or the error if that is unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +51,12 @@ class _Search:
             self.missing.add(ask.member)
 
     def unasked(self) -> list[Member]:
-        """Return the members that have neither failed nor answered that they lack the object, in their order."""
+        """Return, in their order, the members from which there is no failure or negative answer yet."""
         order = self.view.order(self.key)
         return [member for member in order if member not in self.missing and member not in self.failures]
 
     def absent(self, redundancy: Redundancy) -> bool:
-        """Return True if no member has the object: too few are away, or were never met, to have confirmed it."""
+        """Return True if no member has the object: members that are away or were never met cannot have all its parts."""
         return may_recover(self.failures.values()) and not redundancy.enough(
             len(self.failures) + len(self.view.strangers)
         )
@@ -101,7 +101,7 @@ def find(
     meta : bytes
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        Request that was sent already to the first rank of the only key, and its answer.
+        Request that was already sent to the member of highest rank for the only key, and its answer.
     """
     outcomes: list[Found] = [None] * len(keys)
     answers: Sequence[Reply | Exception]
@@ -168,7 +168,9 @@ def _find_sources(searches: Sequence[_Search]) -> Plan[None]:
 def measure(
     view: Snapshot, redundancy: Redundancy, keys: list[bytes], *, patient: bool
 ) -> Plan[Sequence[int | Exception | None]]:
-    """Find out which keys have a value: ask the first rank of each, then the others about the keys that it lacks.
+    """Find out which keys have a value.
+
+    For each key the member of highest rank is asked first, and the others only if that member has no value.
 
     Parameters
     ----------
@@ -184,7 +186,7 @@ def measure(
     Returns
     -------
     sequence of int, None or Exception
-        Size of each key's value in bytes, None if it has none, or the error for which that is not known.
+        Size of each key's value in bytes, None if it has no value, or the error if that could not be found out.
     """
     sizes: list[int | Exception | None] = [None] * len(keys)
     groups = view.by_first(keys)

@@ -63,7 +63,7 @@ class NodeStatus:
     failing : float
         Seconds since it failed. Until it answers again, calls do not ask it; 0.0 if it works.
     error : str
-        Error with which it failed, or for which it cannot be asked now; empty if it works.
+        Error with which it failed, or because of which it cannot be asked now; empty if it works.
     mapped : bool
         True if its objects are in mapped memory.
     stats : dict or None
@@ -185,7 +185,7 @@ class Store(Closing):
         return self._cluster
 
     def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
-        """Store a value under a key, unless the key has a value already, which stays.
+        """Store a value under a key. If the key has a value already, that value stays.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class Store(Closing):
         NodeError, NodeTimeoutError
             The node cannot be reached.
         ReplicationError
-            With `replicas`: so many nodes cannot be reached that they may be all that have it.
+            With `replicas`: the nodes that cannot be reached may have all copies of the value.
         """
         return read_one(self._cluster or self._open(), as_key(key), None)
 
@@ -317,16 +317,17 @@ class Store(Closing):
         return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
 
     def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
-        """Let a value live for `ttl` seconds from now, or without a limit; return True if there is one.
+        """Let a value live for `ttl` seconds from now, or without a limit; return True if the key has a value.
 
         Parameters
         ----------
         key : str or bytes
             The key.
         ttl : float or None
-            Seconds from now, or None for no limit; the longer time counts.
+            Seconds from now, or None for no limit. A longer time that the value already has stays.
         keep : bool or None
-            True: it is never evicted. False: it may be evicted again, and `ttl` counts even if it is shorter.
+            True: nodes never evict the value. False: they may evict it again, and `ttl` counts even if it is shorter.
+            None does not change whether they may.
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
@@ -375,7 +376,7 @@ class Store(Closing):
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
-        """Hold a value in memory; on a node of this host without a copy.
+        """Hold a value in memory: in the memory of a node of this host, otherwise in a copy.
 
         Parameters
         ----------
@@ -486,7 +487,7 @@ class Store(Closing):
         Raises
         ------
         NodeError, ReplicationError
-            So many nodes cannot be asked that they may be all that have a copy of some object.
+            The nodes that cannot be asked may have all copies of some object.
         """
         return repair(self._open(), bandwidth, progress)
 
@@ -562,7 +563,7 @@ class Store(Closing):
         return self._open_names().history(name)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Remove a name; its last version stays for a minute, and for its readers.
+        """Remove a name. Its last version stays for a minute, and longer while programs read it.
 
         Raises
         ------
@@ -584,7 +585,7 @@ class Store(Closing):
     def rotate_tenant(self) -> Rotation:
         """Make all objects that the tenant of the access key has put so far unreadable, for all programs.
 
-        Values that are pinned stay in memory until their unpin. A put that is under way may come before or after. A
+        Values that are pinned stay in memory until their unpin. An object whose put is under way may stay readable. A
         node that cannot be reached is asked again until the call's time is used up, and may still return old objects
         until a program sends it the new epoch (docs/store.md): see `Rotation.complete`.
 
@@ -620,10 +621,10 @@ class Store(Closing):
         return statuses
 
     def close(self) -> None:
-        """Close all connections. Idempotent. The nodes end pins that are left after their grace period.
+        """Close all connections and all open names. Idempotent.
 
-        With `replicas`, it first restores missing copies of objects that were read, for as long as a call may take.
-        Names that are open are closed.
+        With `replicas`, it first restores missing copies of objects that this program has read, for `timeout` seconds
+        at most. If pins were not released, the nodes end them after a grace period.
         """
         with self._naming:
             cluster, self._cluster = self._cluster, None

@@ -58,7 +58,7 @@ class _Put:
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
 
     def is_waiting(self) -> bool:
-        """Return True if members that are away, or had not been met when it began, may confirm it after all."""
+        """Return True if members that are away, or had not been met when it began, are enough to confirm it later."""
         confirmed = len(self.confirmed)
         return not self.redundancy.enough(confirmed) and self.redundancy.enough(
             confirmed + len(self.away) + len(self.view.strangers)
@@ -215,7 +215,7 @@ def everywhere(
     copies: int = 1,
     seen: Sequence[Mapping[bytes, int]] | None = None,
 ) -> Touched:
-    """Send an operation on objects to all nodes.
+    """Send an operation on objects to all nodes, or only to the nodes in `seen`.
 
     Parameters
     ----------
@@ -224,19 +224,19 @@ def everywhere(
     op : Op
         The operation.
     metas : sequence of bytes
-        Arguments and key of each object.
+        For each object the packed arguments of the operation, then the object's key.
     deadline : float
         By the monotonic clock. Until then nodes are asked again about objects for which no node has answered.
     copies : int
-        Number of nodes on which it has to succeed; refusals by others are then ignored.
+        Number of nodes on which the operation has to succeed. If it does, refusals by other nodes are ignored.
     seen : sequence of mapping, optional
-        Marks of each object's copies by the identity of their nodes, from an earlier touch. Only these nodes get a
-        request, and each does the operation only if its copy still has that mark.
+        For each object the mark of each copy, by the identity of its node; an earlier touch returned them
+        (`Touched.marks`). A node does the operation only if its copy still has that mark.
 
     Raises
     ------
     NodeError
-        No node could be asked by the deadline, or one refuses it.
+        No node could be asked by the deadline, or a node refuses the operation.
     """
     plan = _everywhere(cluster.reachable(deadline), op, metas, copies, seen)
     return run(cluster, plan, deadline, everyone=True)

@@ -96,7 +96,7 @@ class Grant:
     tenant : int
         Tenant whose objects and leases it gives access to.
     bytes : int
-        The most that it may hold in leases, pins and unfinished publishes; 0 for the node's own limit.
+        Maximum bytes that it may hold in leases, pins and unfinished publishes; 0 for the node's own limit.
     """
 
     secret: bytes = field(repr=False)
@@ -124,14 +124,15 @@ def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str
     ----------
     key : AccessKey or str or None
         The program's argument; a string is ``NAME:SECRET``. Without it the environment decides: ``FARPOOL_KEY`` is
-        ``NAME:SECRET``, ``FARPOOL_KEY_FILE`` names a file whose one line is that. An empty variable counts as not set.
+        ``NAME:SECRET``, ``FARPOOL_KEY_FILE`` names a file whose only line is ``NAME:SECRET``. An empty variable counts
+        as not set.
     environment : mapping
         Environment variables.
 
     Raises
     ------
     ConfigError
-        The key is none, the file cannot be read or is open to others, or both variables are set.
+        The text is not an access key, the file cannot be read or is open to others, or both variables are set.
     """
     if key is not None:
         return key if isinstance(key, AccessKey) else AccessKey.parse(key)

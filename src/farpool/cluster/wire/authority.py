@@ -67,7 +67,7 @@ class Authority:
         Raises
         ------
         ConfigError
-            The folder is there already or cannot be made, or the name cannot be one.
+            The folder exists already or cannot be made, or the name cannot be an authority's name.
         """
         subject = _subject(name)
         key = ec.generate_private_key(ec.SECP256R1())
@@ -120,7 +120,7 @@ class Authority:
         Raises
         ------
         ConfigError
-            The folder is there already, or something that is asked for cannot be.
+            The folder exists already, or a certificate cannot have one of these properties.
         """
         files, end = self._made(name, role, _alternatives(role, hosts), days, begin)
         with _new_folder(folder, "--out") as made:

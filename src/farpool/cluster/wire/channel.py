@@ -1,9 +1,9 @@
 """A program's channel to one node: control connection, data connections, mapped objects, leases.
 
-*Contact* is a control connection. It gives the program its session and says whether the node runs on the same host:
-then its UNIX socket is used from there on, because only that one passes file descriptors, and memory is mapped
-instead of copied through a socket. When the node has hung up, the next use makes contact again, under the same session,
-so that the program keeps its leases and pins within the node's grace.
+*Contact* is a control connection. It gives the program its session and says whether the node runs on the same host. If
+it does, the channel uses the node's UNIX socket from then on: only a UNIX socket passes file descriptors, with which
+memory is mapped instead of copied through a socket. When the node has hung up, the next use makes contact again, under
+the same session, so that the program keeps its leases and pins within the node's grace.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Channel:
     address : Address
         The node's address.
     key : AccessKey or None
-        The access key; None where the node needs none.
+        The access key; None if the node needs none.
     transport : str
         One of the values that `Transport` describes.
     spin : float
@@ -131,7 +131,7 @@ class Channel:
         Returns
         -------
         ObjectReader or None
-            Also in `reader`; None where the node's memory is not mapped, or the key may not read it.
+            Also in `reader`; None if the node's memory is not mapped, or the key may not read it.
 
         Raises
         ------
@@ -173,7 +173,7 @@ class Channel:
         NodeFullError
             The node has no room for it.
         AccessDeniedError
-            The key does not allow to write.
+            The key does not have the right to write.
         NodeError
             As raised by `connect`.
         """
@@ -214,7 +214,7 @@ class Channel:
         Raises
         ------
         NodeError
-            The node cannot be told. It frees the memory by itself once the session has ended.
+            The node cannot be reached. It frees the memory by itself once the session has ended.
         """
         if self.one_sided is not None:
             self.one_sided.forget(lease)

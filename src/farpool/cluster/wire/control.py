@@ -23,7 +23,7 @@ from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
 __all__ = ["MOST_FILES", "Control"]
 
 MOST_FILES = 3
-"""Most file descriptors that one reply passes."""
+"""Maximum number of file descriptors that one reply passes."""
 
 
 class Control(Closing):

@@ -70,7 +70,7 @@ def dial(
     purpose : "control" or "data"
         Use of the connection.
     key : AccessKey or None
-        The access key; None where the node needs none. Over TLS the certificate takes its place.
+        The access key; None if the node needs none. Over TLS the certificate takes its place.
     session : int
         The program's session; 0 to be given one.
     deadline : float
@@ -187,7 +187,7 @@ def _look_up(address: Address, flags: int) -> list[_Target]:
 
 
 def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
-    """Resolve the host name in a thread that is abandoned at the deadline, as the resolver itself has none."""
+    """Resolve the host name in a thread that is abandoned at the deadline, because the resolver has none."""
     outcome: list[list[_Target] | OSError] = []
 
     def ask() -> None:

@@ -154,7 +154,7 @@ class Frame:
     Attributes
     ----------
     op : int
-        Operation, one of `Op` where the sender is of this version.
+        Operation, one of `Op` if the sender is of this version.
     status : int
         One of `Status`; 0 in a request.
     request : int
@@ -200,7 +200,7 @@ class FrameReader:
 
     @property
     def needed(self) -> int:
-        """Most bytes that may be fed next; 1 or more."""
+        """Maximum bytes that may be fed next; 1 or more."""
         return self._needed - len(self._data)
 
     def feed(self, data: bytes) -> Frame | None:

@@ -169,7 +169,7 @@ class ClientHandshake:
 
     @property
     def needed(self) -> int:
-        """Most bytes that may be fed next; 1 or more."""
+        """Maximum bytes that may be fed next; 1 or more."""
         return self._reader.needed
 
     def start(self) -> bytes:
@@ -265,7 +265,7 @@ class NodeHandshake:
     identity : Identity
         The node's identity.
     keys : mapping of str to Grant, or None
-        Access keys by name; None where everybody who can connect may do everything.
+        Access keys by name; None if everybody who can connect may do everything.
     certificate : str or None
         The name in the client's certificate, which names its access key; None without TLS.
 
@@ -290,7 +290,7 @@ class NodeHandshake:
 
     @property
     def needed(self) -> int:
-        """Most bytes that may be fed next; 1 or more."""
+        """Maximum bytes that may be fed next; 1 or more."""
         return self._reader.needed
 
     def feed(self, data: bytes) -> bytes:

@@ -66,7 +66,7 @@ class Lease:
         Raises
         ------
         NodeError
-            The node cannot be told. It frees the memory by itself once the session has ended.
+            The node cannot be reached. It frees the memory by itself once the session has ended.
         """
         self._memory = None
         self._lender.release(self.id, deadline)

@@ -28,7 +28,7 @@ __all__ = [
 Purpose = Literal["control", "data"]
 """Use of a connection: for control calls, or for data."""
 LARGEST_META = 4096
-"""Most bytes of meta in a frame of the handshake."""
+"""Maximum bytes of meta in a frame of the handshake."""
 LARGEST_SESSION = 2**63 - 1
 LONGEST_TEXT = 512
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeMemory"]
 
 _UNPIN_SECONDS = 0.1
-"""Least time for sending an unpin: enough to hand a few bytes to the operating system."""
+"""Minimum time for sending an unpin: enough to hand a few bytes to the operating system."""
 _OBJECTS = None
 """Used in place of a lease's number for the tenant's objects."""
 

@@ -1,7 +1,7 @@
 """The client's socket with TLS, for the handshake and for control connections.
 
-It has what they use of a socket: whole sends, receives and deadlines. `detach` hands the stream on to the native code
-that moves data.
+It has only the methods of a socket that they use: whole sends, receives and deadlines. `detach` returns the stream for
+the native code that moves data.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ __all__ = ["FarpoolHiCache"]
 
 _WHERE = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""SGLang's own settings in the same place."""
+"""SGLang's own settings in the value of this option, next to the settings of `_Settings`."""
 _KV = str(PoolName.KV)
 _BYTES_PER_GB = 1e9
 _GEOMETRY = (
@@ -80,9 +80,10 @@ class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 class _Pages:
     """Pages of one host pool: their places in memory, and the keys under which they are stored.
 
-    A page is one value. If ranks of engines with different sizes of tensor parallelism share it (``tp_lcm_size``), it
-    is one value for each part of its heads. The buffers of a value are stored one after the other without a copy. If a
-    pool has no addresses of its pages, SGLang's own flat copy of the page is stored.
+    Each page is stored as one value. But if engines with different sizes of tensor parallelism share pages
+    (``tp_lcm_size``), the heads of a page are divided into parts, and each part is stored as one value. The buffers of
+    a value are stored one after the other without a copy. If a pool cannot give the addresses of its pages, SGLang's
+    own flat copy of the page is stored.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class _Pages:
         return self._where(indices)
 
     def land(self, indices: torch.Tensor, targets: Sequence[Parts], loaded: Sequence[bool]) -> None:
-        """Copy loaded pages to their places in the pool, if `targets` were other memory."""
+        """Copy loaded pages to their places in the pool; do nothing if `targets` are these places."""
         if self.is_copied:
             for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
                 if is_whole:

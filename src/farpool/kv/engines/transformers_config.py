@@ -1,9 +1,10 @@
 """Checks whether the keys and values of a transformers model depend only on the tokens before them.
 
-A prefix is found by its tokens alone, which is right only if the same tokens always give the same keys and values. They
-do not if the model also sees images or sounds; then the caller has to name their contents (`inputs_beside_tokens`). Nor
-do they if the frequencies of the rotary embedding depend on the length of the whole prompt, if tokens see later tokens,
-or if positions follow the shapes of images (`check_prefixes`). Everything that is not known to be safe is refused.
+A prefix is found by its tokens alone, so the same tokens must always give the same keys and values. If the model also
+sees images or sounds, they differ, and the caller has to name the contents of these inputs (`inputs_beside_tokens`).
+They also differ if the frequencies of the rotary embedding depend on the length of the whole prompt, if tokens see
+later tokens, or if positions follow the shapes of images (`check_prefixes`). Everything that is not known to be safe is
+refused.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def dtype_of(model: Any) -> torch.dtype | None:
 
 
 def left_padding(config: Any) -> int | None:
-    """Return the token with which only padded prompts begin; None if there is no such token."""
+    """Return the padding token if only padded prompts can begin with it, otherwise None."""
     text = config.get_text_config(decoder=True)
     padding, first, ends = (getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
     others = (first, *ends) if isinstance(ends, list) else (first, ends)
@@ -65,7 +66,7 @@ def check_prefixes(config: Any) -> None:
     Raises
     ------
     UnsupportedError
-        They do, or they may.
+        Something that comes after a prefix changes its keys or values, or may change them.
     """
     described = config.to_dict()
     text = config.get_text_config(decoder=True).to_dict()

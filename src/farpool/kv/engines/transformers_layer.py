@@ -359,10 +359,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return other
 
     def _chosen_tokens(self) -> int:
-        """Return the number of tokens that fill half a block of the size that moves fastest in a pool of this budget.
+        """Return the number of tokens that fill half of a block that small storages of the pool share.
 
-        Each token writes to the last block of each layer, which stays in the fast tier until it is written back.
-        Smaller blocks occupy less of the fast tier in this way.
+        The last block of each layer stays in the fast tier, because each token writes to it. So smaller blocks take
+        less room there.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
@@ -403,7 +403,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return not block.shared and block.order is None and block.rows == self._batch
 
     def _own_copy(self, block: _Block, tokens: int, room: int) -> _Block:
-        """Copy the first tokens of a block into a block for `room` tokens, whose rows are the batch's sequences."""
+        """Copy the first `tokens` tokens of a block into a new block with room for `room` tokens.
+
+        The new block has one row for each sequence of the batch, in the order of the batch.
+        """
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes(tokens))
         copied = self._new_block(room)
         with self._pinned(block, Mode.READ) as pieces:

@@ -1,4 +1,4 @@
-"""The probe's block of a cache for transformers: one block of tokens in layers that only the probe uses."""
+"""The block with which the probe tests a cache for transformers: one block of tokens, in layers made for the probe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Scratch:
         self.nbytes = sum(2 * math.prod(payloads.shape(tokens)) for _, tokens in self._kept) * payloads.dtype.itemsize
 
     def _begin(self) -> None:
-        """Start with empty layers; the blocks of the layers before leave the pool."""
+        """Start with empty layers; the pool frees the blocks of the previous layers."""
         self._cache, self.payloads = self._make()
 
     def write(self, data: bytes) -> None:

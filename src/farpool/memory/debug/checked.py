@@ -2,8 +2,8 @@
 
 The pager promises a range to its next owner before the last owner has left it, and names in `Transfer.after` the
 transfers that have to end first. `CheckedExecutor` stands before another executor and records the transfers and
-accesses under way. It raises if a command would start, or an access be granted, that does not wait for one of them
-although they overlap. It looks only at commands and completions, so it needs no knowledge of the pager that it checks.
+accesses under way. It raises an error if a new command or access overlaps one of them and does not wait for it. It
+looks only at commands and completions, so it needs no knowledge of the pager that it checks.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class CheckedExecutor(Executor):
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def hold(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
-        """Note that an access has been granted these ranges.
+        """Record that an access has been granted these ranges.
 
         Raises
         ------
         OrderError
-            A transfer into them is under way, or one out of them although the access may write.
+            A transfer into them is under way; or a transfer out of them is, and the access may write.
         """
         for span in spans:
             for transfer in self.under_way(span.place, span.nbytes):
@@ -61,7 +61,7 @@ class CheckedExecutor(Executor):
         self._held[access] = tuple(spans)
 
     def let_go(self, access: Hashable) -> None:
-        """Note that an access has been released."""
+        """Record that an access has been released."""
         self._held.pop(access, None)
 
     def under_way(self, place: int, nbytes: int) -> list[Transfer]:
@@ -76,7 +76,7 @@ class CheckedExecutor(Executor):
         Raises
         ------
         OrderError
-            A command is out of order; names it and the transfer or access that it would disturb.
+            A command is out of order. The message names it, and the transfer or access that it would disturb.
         """
         added: list[int] = []
         try:

@@ -77,7 +77,7 @@ class CheckedDevice:
     # ---- the program's work -----------------------------------------------------------------------------------------
 
     def used(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Note the ranges, ``(place, bytes)``, that an access which is about to be released has used."""
+        """Record the ranges, ``(place, bytes)``, that an access has used; it is about to be released."""
         with self._lock:
             self._uses += 1
             for place, nbytes in ranges:
@@ -145,7 +145,7 @@ class CheckedDevice:
         return checked
 
     def ended(self, copy: _CheckedCopy) -> None:
-        """Note that a copy has ended: its host memory may be used again."""
+        """Record that a copy has ended: its host memory may be used again."""
         with self._lock:
             if copy in self._copies:
                 self._copies.remove(copy)
@@ -153,12 +153,12 @@ class CheckedDevice:
     # ---- the tier's end of staging memory ---------------------------------------------------------------------------
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """Note that a transfer begins between its tier and the staging memory at this address."""
+        """Record that a transfer begins between its tier and the staging memory at this address."""
         self._check_host(f"transfer {transfer}", host, nbytes)
         with self._lock:
             self._at_tier[transfer] = (host, nbytes)
 
     def tier_leg_ended(self, transfer: int) -> None:
-        """Note that a transfer between its tier and staging memory has ended."""
+        """Record that a transfer between its tier and staging memory has ended."""
         with self._lock:
             self._at_tier.pop(transfer, None)

@@ -68,7 +68,7 @@ def _expected(start: int, stop: int) -> bytes:
 class DeviceMemory:
     """Bytes of an arena on a device, which are only poisoned.
 
-    To look at its bytes would mean to wait for the device, and so to hide the missing waits that are to be found.
+    Looking at the bytes would wait for the device, and so hide the missing waits that debug mode looks for.
 
     Parameters
     ----------

@@ -38,9 +38,9 @@ class Left:
     Attributes
     ----------
     moved : Move or None
-        The last command that still moves its bytes; None without one.
+        The last command that still moves its bytes; None if no command does.
     written : bool
-        True if its bytes are written back from the place that they have after that move.
+        True if its bytes are written back, from the target of `moved` if there is such a move.
     free : list of (int, int)
         Parts of the range, as place and bytes, that no command or block needs before the commands are started.
     """
@@ -77,7 +77,7 @@ class Tenants:
         return self._here.get(block)
 
     def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
-        """Follow the pager's map, of which `commands`, about to be started, are the last changes.
+        """Take over the latest changes of the pager's map. Its `commands` for them are about to be started.
 
         Returns
         -------
@@ -144,7 +144,10 @@ class Tenants:
         return {block: self._pager.block(block).place for block in self._pager.resident()}
 
     def _write_back_of(self, block: int) -> Transfer | None:
-        """Return a block's write-back under way: a block kept during it may leave after all, by the same write."""
+        """Return a block's write-back under way, or None.
+
+        The pager may keep a block during its write-back and then evict it after all, with the same write.
+        """
         transfers: list[Transfer] = self._pager.transfers()
         for transfer in transfers:
             if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
@@ -165,7 +168,7 @@ class Tenants:
         self._here[tenant.block] = tenant
 
     def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
-        """Note the end of a write-back, before the pager does; return the block whose range it leaves free, if any."""
+        """Record the end of a write-back, before the pager learns of it; return the block whose range is now free."""
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None
@@ -176,7 +179,7 @@ class Tenants:
         return tenant
 
     def fetched(self, transfer: Transfer) -> Tenant | None:
-        """Note the end of a fetch; return the block whose content is here now, None if it has left."""
+        """Record the end of a fetch; return the block whose content is in the arena now, or None if it is gone."""
         tenant = self._here.get(transfer.block)
         if tenant is None or not all(
             tenant.place <= piece.place < tenant.place + tenant.nbytes for piece in transfer.pieces

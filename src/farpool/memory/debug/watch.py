@@ -90,7 +90,7 @@ class Watch:
         self._capacity = 0
         self._looked = 0
         self._in_vain: list[Move] = []
-        """Moves of blocks that have left by the time they are made."""
+        """Moves that are still made although their blocks have lost their places since."""
         self._findings: list[FarpoolError] = []
         self.follow(())
 
@@ -150,7 +150,7 @@ class Watch:
         self._memory.fill(place, nbytes)
 
     def moved(self, move: Move) -> None:
-        """Note that a block has been moved, and poison the range that it left behind."""
+        """Record that a block has been moved, and poison the range that it left behind."""
         for index, other in enumerate(self._in_vain):
             if other is move:  # it has left since
                 del self._in_vain[index]
@@ -161,7 +161,7 @@ class Watch:
             self._memory.fill(place, nbytes)
 
     def ended(self, transfer: Transfer, *, failed: bool) -> None:
-        """Note that a transfer has ended, before the pager learns of it."""
+        """Record that a transfer has ended, before the pager learns of it."""
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
@@ -186,7 +186,7 @@ class Watch:
             )
 
     def collected(self) -> None:
-        """Note that dropped storages have been collected: their blocks' numbers may be given to others now."""
+        """Record that dropped storages have been collected: their blocks' numbers may be given to others now."""
         self.follow(())
         for block in self._content.keys() - self._pager.blocks():
             del self._content[block]
@@ -238,7 +238,7 @@ class Watch:
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """Check and note an access that has been granted. If anything is wrong it is given up again.
+        """Check and record an access that has been granted. If anything is wrong, the access is given up.
 
         Raises
         ------

@@ -30,16 +30,17 @@ class Operand(NamedTuple):
 
 
 class BlockAccess(NamedTuple):
-    """An access of blocks that are needed at once.
+    """An access to blocks that it needs at the same time.
 
     Attributes
     ----------
     operands : sequence of Operand
-        The blocks. One that is named twice counts once; it is overwritten only if all its operands say so.
+        The blocks. If several operands name the same block, it counts once, and as overwritten only if each of these
+        operands overwrites it.
     created : sequence of int
-        Blocks made since the access before: they have no content until they are written.
+        Blocks made since the previous access; they have no content until the program writes them.
     freed : sequence of int
-        Blocks that the program drops before the access after. Their numbers may be used again.
+        Blocks that the program drops before the next access. New blocks may get their numbers.
     """
 
     operands: Sequence[Operand]

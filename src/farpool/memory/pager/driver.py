@@ -22,7 +22,7 @@ __all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 Ended: TypeAlias = tuple[Transfer, float, float, int]
 """An ended transfer of bytes, with its start, its end, and the bytes of the arena that blocks owned then."""
 _SLICE = 0.1
-"""Seconds after which a waiting thread checks again, as another thread may have noted the end of its transfer."""
+"""Seconds after which a waiting thread checks again, because another thread may have noted the end of its transfer."""
 
 
 class Waited(Protocol):
@@ -52,7 +52,10 @@ class Watcher(Protocol):
 
 
 class Driver(Protocol):
-    """Interface of drivers. As a context manager it is the pool's lock, which all but `acquire`, `release` need."""
+    """Interface of drivers. As a context manager it is the pool's lock.
+
+    A caller of any method but `acquire` and `release` holds this lock.
+    """
 
     attention: bool
     """If True, `acquire` returns None, so that its caller first frees dropped storages, records, or checks."""
@@ -94,7 +97,7 @@ class Driver(Protocol):
         ...
 
     def note_ends(self) -> bool:
-        """Report transfers that have ended to the pager; returns False if there are none."""
+        """Report ended transfers to the pager; return False if there are none."""
         ...
 
     def close(self) -> None:

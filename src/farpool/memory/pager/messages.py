@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Least alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
+"""Minimum alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
 NOWHERE = -1
 """Place of a block that is not in the arena, and tier of a block that has no copy in a lower tier."""
 
@@ -79,7 +79,7 @@ class TooLargeError(Exception):
 
 
 class NoRoomError(Exception):
-    """Raised when no lower tier has room for a block that has to leave. ``args``: the block and its bytes."""
+    """Raised when a block must be evicted and no lower tier has room for it. ``args``: the block and its bytes."""
 
 
 class TransferFailedError(Exception):

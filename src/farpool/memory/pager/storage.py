@@ -25,18 +25,18 @@ once."""
 _SMALL = 8
 """A storage shares a block with others if it is no larger than a shared block divided by this."""
 _SHARED = 1 << 20
-"""Most bytes of a shared block: larger transfers are no faster."""
+"""Maximum bytes of a shared block: larger transfers are no faster."""
 _ROWS = 16 << 10
-"""Most bytes of a block of a table whose rows are picked by data, unless a row is larger."""
+"""Maximum bytes of a block of a table whose rows are picked by data, unless a row is larger."""
 _LEAST = 3200
-"""Least bytes of such a block: the native pager takes some 110 bytes for each block, a thirtieth of that."""
+"""Minimum bytes of such a block. The native pager needs some 110 bytes for each block, a thirtieth of this."""
 _ROUNDED = 8
 """Rounding such a block to pages in a file may add at most its bytes divided by this."""
 _PAGE = 4096
 _SECTOR = 512
 """Alignment of memory in bytes that direct I/O needs to do without a copy."""
 _DIRECT = 128
-"""Blocks of this many sectors or more are aligned to sectors, as they lose less to rounding than they gain."""
+"""Blocks of this many sectors or more are aligned to sectors, because they lose less to rounding than they gain."""
 
 
 class BlockExtent(NamedTuple):
@@ -87,7 +87,7 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     alignment : int
         Alignment of an arena that exists already; 0 to choose it.
     packed : int
-        Least alignment of storages that share a block.
+        Minimum alignment of storages that share a block.
     """
     largest = fast // _PARTS
     if alignment == 0:
@@ -138,9 +138,9 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
 def _table_block_bytes(row_bytes: int, limit: int) -> int:
     """Bytes of a block of a table whose rows are picked by data, small so that a miss brings in few other rows.
 
-    As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
-    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them are then in
-    two blocks, which have to be fetched together.
+    A block has as few whole rows as bookkeeping and the rounding to pages in files allow: one row, if it has 4 KiB or a
+    multiple. If rows fit neither sectors nor pages, a block is one page, or as many pages as a row fills. Then some
+    rows are in two blocks, which have to be fetched together.
     """
     if row_bytes > 0:
         step = math.lcm(row_bytes, _SECTOR)
@@ -187,7 +187,7 @@ class StorageOwner(Protocol):
         ...
 
     def drop(self, dropped: Dropped) -> None:
-        """Note a storage whose last reference is gone."""
+        """Record that the last reference to a storage is gone."""
         ...
 
 
@@ -215,10 +215,10 @@ class Storage:
     adopted : bool
         True if its bytes came from a file that keeps the clean copy.
     loose : bool
-        True if it is still to be packed at its first use, if it is small, with storages that are used around then.
+        True if it is still to be packed at its first use, if it is small (see `farpool.memory.pool.packing`).
     made, first_used : int
-        Its places in two orders: of all storages as they were made, and of storages packed at their first use as they
-        were first used; -1 if it was not.
+        Its position in the order in which all storages were made, and in the order in which loose storages were first
+        used; -1 if it was never loose, or was not used yet.
     """
 
     __slots__ = (

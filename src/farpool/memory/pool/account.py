@@ -53,7 +53,7 @@ class Account:
             self._events.append(event)
 
     def deliver(self) -> None:
-        """Hand queued events to the subscribers; called without the pool's lock, as a callback may use the pool."""
+        """Hand queued events to the subscribers; called without the pool's lock, so that callbacks may use the pool."""
         while self._events:
             try:
                 event = self._events.popleft()

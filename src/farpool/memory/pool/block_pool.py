@@ -169,7 +169,7 @@ class BlockPool:
     def describe(self) -> str:
         """Describe the tiers and how full they are, in one line.
 
-        Without locks and without asking tiers: a debugger may look in the middle of anything.
+        This takes no lock and asks no tier, because a debugger may call it at any moment.
         """
         sizes = [("fast", self.pager.used, self.fast)]
         sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
@@ -260,7 +260,7 @@ class BlockPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool, even if storages are still in use: they are lost, as no tensors can take their bytes over."""
+        """Close the pool, even if storages are still in use. Their bytes are lost, because no tensor takes them."""
         self.shut()
 
     # ---- storages -----------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class BlockPool:
         return storage
 
     def pack_at_first_use(self, storage: Storage) -> None:
-        """Mark a storage to be packed, if it is small, at its first use next to the storages used around then.
+        """Mark a storage so that it is packed at its first use, if it is small (see `farpool.memory.pool.packing`).
 
         This is for storages that are filled long before their first use and in another order.
         """
@@ -330,7 +330,7 @@ class BlockPool:
         Raises
         ------
         BudgetError
-            They do not fit together. Names op, operands and the smallest budget that works.
+            They do not fit together. The message names op, operands and the smallest budget that works.
         PoolFullError
             No lower tier has room for the blocks that would have to be evicted for them.
         TierError
@@ -415,7 +415,7 @@ class BlockPool:
         ) from trouble
 
     def drop(self, dropped: Dropped) -> None:
-        """Note that a storage was collected; may be called at any time, even in the middle of another method."""
+        """Record that a storage was collected; may be called at any time, even in the middle of another method."""
         self._dropped.append(dropped)
         self.driver.attention = True
 

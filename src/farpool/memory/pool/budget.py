@@ -32,9 +32,9 @@ class Budget:
     ledger : Ledger
         Ledger on which the arena's bytes are booked.
     tiers : sequence of Tier
-        The lower tiers, which take the blocks that have to leave.
+        The lower tiers, to which blocks are evicted when the budget shrinks.
     timeout : float
-        Most seconds to wait until the blocks have left.
+        Maximum seconds to wait until these blocks are evicted.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Budget:
         Raises
         ------
         BudgetError
-            A block that exists already is larger.
+            A block that exists already is larger than the new budget.
         PoolFullError, TierTimeoutError
-            Blocks that have to leave cannot; the budget is as it was.
+            Blocks cannot be evicted to make the fast tier smaller; the budget is unchanged.
         """
         before = self._pager.capacity
         if budget < before:
@@ -88,7 +88,7 @@ class Budget:
         self._allocation.sizes = cut(budget, self._allocation.sizes.alignment, self._arena.alignment)
 
     def _shrink(self, budget: int) -> None:
-        """Evict or move all blocks in the part of the arena that is to go, and wait until that is done."""
+        """Evict or move all blocks in the part of the arena that is to be given back, and wait until that is done."""
         before = self._pager.capacity
         deadline = time.monotonic() + self._timeout
         try:

@@ -54,7 +54,7 @@ class PoolConfig(Struct, frozen=True):
     Raises
     ------
     ConfigError
-        A setting is wrong or contradicts another; names the setting.
+        A setting is wrong or contradicts another. The message names the setting.
     """
 
     fast: int
@@ -116,13 +116,13 @@ class PoolConfig(Struct, frozen=True):
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         **short_forms
             Lower tiers by kind, each with the one setting that the kind has as its short form: ``dram="1GiB"`` and
-            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. In the order of their kinds' typical
-            latencies.
+            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. They are ordered by the typical latencies of
+            their kinds.
 
         Raises
         ------
         ConfigError
-            A value does not parse or contradicts another; names the setting.
+            A value does not parse or contradicts another. The message names the setting.
         """
         given = {name: value for name, value in short_forms.items() if value is not None}
         if tiers is not None and given:
@@ -140,7 +140,7 @@ class PoolConfig(Struct, frozen=True):
         Raises
         ------
         ConfigError
-            The file cannot be read, or a setting in it is wrong; names the file, the setting and the value.
+            The file cannot be read, or a setting in it is wrong. The message names the file, the setting and the value.
         """
         return cls._of([toml_layer(path, _declared())])
 
@@ -156,7 +156,7 @@ class PoolConfig(Struct, frozen=True):
         Raises
         ------
         ConfigError
-            A variable or a setting in the file is wrong; names it and the value.
+            A variable or a setting in the file is wrong. The message names it and the value.
         """
         return cls.load(environment=environment)
 
@@ -168,7 +168,7 @@ class PoolConfig(Struct, frozen=True):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> PoolConfig:
-        """Combine arguments, the environment and a file; arguments win over the environment, and that over the file.
+        """Combine arguments, the environment and a file. Arguments win over the environment, which wins over the file.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class PoolConfig(Struct, frozen=True):
         Raises
         ------
         ConfigError
-            A setting is wrong; names where it was found.
+            A setting is wrong. The message says where it was found.
         """
         environment = os.environ if environment is None else environment
         declared = _declared()

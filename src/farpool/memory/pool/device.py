@@ -25,7 +25,7 @@ __all__ = ["FastTier", "open_device"]
 _STAGED = 4
 """Blocks that staging memory has room for: one in each direction on either leg."""
 _MOST_STAGING = 1 << 30
-"""Most bytes of staging memory, unless the largest block needs more."""
+"""Maximum bytes of staging memory, unless the largest block needs more."""
 
 
 @dataclass(frozen=True, slots=True)

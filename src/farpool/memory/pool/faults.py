@@ -57,7 +57,7 @@ def does_not_fit(what: str, nbytes: int, held: int, fast: int, tiers: Sequence[T
 
 
 def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
-    """The error for a block that has to leave the fast tier and cannot: names the bytes lacking and the tiers' use."""
+    """The error for a block that must be evicted and fits no lower tier; has the bytes lacking and each tier's use."""
     nbytes = int(error.args[1])
     full = ", ".join(
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers

@@ -1,7 +1,7 @@
 """Computation of the smallest budget that operations need, in a new pool with the same storages in the same order.
 
 Blocks are cut in proportion to the budget, and small storages share them, so an operation's need is a function of the
-budget. It is worked out as the new pool would: cut, pack, count each block that is touched once.
+budget. We compute it like the new pool would: cut, pack, and count each touched block once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
     """Operands that each layer of a model needs at once, guessed from the names of storages.
 
-    These are each weight with its bias and, for the operands that an operation takes whole, their counterparts in other
-    layers, whose names differ in numbers only. Tables are left out: their rows are read one by one.
+    One need is each weight with its bias. Another is, for each layer, the counterparts of the operands that the
+    operation takes whole; their names differ only in numbers. Tables are left out: their rows are read one by one.
 
     Parameters
     ----------
@@ -101,11 +101,11 @@ def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]
 
 
 def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
-    """Group storages by the shared blocks they would go to if small, each list in the order of packing."""
+    """Group storages: the small ones of a group share blocks with each other. Each list is in the order of packing."""
     streams: dict[tuple[str, bool, bool], list[Storage]] = {}
     for storage in sorted(storages, key=lambda storage: storage.made):
         streams.setdefault((storage.cls, storage.adopted, False), []).append(storage)
-    # Those that are packed again when they are first used keep their first place empty behind them.
+    # A storage that is packed again at its first use leaves its first place empty.
     for storage in sorted(storages, key=lambda storage: storage.first_used):
         if storage.first_used >= 0:
             streams.setdefault((storage.cls, storage.adopted, True), []).append(storage)
@@ -113,7 +113,7 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
 
 
 def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """A key that is equal for operations with equal needs, such as operations of a model's like layers."""
+    """A key that is equal for operations with equal needs, such as the same operation in equal layers of a model."""
     return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
 
 

@@ -1,7 +1,8 @@
 """Packing of small storages at their first use, so that storages used one after the other share blocks.
 
-Storages that are filled long before their first use and in another order share blocks with their neighbours in the
-order of filling. At its first use such a *loose* storage is copied to a new place, in the order of first uses.
+A program may fill storages long before it uses them, and in another order. Each block then has storages that were
+filled together, but are used at different times. We call these storages *loose*. At its first use a loose storage is
+copied into a block that it shares with the storages that were first used just before it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _SLICE = 0.1
 
 
 class Packing:
-    """Packer of loose storages; it is called without the pool's lock and takes it by itself.
+    """Packer of loose storages. Callers do not hold the pool's lock, because `pack` takes it.
 
     Parameters
     ----------
     driver : Driver
-        The pool's.
+        The pool's driver.
     acquire : callable
         Pins operands as the pool does, but without packing loose ones first. Called without the lock.
     check_open : callable
         Raises if the pool has been closed.
     births : iterator of int
-        Numbers storages in the order in which they were made, or first used.
+        Numbers for storages, in the order in which these are made or first used.
     """
 
     def __init__(

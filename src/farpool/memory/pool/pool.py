@@ -159,7 +159,7 @@ class Pool:
         Raises
         ------
         ConfigError
-            A setting is wrong; names its source, its value and the expected values.
+            A setting is wrong. The message names its source, its value and the expected values.
         """
         whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
         return cls(**asdict(whole))
@@ -225,8 +225,8 @@ class Pool:
         ----------
         tensor : torch.Tensor
         table : bool
-            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
-            few rows then, so that a row that is not there brings few others.
+            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is then cut into blocks of
+            few rows, so that fetching one row fetches few others with it.
         """
         return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
 
@@ -244,9 +244,9 @@ class Pool:
         ConfigError
             The size does not parse or is more than the machine's memory.
         BudgetError
-            A block that exists already is larger.
+            A block that exists already is larger than the new budget.
         PoolFullError, TierTimeoutError
-            Blocks that have to leave cannot; the budget is as it was.
+            Blocks cannot be evicted to make the fast tier smaller; the budget is unchanged.
         """
         self._blocks.resize(fast)
 

@@ -208,18 +208,18 @@ class Recorder:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def created(self, pager: Pager, made: Made) -> None:
-        """Note that blocks were made, to which nothing has been written."""
+        """Record that blocks were made, to which nothing has been written."""
         creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
         for recording in self.recordings:
             recording.noted.extend(creates)
 
     def freed(self, first: int, count: int) -> None:
-        """Note that the program has dropped blocks."""
+        """Record that the program has dropped blocks."""
         for recording in self.recordings:
             recording.noted.append(Free(first, count))
 
     def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
-        """Note that an access was granted.
+        """Record that an access was granted.
 
         Parameters
         ----------
@@ -238,7 +238,7 @@ class Recorder:
             recording.advance(now)
 
     def end(self) -> None:
-        """End all recordings, as the pool is closed."""
+        """End all recordings, because the pool is closed."""
         for recording in self.recordings:
             recording.end()
 

@@ -99,7 +99,7 @@ class Stats:
     """Accesses to blocks of tables whose rows are picked by data."""
     row_hits: int
     rows_by_frequency: bool
-    """True if blocks of such tables are evicted by how rarely they are used, False if by how long ago."""
+    """True if the least frequently used blocks of such tables are evicted, False if the least recently used are."""
     late: int
     """Accesses that were no hits, but whose missing blocks were all being fetched already."""
     demand_fetches: int
@@ -116,7 +116,7 @@ class Stats:
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Most bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
+    """Maximum bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
     unknown."""
     version: int = field(default=VERSION)
 
@@ -132,6 +132,6 @@ class Stats:
 
     @property
     def prefetch_accuracy(self) -> float:
-        """Share of the prefetched blocks that were accessed before they left, of those whose fate is known."""
+        """Share of prefetched blocks that were used, among prefetched blocks that were used or wasted."""
         known = self.prefetches_used + self.prefetches_wasted
         return self.prefetches_used / known if known else 1.0

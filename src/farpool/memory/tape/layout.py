@@ -16,7 +16,7 @@ MAGIC = b"FARTAPE\0"
 VERSION = 1
 META, DATA, DONE = b"META", b"DATA", b"DONE"
 _LARGEST = 1 << 28
-"""Most bytes of a payload, so that a damaged file cannot ask for all memory."""
+"""Maximum bytes of a payload, so that a damaged file cannot ask for all memory."""
 _LEVEL = 1
 _HEADER = struct.Struct("<8sIIQI")
 _CHUNK = struct.Struct("<4sIII")

@@ -124,7 +124,7 @@ class Decoder:
             raise ValueError(f"{self.totals} read, {written} written")
 
     def records(self, payload: bytes) -> list[Record]:
-        """Decode the records of a payload; ValueError, and none of them, unless all can be decoded."""
+        """Decode all records of a payload; raise `ValueError` if one of them cannot be decoded."""
         records: list[Record] = []
         accesses = 0
         for row in self._rows.decode(payload):

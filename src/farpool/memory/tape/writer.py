@@ -52,7 +52,7 @@ class TapeWriter:
         Raises
         ------
         OSError
-            It cannot be written; the file then ends with the chunk before.
+            It cannot be written; the file then ends with the previous chunk.
         """
         self._append(DATA, self._encoder.records(records))
 

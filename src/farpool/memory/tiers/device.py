@@ -38,7 +38,7 @@ class HostArena:
 
     @property
     def limit(self) -> int:
-        """Most bytes that the arena can grow to."""
+        """Maximum size of the arena in bytes."""
         return self._memory.nbytes
 
     @property

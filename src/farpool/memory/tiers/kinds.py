@@ -45,7 +45,7 @@ def is_kind(name: str) -> bool:
 
 
 def offers(name: str) -> list[EntryPoint]:
-    """All entry points that offer a kind, the built-in one first. More than one is an error of the later packages."""
+    """All entry points that offer a kind, the built-in one first. It is an error if there are several."""
     installed = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     built_in = [_BUILT_IN[name]] if name in _BUILT_IN else []
     return [*built_in, *(installed[value] for value in sorted(installed))]
@@ -64,7 +64,7 @@ def load_kind(name: object, what: str) -> type[TierSpec]:
     Raises
     ------
     ConfigError
-        There is no such kind, two packages offer it, or its package is broken; names the entry points.
+        There is no such kind, two packages offer it, or its package is broken. The message names the entry points.
     """
     found = []
     if isinstance(name, str):
@@ -109,7 +109,7 @@ def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
     Raises
     ------
     ConfigError
-        A key is unknown or missing, or a value is wrong; names both.
+        A key is unknown or missing, or a value is wrong. The message names the key and the value.
     """
     settings = dict(table)
     if "kind" not in settings:

@@ -38,27 +38,27 @@ __all__ = ["STRIPE", "Remote", "RemoteSpec", "node_addresses"]
 class Remote(PortTier):
     """A tier in memory that nodes lend (``farpool node``).
 
-    The bytes are spread over all nodes in stripes of 1 MiB. At open each node lends its part, or none does; they get it
-    back at close, and soon after the program has ended. A node that is restarted still has its part, unless it is
-    ephemeral: then the bytes are lost, and reading them is an error. The tier verifies its reads, so a pool does not
-    wrap it in `Verified`.
+    The bytes are spread over all nodes in stripes of 1 MiB. At open, either all nodes lend their parts or none does. At
+    close they get the parts back; if the program ends without a close, they get them back soon afterwards. A node that
+    is restarted still has its part, unless it is ephemeral: then the bytes are lost, and reading them is an error. The
+    tier verifies its reads, so a pool does not wrap it in `Verified`.
 
     Parameters
     ----------
     *nodes : str
         Addresses, for example ``"tcp://10.0.0.7:7471"``.
     size : int or str, optional
-        Bytes altogether, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes the memory
-        that the nodes have free: from each as many bytes as the fullest node has free. The tier asks them when it first
-        needs the number.
+        Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes
+        as many bytes from each node as the node with the least free memory has free. The tier asks the nodes when it
+        first needs this number.
     name : str
         Name of the tier.
     key : AccessKey or str, optional
         Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the key in the environment
         variable ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
-        Seconds within which a node must answer: at open, and for each piece of a transfer. At open a node gets a
-        second more for each 512 MiB, because it backs them with memory first.
+        Seconds within which a node must answer: at open, and for each piece of a transfer. At open a node gets one
+        additional second for each 512 MiB, because it backs them with memory before it answers.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
         if that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
@@ -66,7 +66,7 @@ class Remote(PortTier):
     Raises
     ------
     ConfigError
-        There is no node or one twice, or a setting is wrong; names it.
+        No node is given, a node is given twice, or a setting is wrong. The message names the node or the setting.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:
     Raises
     ------
     ConfigError
-        There is none, one is no address, or one is there twice; names it.
+        There is no address, an entry is not a valid address, or an address appears twice. The message names the entry.
     """
     what = f"nodes of {name}"
     addresses = tuple(parse_address(node, what) for node in nodes)

@@ -29,7 +29,7 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
     Raises
     ------
     ConfigError
-        A node does not answer; names it and a remedy.
+        A node does not answer. The message names the node and a remedy.
     """
     least = None
     for channel in channels:
@@ -47,7 +47,7 @@ def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) 
     Raises
     ------
     ConfigError
-        A node cannot be reached, refuses the key or has no room; names it and a remedy.
+        A node cannot be reached, refuses the key or has no room. The message names the node and a remedy.
     """
     deadline = time.monotonic() + timeout
     leases: list[Lease] = []

@@ -92,7 +92,7 @@ def parse_header(data: bytes, file_bytes: int, path: str) -> SafetensorsHeader:
     ------
     ConfigError
         The header is not as the format demands: no JSON, an unknown dtype, a size that does not match dtype and shape,
-        bytes outside of the file, overlaps or gaps. Names the tensor.
+        bytes outside of the file, overlaps or gaps. The message names the tensor.
     """
     try:
         header = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)

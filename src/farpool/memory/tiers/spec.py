@@ -84,7 +84,7 @@ class TierSpec(Struct, frozen=True, kw_only=True):
     Raises
     ------
     ConfigError
-        No tier can be made with these settings; names the wrong one.
+        No tier can be made with these settings. The message names the wrong one.
     """
 
     kind: ClassVar[str]

@@ -23,7 +23,7 @@ class Throttled(WrapperTier):
 
     A link carries one transfer after another, in the order in which they begin. A transfer occupies the link for its
     bytes over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The inner tier
-    really moves the bytes during that time; if it needs longer than the link would, the transfer ends when it has.
+    really moves the bytes during that time; if it takes longer than the link, the transfer ends together with it.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """Compact tables: small plain tables with the rows that an operation touches, on which torch's operation runs.
 
-An operation that treats each row of a table by itself gives the same bits on a table of the touched rows alone, if the
-rows keep their order, the indices are renamed, and each row is aligned to cache lines as it is in the large table:
-libraries of vector functions compute the elements before the first aligned address in another way. So if rows are not
-whole cache lines, the small table has unused rows between them.
+This works for operations that treat each row of a table by itself. To give the same bits, the small table keeps the
+order of the rows, and the indices are changed to the rows of the small table. Each row also has the same alignment to
+cache lines as in the large table, because libraries of vector functions compute the elements before the first aligned
+address in another way. So if a row is not a whole number of cache lines, the small table has unused rows between the
+touched ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Compact(NamedTuple):
     size : int
         Number of rows of the small table; at least one.
     indices : torch.Tensor
-        The operation's indices, renamed, with the same shape and dtype.
+        The operation's indices, changed to rows of the small table, with the same shape and dtype.
     """
 
     rows: torch.Tensor
@@ -76,7 +77,7 @@ class Compact(NamedTuple):
         scatter_rows(table, self.rows, self.chosen(values), op)
 
     def chosen(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of the small table `values` without the unused rows."""
+        """The touched rows of the small table `values`, without the unused rows between them."""
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 

@@ -86,7 +86,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _add_one_by_one(tensors: Sequence[Any], others: Sequence[Any], alpha: Any = 1) -> None:
-    """Add lists of tensors pair by pair, as torch does where some are sparse."""
+    """Add lists of tensors pair by pair, as torch does if some are sparse."""
     for tensor, other in zip(tensors, others, strict=True):
         _aten.add_.Tensor(tensor, other, alpha=alpha)
 

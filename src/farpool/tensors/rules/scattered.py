@@ -118,7 +118,7 @@ def _place(tensor: PagedTensor) -> tuple[Any, ...]:
 
 
 def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
-    """The copies to make, by the elements that they show; None if a copy is impossible or all need too much memory."""
+    """The copies to make, by the elements that they show; None if one is impossible or they need too much memory."""
     found: dict[tuple[Any, ...], _Copy] = {}
     for tensor in paged:
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():

@@ -35,7 +35,7 @@ Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
 
 
 class _Table:
-    """Geometry of a table, from which its gradient is made; unlike the table itself, an autograd graph may hold it.
+    """Geometry of a table, for making its gradient. An autograd graph may hold this object, but not the table itself.
 
     Attributes
     ----------

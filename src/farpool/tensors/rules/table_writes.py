@@ -66,10 +66,10 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Return True if torch does not change rows that no index names, not even the bits of a NaN.
+    """Return True if torch leaves all rows that no index names as they are, even the bits of a NaN.
 
-    A mean divides all rows, most of them by one. In half precision torch computes ``scatter_*``, and ``index_add_`` of
-    rows of one element, in a copy of all rows in single precision.
+    torch changes them in two cases. For a mean it divides all rows, most of them by one. In half precision it computes
+    ``scatter_*``, and ``index_add_`` with rows of one element, in a copy of all rows in single precision.
     """
     name = func._opname
     if any(value == "mean" for value in args if isinstance(value, str)):

@@ -42,7 +42,7 @@ class Executor(ABC):
 
     @property
     def trouble(self) -> Exception | None:
-        """The error because of which it is unknown if transfers under way have ended; None if it is known."""
+        """The error that keeps this from finding out whether transfers have ended; None if there is no such error."""
         return None
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Exemption of farpool's threads from CUDA's capture checks, so that they break no graph that the program captures.
 
-While any thread captures in the default mode, "global", calls that CUDA holds to be unsafe then, such as asking an
-event whether it has passed, are refused in every thread, and the capture is lost. Relaxed mode exempts a thread of
-that. It is right for ours: none of their calls belongs to a stream that is captured.
+While any thread captures in the default mode, "global", CUDA refuses some calls in every thread, such as asking an
+event whether it has passed, because they may be unsafe then. A refused call breaks the capture. Relaxed mode exempts a
+thread. That is right for our threads: none of their calls belongs to a stream that is captured.
 """
 
 from __future__ import annotations

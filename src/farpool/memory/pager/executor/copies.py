@@ -40,7 +40,7 @@ class Device(Protocol):
         ...
 
     def passed(self, fence: object) -> bool:
-        """Return True if the program's work before a fence has ended; only debug mode asks."""
+        """Return True if the program's work before a fence has ended; only debug mode calls this."""
         ...
 
     def move(self, source: int, target: int, nbytes: int) -> None:
@@ -61,7 +61,7 @@ class WatchesStaging(Protocol):
     """Interface of a device that wants to know when tiers read or write the staging memory."""
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """Note that a transfer between its tier and the staging memory at this address begins."""
+        """Record that a transfer between its tier and the staging memory at this address begins."""
         ...
 
     def tier_leg_ended(self, transfer: int) -> None: ...

@@ -67,7 +67,7 @@ class CudaArena:
 
     @property
     def limit(self) -> int:
-        """Most bytes that the arena can grow to, which are those it was made with."""
+        """Maximum size of the arena in bytes: the size with which it was made."""
         return self.tensor.numel()
 
     @property
@@ -76,12 +76,12 @@ class CudaArena:
         return self.tensor.numel()
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes in use. The allocation stays as it is, so it cannot grow beyond it.
+        """Change the bytes in use. The allocation stays as it is, so the arena cannot become larger than that.
 
         Raises
         ------
         ConfigError
-            More than the arena was made with.
+            The size is larger than the allocation.
         """
         if nbytes > self.limit:
             raise ConfigError(
@@ -149,26 +149,26 @@ class CudaHost:
 def _keep_from_children(address: int, nbytes: int) -> None:
     """Exclude a range of memory from the address space of forked children.
 
-    Else the parent's next write to a page of it could go to a new page, on kernels before 5.12, while the GPU goes on
-    with the old one. The child's pool is closed, so the child never uses that memory.
+    Otherwise, on kernels before 5.12, the parent's next write could go to a new copy of a page while the GPU still uses
+    the old page. The child's pool is closed, so the child never uses that memory.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 class CudaStaging:
-    """Page-locked host memory of exactly the bytes asked for; the driver's own allocator would round them up.
+    """Page-locked host memory of exactly `nbytes` bytes. The driver's own allocator would round the size up.
 
     Parameters
     ----------
     host : CudaHost
-        Locks it.
+        Page-locks the memory for the GPU.
     nbytes : int
-        Bytes.
+        Size of the memory in bytes.
 
     Raises
     ------
     ConfigError
-        They cannot be page-locked.
+        The memory cannot be page-locked.
     """
 
     def __init__(self, host: CudaHost, nbytes: int) -> None:
@@ -301,7 +301,7 @@ class CudaDevice:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Context whose work runs after all that the program has queued on any stream, and before all that it will."""
+        """Context whose work runs after all work that the program has queued so far, and before all later work."""
         # Work on a stream that is captured would be done at each replay, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():

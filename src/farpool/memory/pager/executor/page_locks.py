@@ -56,14 +56,14 @@ class _Space:
 
 
 class PageLocks:
-    """Page-locks the memory of tiers, chunk by chunk as transfers ask for it, in a thread of its own.
+    """Page-locks the memory of tiers in its own thread: each chunk when a transfer first asks for it.
 
     Parameters
     ----------
     locker : PageLocker
-        Locks and unlocks.
+        Locks and unlocks ranges of memory.
     tiers : sequence of Tier
-        Open, indexed as the pager indexes tiers. Those that are not `Mapped` are left alone.
+        Open tiers, indexed as the pager indexes them. Tiers that are not `Mapped` are never locked.
     ledger : Ledger
         Ledger on which the bytes are booked.
     chunk : int

@@ -4,9 +4,9 @@ A tier whose memory is page-locked is the other end of the device's own copies: 
 take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
 the device copies between staging memory and arena. The legs of different transfers overlap.
 
-Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier is read while the range
-that the bytes are for is still being emptied. It waits until they have reached their tier: a write that fails there
-must find its bytes in the arena still.
+Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier may be read before the
+target range in the arena is free. That leg waits until these transfers have written to their tier, because a write that
+fails there must still find its bytes in the arena.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StagedExecutor(Executor):
         """Jobs whose copies have been started, by direction, in the order of their start, in which they also end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """True if a job may be able to go on that could not at the last check of all jobs."""
+        """True if something has changed since the last check of all jobs, so that a job may be able to continue."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -185,7 +185,7 @@ class StagedExecutor(Executor):
                 self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
 
     def _note_ends(self) -> bool:
-        """Note which legs have ended; returns True if any has."""
+        """Record which legs have ended; return True if any has."""
         progressed = False
         for completion in self._queue.poll():
             job = self._jobs[completion.id]
@@ -211,7 +211,7 @@ class StagedExecutor(Executor):
         return progressed
 
     def _advance_all(self) -> bool:
-        """Take each job as far as it can go; returns True if any went on."""
+        """Advance each job as far as possible; return True if any job advanced."""
         progressed = False
         for job in sorted(self._jobs.values(), key=_rank):
             if job.transfer.id in self._jobs:
@@ -261,7 +261,7 @@ class StagedExecutor(Executor):
         return True
 
     def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer whose tier's memory is page-locked; an empty list if it is not."""
+        """The copies between arena and the tier's own memory, as in `_layout`; empty if that is not page-locked."""
         copies: list[tuple[int, int, int]] = []
         for piece in job.transfer.pieces:
             parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
@@ -274,7 +274,7 @@ class StagedExecutor(Executor):
         return copies
 
     def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer through its place in the staging memory, one for each piece."""
+        """The copies between arena and staging memory, one for each piece: host address, place in the arena, bytes."""
         copies = []
         address = self._address + job.staging
         for piece in job.transfer.pieces:
