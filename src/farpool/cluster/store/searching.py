@@ -56,7 +56,7 @@ class _Search:
         return [member for member in order if member not in self.missing and member not in self.failures]
 
     def absent(self, redundancy: Redundancy) -> bool:
-        """Return True if no member has the object: members that are away or were never met cannot have all its parts."""
+        """Return True if no member has the object: members that are away or not met cannot have all its parts."""
         return may_recover(self.failures.values()) and not redundancy.enough(
             len(self.failures) + len(self.view.strangers)
         )
