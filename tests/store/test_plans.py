@@ -17,7 +17,7 @@ from farpool.cluster.redundancy import Copies
 from farpool.cluster.store import driver, writing
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.plan import Pause, Plan, Probe, Probed, Send
-from farpool.cluster.store.searching import find, measure
+from farpool.cluster.store.searching import Search, find, measure
 from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import PRESENT, Op, Status
 from farpool.errors import ChecksumError, KeyConflictError, NodeError, NodeFullError, ReplicationError
@@ -97,16 +97,18 @@ def test_an_object_is_missing_only_if_too_few_members_are_away_to_hold_all_copie
         return None
 
     (outcome,), steps = to_end(find(view, Copies(copies), [KEY], [None]), answer)
-    sizes = None
+    searches, sizes = [Search(0, KEY, view)], list[int | Exception | None]([7])
     if away < copies:
         assert outcome is None
-        (sizes,), _ = to_end(measure(view, Copies(copies), [KEY], patient=True), answer)
-        assert sizes is None
+        to_end(measure(searches, sizes, Copies(copies), patient=True), answer)
+        assert sizes == [None]
     else:
         assert isinstance(outcome, NodeError if copies == 1 else ReplicationError)
         assert isinstance(steps[-1], Pause)
         with pytest.raises((NodeError, ReplicationError)):
-            to_end(measure(view, Copies(copies), [KEY], patient=True), answer)
+            to_end(measure(searches, sizes, Copies(copies), patient=True), answer)
+        to_end(measure([Search(0, KEY, view)], sizes, Copies(copies), patient=False), answer)
+        assert isinstance(sizes[0], NodeError | ReplicationError)
 
 
 def test_a_member_that_was_never_met_counts_as_away() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from farpool.abc.objects import Payload
-from farpool.cluster.store.driver import run
+from farpool.cluster.store.driver import probe, run
 from farpool.cluster.store.messages import Ask, ObjectInfo, seconds_left
 from farpool.cluster.store.plan import share_of
-from farpool.cluster.store.searching import Found, find, measure
+from farpool.cluster.store.searching import Found, Search, find, measure
 from farpool.cluster.wire.frames import Op, Status
 from farpool.errors import ChecksumError, FarpoolWarning, NodeError, ReplicationError
 
@@ -174,15 +174,55 @@ def fetch(
 def look_up(
     cluster: Cluster, keys: list[bytes], deadline: float, *, patient: bool = True
 ) -> Sequence[int | Exception | None]:
-    """Find out which keys have a value, and of which size; see `measure`.
+    """Find out which keys have a value.
+
+    For each key the node of highest rank is asked first, and the other nodes only if that node has no value.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    keys : list of bytes
+        The keys.
+    deadline : float
+        By the monotonic clock.
+    patient : bool
+        True to ask nodes that fail again, and to raise an error if the nodes that failed may have all copies of a
+        value. False to make one attempt, and to return an error in place of a size.
+
+    Returns
+    -------
+    sequence of int, None or Exception
+        Size of each key's value in bytes, None if it has no value, or the error if that could not be found out.
 
     Raises
     ------
     NodeError, ReplicationError
-        The nodes that cannot be asked may have all copies of a value. Not raised unless `patient`.
+        The nodes that cannot be asked may have all copies of a value.
     """
-    plan = measure(cluster.view(deadline), cluster.redundancy, keys, patient=patient)
-    return run(cluster, plan, deadline, patient=patient)
+    sizes: list[int | Exception | None] = [None] * len(keys)
+    view = cluster.view(deadline)
+    groups = view.by_first(keys)
+    whole = len(groups) == 1  # then one answer is the whole result
+    wanted = {member: keys if whole else [keys[number] for number in own] for member, own in groups.items()}
+    found = probe(cluster, wanted, deadline)
+    searches: list[Search] = []
+    for member, numbers in groups.items():
+        answer = found[member]
+        if isinstance(answer, Exception):
+            searches += [Search(number, keys[number], view, failures={member: answer}) for number in numbers]
+            continue
+        if whole:
+            sizes = cast("list[int | Exception | None]", answer.sizes)
+        else:
+            for number, size in zip(numbers, answer.sizes, strict=True):
+                sizes[number] = size
+        if answer.missing and len(view.members) > 1:  # or else no other member can have the object
+            lacking = [numbers[place] for place in answer.missing]
+            searches += [Search(number, keys[number], view, missing={member}) for number in lacking]
+    if searches:
+        run(cluster, measure(searches, sizes, cluster.redundancy, patient=patient), deadline, patient=patient)
+    return sizes
 
 
 def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[Member, ObjectInfo]]:

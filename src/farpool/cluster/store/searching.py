@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from farpool.abc.objects import Payload
 from farpool.abc.redundancy import Redundancy
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from farpool.cluster.store.member import Member
     from farpool.cluster.store.snapshot import Snapshot
 
-__all__ = ["Found", "find", "measure"]
+__all__ = ["Found", "Search", "find", "measure"]
 
 Found = tuple["Member", "Reply"] | Exception | None
 """The member that returned an object and its reply, None if there is no object, or the error if that is unknown."""
 
 
 @dataclass(slots=True, eq=False)
-class _Search:
+class Search:
     """Search for one key: the members that may have it, and the answers of the others."""
 
     number: int
@@ -110,12 +110,12 @@ def find(
     else:
         asks = [Ask(view.first(key), op, meta + key, 0, None, into) for key, into in zip(keys, targets, strict=True)]
         answers = yield Send(asks, last=len(view.members) == 1)
-    searches: list[_Search] = []
+    searches: list[Search] = []
     for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if not isinstance(answer, Exception) and answer.status == Status.DONE:
             outcomes[number] = ask.member, answer
         else:
-            search = _Search(number, keys[number], view)
+            search = Search(number, keys[number], view)
             search.note(ask, answer)
             searches.append(search)
     while searches:
@@ -141,9 +141,9 @@ def find(
     return outcomes
 
 
-def _find_sources(searches: Sequence[_Search]) -> Plan[None]:
+def _find_sources(searches: Sequence[Search]) -> Plan[None]:
     """Ask the other members which of the keys they have, each member once for all keys."""
-    wanted: dict[Member, list[_Search]] = defaultdict(list)
+    wanted: dict[Member, list[Search]] = defaultdict(list)
     for search in searches:
         for member in search.unasked():
             wanted[member].append(search)
@@ -166,48 +166,21 @@ def _find_sources(searches: Sequence[_Search]) -> Plan[None]:
 
 
 def measure(
-    view: Snapshot, redundancy: Redundancy, keys: list[bytes], *, patient: bool
-) -> Plan[Sequence[int | Exception | None]]:
-    """Find out which keys have a value.
-
-    For each key the member of highest rank is asked first, and the others only if that member has no value.
+    searches: list[Search], sizes: list[int | Exception | None], redundancy: Redundancy, *, patient: bool
+) -> Plan[None]:
+    """Ask the other members about keys that the member of highest rank lacks, and enter the sizes of the values.
 
     Parameters
     ----------
-    view : Snapshot
-        The present members.
+    searches : list of Search
+        A search for each of these keys.
+    sizes : list of int, None or Exception
+        Receives the size of each value, by the numbers of the searches; None stays for a key without a value.
     redundancy : Redundancy
         The redundancy of the objects.
-    keys : list of bytes
-        The keys.
     patient : bool
-        Raise an error if it is not known whether a key has a value. False to return the error in the key's place.
-
-    Returns
-    -------
-    sequence of int, None or Exception
-        Size of each key's value in bytes, None if it has no value, or the error if that could not be found out.
+        Raise an error if it is not known whether a key has a value. False to enter the error in place of a size.
     """
-    sizes: list[int | Exception | None] = [None] * len(keys)
-    groups = view.by_first(keys)
-    whole = len(groups) == 1  # then one answer is the whole result
-    found: dict[Member, Probed | Exception] = yield Probe(
-        {member: keys if whole else [keys[number] for number in own] for member, own in groups.items()}
-    )
-    searches: list[_Search] = []
-    for member, numbers in groups.items():
-        answer = found[member]
-        if isinstance(answer, Exception):
-            searches += [_Search(number, keys[number], view, failures={member: answer}) for number in numbers]
-            continue
-        if whole:
-            sizes = cast("list[int | Exception | None]", answer.sizes)
-        else:
-            for number, size in zip(numbers, answer.sizes, strict=True):
-                sizes[number] = size
-        if len(view.members) > 1:  # or else no other member can have the object
-            lacking = [numbers[place] for place in answer.missing]
-            searches += [_Search(number, keys[number], view, missing={member}) for number in lacking]
     while searches:
         yield from _find_sources(searches)
         for search in searches:
@@ -217,14 +190,13 @@ def measure(
         if not patient:
             for search, error in zip(searches, errors, strict=True):
                 sizes[search.number] = error
-            break
+            return
         for search, error in zip(searches, errors, strict=True):
             if not may_recover(search.failures.values()):
                 raise error
         if not searches:
-            break
+            return
         if (again := (yield Pause())) is None:
             raise errors[0]
         for search in searches:
             search.retry(again)
-    return sizes

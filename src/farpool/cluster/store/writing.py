@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["everywhere", "put", "targets"]
 
+_DONE, _PRESENT = Status.DONE, Status.PRESENT  # because each put would look up the members of the enum again
+
 
 @dataclass(slots=True)
 class _Put:
@@ -35,25 +37,24 @@ class _Put:
     payload: Payload
     redundancy: Redundancy
     view: Snapshot
-    waiting: list[Member] = field(default_factory=list)
     confirmed: set[int] = field(default_factory=set)
     present: list[Reply] = field(default_factory=list)
     refused: list[Exception] = field(default_factory=list)
     away: dict[Member, Exception] = field(default_factory=dict)
     answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
-
-    def begin(self) -> int:
-        """Take the members that no part was placed on; return the number of the others, which were asked first."""
-        order = targets(self.key, self.view, self.redundancy)
-        placed = min(self.redundancy.parts, len(order))
-        self.waiting = order[placed:]
-        return placed
+    has_more: bool = False  # other members may take a part if the ones that are asked now do not
 
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
-        """Offer each part that is not confirmed to one waiting member; return the numbers of the parts, too."""
-        lacking = self.redundancy.missing(self.confirmed) if self.waiting else ()
-        members, self.waiting = self.waiting[: len(lacking)], self.waiting[len(lacking) :]
-        parts = self.redundancy.encode(self.payload) if members else ()
+        """Offer each part that is not confirmed to the next member of the order; return the parts' numbers, too."""
+        lacking = self.redundancy.missing(self.confirmed)
+        self.has_more = False
+        if not lacking:
+            return []
+        order = targets(self.key, self.view, self.redundancy)
+        waiting = [one for one in order if one.identity not in self.answered and one not in self.away]
+        members = waiting[: len(lacking)]
+        self.has_more = len(waiting) > len(members)
+        parts = self.redundancy.encode(self.payload)
         asks = zip(lacking, members, strict=False)  # there may be too few members
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
 
@@ -67,8 +68,6 @@ class _Put:
     def retry(self, view: Snapshot) -> None:
         """Begin another attempt: with the present members, except those that have answered."""
         self.view = view
-        order = targets(self.key, view, self.redundancy)
-        self.waiting = [member for member in order if member.identity not in self.answered]
         self.away.clear()
 
     def note(self, part: int, ask: Ask, given: Reply | Exception) -> None:
@@ -161,6 +160,7 @@ def put(
         Outcome of each put.
     """
     view, redundancy = cluster.snapshot, cluster.redundancy
+    parts = redundancy.parts
     if not view.is_settled:
         view = cluster.view(deadline)
     epoch = cluster.epoch.value
@@ -170,14 +170,18 @@ def put(
         for member, part in zip(redundancy.place(key, view.places(key)), redundancy.encode(payload), strict=False):
             asks.append(Ask(member, Op.PUT, meta, 0, part))
     # All at the same time. Connections to nodes on this host take large payloads through memory.
-    answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == redundancy.parts))
-    if len(asks) == redundancy.parts * len(items):  # enough nodes have been met
-        for answer in answers:
-            if isinstance(answer, Exception) or answer.status != Status.DONE:
-                break
+    answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == parts))
+    # Nearly all puts end here, so no plan is made for them.
+    if len(asks) == parts * len(items):  # enough nodes have been met
+        outcomes: list[PutOutcome | Exception] = [PutOutcome.STORED] * len(items)
+        for place, answer in enumerate(answers):
+            if isinstance(answer, Exception) or answer.status != _DONE:
+                if isinstance(answer, Exception) or answer.status != _PRESENT or check:
+                    break
+                outcomes[place // parts] = PutOutcome.PRESENT
         else:
-            if cluster.epoch.value == epoch:  # nearly all puts end here, so no plan is made for them
-                return [PutOutcome.STORED] * len(items)
+            if cluster.epoch.value == epoch:
+                return outcomes
     puts = [_Put(key, payload, redundancy, view) for key, payload in items]
     run(cluster, _put(puts, head, list(zip(asks, answers, strict=True))), deadline, patient=patient)
     if cluster.epoch.value != epoch:  # some copies may belong to the earlier epoch, and are gone then
@@ -187,9 +191,9 @@ def put(
 
 def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
     """Have the other members take the parts for which the first requests, in the order of the puts, have failed."""
-    pairs = iter(first)
-    for one in puts:
-        for part, (ask, answer) in enumerate(islice(pairs, one.begin())):
+    count = len(first) // len(puts)  # the same for each, because there are as many members for each
+    for number, one in enumerate(puts):
+        for part, (ask, answer) in enumerate(first[number * count : (number + 1) * count]):
             one.note(part, ask, answer)
     while True:
         asked = [(one, *pair) for one in puts for pair in one.next_asks(head)]
@@ -200,7 +204,7 @@ def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | E
             for one in puts:
                 one.retry(again)
             continue
-        last = not any(one.waiting for one in puts)
+        last = not any(one.has_more for one in puts)
         answers: Sequence[Reply | Exception] = yield Send([ask for _, _, ask in asked], last=last)
         for (one, part, ask), answer in zip(asked, answers, strict=True):
             one.note(part, ask, answer)
