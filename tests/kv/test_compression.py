@@ -165,6 +165,15 @@ def test_the_stored_form_has_the_bytes_that_the_page_states() -> None:
         assert len(stored(codec(f"int{bits}", "bfloat16", axes), payload)) == elements * bits // 8 + elements // 32 * 4
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_elements_whose_step_is_too_small_for_a_float_are_stored_as_they_are(bits: int) -> None:
+    axes = Axes("std", (2, 3, 5))
+    for tiny in (1, 3, 127, 128, 5000):
+        raw = np.array([0] * 29 + [tiny], np.uint32).tobytes()
+        assert stored(codec(f"int{bits}", "float32", axes), raw) == raw
+        assert there_and_back(codec(f"int{bits}", "float32", axes), raw) == raw
+
+
 @REVIEW
 @given(
     st.sampled_from(list(FLOATS)),

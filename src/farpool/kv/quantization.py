@@ -183,7 +183,7 @@ class Quantized:
                 # positive one.
                 smallest, largest = (extreme(axis, keepdim=True).numpy() + zero for extreme in (wide.amin, wide.amax))
                 step = (largest - smallest) / self._levels
-                countable = (step == 0) | (step >= _SMALLEST_STEP)
+                countable = (smallest == largest) | (step >= _SMALLEST_STEP)  # a tiny step may have become 0
                 if not (countable & (smallest >= -_LARGEST) & (largest <= _LARGEST)).all():
                     return None
                 wide -= torch.from_numpy(smallest)
