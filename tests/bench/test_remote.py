@@ -16,7 +16,7 @@ from farpool.errors import FarpoolError
 from farpool_bench import remote as benchmark
 from farpool_bench import remote_overlap
 from farpool_bench.harness import Row
-from farpool_bench.measure import Entrant, Race
+from farpool_bench.measure import Rival, in_turn
 from farpool_bench.remote_overlap import measure_overlap
 from farpool_bench.ring import Ring
 from farpool_bench.sockets import Sockets, build_sockets
@@ -183,10 +183,9 @@ def test_a_peer_that_fails_is_left_out_with_what_it_said() -> None:
     def fail() -> float:
         raise FarpoolError("it broke")
 
-    others = [Entrant("good", lambda: 2.0), Entrant("bad", fail), Entrant("none", None, "not installed")]
-    race = Race("get", 1, 1, "tcp").hold(lambda: 4.0, others, 3, "step", lambda *_: None)
-    assert race.ours == (4.0, 4.0, 4.0)
-    good, bad, absent = race.others
+    others = [Rival("good", lambda: 2.0), Rival("bad", fail), Rival("none", None, "not installed")]
+    ours = in_turn([lambda: 4.0, *(other.sample for other in others)], 3, "step", lambda *_: None)[0]
+    good, bad, absent = (other.row(ours) for other in others)
     assert (good.seconds, good.ratio, good.remark) == ((2.0, 2.0, 2.0), 0.5, None)
     assert (bad.seconds, bad.ratio, bad.remark) == (None, None, "it broke")
     assert (absent.seconds, absent.remark) == (None, "not installed")

@@ -15,27 +15,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool.sizes import format_size
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row, told
+from farpool_bench.harness import Figures, Option, Row, told
 from farpool_bench.render import COLOURS, INK, Grid, new_figure
 from farpool_bench.worker import run_child
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SHORT_ACCESSES = 1024
 """Length of the history while memory is measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; the pager computes nothing on a device."""
+class Bench(harness.Benchmark):
+    """Each number of blocks, and a pool that is resized."""
 
+    name = "growth"
+    limit = "itself with fewer blocks, and the operating system's account"
+    parts = ("resize", "memory", "time")
     most: Annotated[int, Option("Blocks of the largest pool", least=1000)] = 1_000_000
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     least: int = 1_000  # blocks of the smallest run; between it and the largest, powers of ten
@@ -44,27 +42,15 @@ class Settings(harness.Settings):
     fast: int = 256 << 20  # bytes of the pool that is resized
     QUICK: ClassVar = {"most": 4_000, "history": 2048, "accesses": 1000, "fast": 8 << 20}
 
-
-class Bench(harness.Benchmark):
-    """Each number of blocks, and a pool that is resized."""
-
-    name = "growth"
-    limit = "itself with fewer blocks, and the operating system's account"
-    Settings = Settings
-
-    def cases(self) -> Iterable[str]:
-        return ("resize", "memory", "time")
-
     def measure(self, case: str) -> Any:
-        settings = self.settings
         if case == "resize":
-            (resized,) = (run_child("growth_child", one) for one in told(self.progress, "Resizing", [settings.fast]))
+            (resized,) = (run_child("growth_child", one) for one in told(self.progress, "Resizing", [self.fast]))
             return resized
-        powers = range(math.ceil(math.log10(settings.least)), math.ceil(math.log10(settings.most)))
-        sizes = sorted({settings.least, settings.most, *(10**power for power in powers)})
-        history = _SHORT_ACCESSES if case == "memory" else settings.history
+        powers = range(math.ceil(math.log10(self.least)), math.ceil(math.log10(self.most)))
+        sizes = sorted({self.least, self.most, *(10**power for power in powers)})
+        history = _SHORT_ACCESSES if case == "memory" else self.history
         return [
-            run_child("growth_child", blocks, history, settings.accesses)
+            run_child("growth_child", blocks, history, self.accesses)
             for blocks in told(self.progress, case.capitalize(), sizes)
         ]
 
@@ -81,37 +67,31 @@ class Bench(harness.Benchmark):
             )
             for memory, more, time in zip(slim, further, timed, strict=True)
         )
-        history = {"history": self.settings.history, "history_bytes": timed[0].history_bytes}
+        history = {"history": self.history, "history_bytes": timed[0].history_bytes}
         return Row(**history, points=tuple(points), resize=resize)
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
+        history, resize = outcome.history_bytes, outcome.resize
+        columns = "blocks {blocks:,}|loop, us {loop:1e6*.1f}|random, us {shuffled:1e6*.1f}|bytes a block {each:,.0f}"
+        columns += "|each further {further:,.0f}|with history {whole:,.0f}"
         rows = [
-            [
-                f"{point.blocks:,}",
-                f"{statistics.median(point.loop) * 1e6:.1f}",
-                f"{statistics.median(point.shuffled) * 1e6:.1f}",
-                f"{point.nbytes / point.blocks:,.0f}",
-                "" if point.further is None else f"{point.further:,.0f}",
-                f"{(point.nbytes + outcome.history_bytes) / point.blocks:,.0f}",
-            ]
+            Row(point, each=point.nbytes / point.blocks, whole=(point.nbytes + history) / point.blocks)
             for point in outcome.points
         ]
-        yield Grid("By number of blocks", "blocks|loop, us|random, us|bytes a block|each further|with history", rows)
-        size = format_size(outcome.history_bytes)
-        yield f"history of {outcome.history:,} accesses: {size}, whatever the number of blocks"
-        resize = outcome.resize
+        yield Grid.of("By number of blocks", columns, rows)
+        yield f"history of {outcome.history:,} accesses: {format_size(history)}, whatever the number of blocks"
         half = len(resize.resident) // 2
-        rows = [
+        steps = [
             [f"{step + 1}" + (", the first after the change" if step == half else ""), format_size(nbytes)]
             for step, nbytes in enumerate(resize.resident)
         ]
         title = f"Budget from {format_size(resize.fast)} to {format_size(resize.smaller)} while a program runs"
-        yield Grid(title, "<step|resident set", rows)
+        yield Grid(title, "<step|resident set", steps)
         yield f"given back after one step: {resize.given_back:.0%} of the difference"
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         blocks = [point.blocks for point in outcome.points]
         time, axes = new_figure("blocks", "microseconds of an access")
         for label, field, colour in (("loop", "loop", COLOURS[0]), ("random", "shuffled", COLOURS[1])):

@@ -68,10 +68,7 @@ class PoolCache:
 
     def __init__(self, capacity: int, policy: str = "") -> None:
         self._eviction: Eviction[int] = Eviction(capacity, policy)
-
-    def touch(self, block: int) -> bool:
-        """Count a hit; False if the block is not in."""
-        return self._eviction.touch(block)
+        self.touch = self._eviction.touch
 
     def insert(self, block: int, size: int, cost: float, parent: int | None) -> bool:
         """Bring a block in that is not in; False if it is not admitted."""

@@ -17,15 +17,15 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from farpool.cluster.wire.channel import Transport
-from farpool.errors import ConfigError
-from farpool_bench.measure import opened
-from farpool_bench.redis_peer import RedisPeer, RedisUser, find_redis, free_port
+from farpool.errors import ConfigError, FarpoolError
+from farpool_bench.measure import Rival, opened
+from farpool_bench.redis_peer import RedisPeer, find_redis, free_port
 from farpool_bench.ring import Ring
 from farpool_bench.users import User
-from farpool_bench.worker import StorePeer, Worker
+from farpool_bench.worker import Worker
 
 Tier = Literal["fs", "L1"]
 """Files in a folder in shared memory, or memory of the process."""
@@ -73,18 +73,63 @@ def find_lmcache(python: str) -> tuple[str | None, str]:
     return f"LMCache {done.stdout.strip()}", ""
 
 
-class MooncakePeer(StorePeer):
-    """The three processes of a Mooncake Store; its segment has `lent` bytes."""
+class StorePeer:
+    """A rival in which a worker puts, gets and looks up objects; a context manager that stops its processes.
 
-    def __init__(self, lent: int) -> None:
-        super().__init__("Mooncake", partial(_start_mooncake, lent))
+    `start` starts them and returns the worker, which runs `farpool_bench.users.serve`. FarpoolError tells which of them
+    did not start, or failed later.
+    """
+
+    def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
+        self._name = name
+        with ExitStack() as stack:
+            try:
+                self._worker = start(stack)
+            except (OSError, ValueError) as error:
+                raise FarpoolError(f"{name} did not start: {error}") from error
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ask(self, what: str, ring: Ring, batch: int, seconds: float) -> float:
+        """Have the worker take a sample of ``put``, ``get``, ``find`` or ``fetch``, `batch` objects in a call."""
+        try:
+            return float(self._worker.ask(f"{what} {ring.nbytes} {len(ring)} {batch} {seconds!r}", "seconds"))
+        except (OSError, ValueError) as error:
+            raise FarpoolError(f"{self._name} failed: {error}") from error
 
 
-class LMCachePeer(StorePeer):
-    """A process with a tier of LMCache, whose L1 has `lent` bytes; the folder of its fs tier is removed at the end."""
+class WorkerUser(NamedTuple):
+    """A worker's user of a ring of the same objects, timed as `farpool_bench.users.User` is."""
 
-    def __init__(self, python: str, tier: Tier, lent: int) -> None:
-        super().__init__("LMCache", partial(_start_lmcache, python, tier, lent))
+    peer: StorePeer
+    ring: Ring
+
+    def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
+        """Seconds per object, `batch` of them in a call."""
+        return self.peer.ask("put" if write else "get", self.ring, batch, seconds)
+
+    def lookup_seconds(self, seconds: float) -> float:
+        """Seconds of a call that looks up all keys, in the median."""
+        return self.peer.ask("find", self.ring, len(self.ring), seconds)
+
+    def fetch_seconds(self) -> float:
+        """Seconds until all objects, which must have been put, are looked up and got."""
+        return self.peer.ask("fetch", self.ring, len(self.ring), 0.0)
+
+
+def mooncake_peer(lent: int) -> StorePeer:
+    """Start the three processes of a Mooncake Store; its segment has `lent` bytes, or 64 MiB."""
+    return StorePeer("Mooncake", partial(_start_mooncake, max(64 << 20, lent)))
+
+
+def lmcache_peer(python: str, tier: Tier, lent: int) -> StorePeer:
+    """Start a process with a tier of LMCache, whose L1 has `lent` bytes, or 64 MiB."""
+    return StorePeer("LMCache", partial(_start_lmcache, python, tier, max(64 << 20, lent)))
 
 
 def _start_lmcache(python: str, tier: Tier, lent: int, stack: ExitStack) -> Worker:
@@ -140,42 +185,36 @@ def closed(stack: ExitStack, user: _UserT) -> _UserT:
 
 
 class Contender(NamedTuple):
-    """One that runs in turn with farpool's cache of blocks, or the reason why it cannot."""
+    """One that runs in turn with farpool, as a user of a store, or the reason why it cannot."""
 
     name: str
-    each: Callable[[bool], float] | None = None  # seconds for one object, all of a ring put (True) or got in one call
-    find: Callable[[], float] | None = None  # seconds for a call that looks up all keys of the ring
-    fetch: Callable[[], float] | None = None  # see `User.fetch_seconds`
+    user: Any  # a `User` or `WorkerUser` of the same ring; None if it cannot run
     reason: str = ""
 
-    @classmethod
-    def of(cls, name: str, user: User, seconds: float) -> Contender:
-        """Make one of a user that moves its whole ring in one call, for so many seconds a sample."""
-        each = partial(user.seconds_each, batch=len(user.ring), seconds=seconds)
-        return cls(name, each, partial(user.lookup_seconds, seconds), user.fetch_seconds)
+    def rival(self, how: str, *arguments: object) -> Rival:
+        """Make a rival of which this method of the user takes the samples."""
+        return Rival(self.name, self.user and partial(getattr(self.user, how), *arguments), self.reason)
 
 
 class KVPeers:
     """The rivals that run here, with their names and versions in `names`; a context manager that stops them.
 
-    `lmcache` is a Python that has farpool and LMCache (this one if empty), `seconds` the length of a sample, and `lent`
-    the least size of Mooncake's segment and of LMCache's L1. Each of the tiers of LMCache is a rival.
+    `python` has farpool and LMCache (this one if empty), and `lent` is the least size of Mooncake's segment and of
+    LMCache's L1. Each of the tiers of LMCache is a rival.
     """
 
-    def __init__(self, lmcache: str, seconds: float, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
-        lent = max(64 << 20, lent)
-        self._seconds = seconds
+    def __init__(self, python: str, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
         redis, why_no_redis = find_redis()
         mooncake, why_no_mooncake = find_mooncake()
-        other, why_no_lmcache = find_lmcache(lmcache)
-        self.names = tuple(name for name in (mooncake, other and f"{other}, {' and '.join(tiers)}", redis) if name)
+        other, why_no_lmcache = find_lmcache(python)
+        self.names = tuple(filter(None, (mooncake, other and f"{other}, {' and '.join(tiers)}", redis)))
         with ExitStack() as stack:
             self._redis, self._why_no_redis = opened(stack, RedisPeer if redis else None, why_no_redis)
-            stores = [("Mooncake, TCP", partial(MooncakePeer, lent) if mooncake else None, why_no_mooncake)]
+            make = partial(mooncake_peer, lent) if mooncake else None
+            self._stores = [("Mooncake, TCP", *opened(stack, make, why_no_mooncake))]
             for tier in tiers:
-                make = partial(LMCachePeer, lmcache, tier, lent) if other else None
-                stores.append((f"LMCache, {tier}", make, why_no_lmcache))  # type: ignore[arg-type]
-            self._stores = [(name, *opened(stack, make, reason)) for name, make, reason in stores]
+                make = partial(lmcache_peer, python, tier, lent) if other else None
+                self._stores.append((f"LMCache, {tier}", *opened(stack, make, why_no_lmcache)))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -189,17 +228,7 @@ class KVPeers:
 
         Redis goes over TCP when farpool goes over TCP, and else over its UNIX socket.
         """
-        nbytes, count, seconds = ring.nbytes, len(ring), self._seconds
         for name, peer, reason in self._stores:
-            if peer is None:
-                yield Contender(name, reason=reason)
-            else:
-                each = partial(peer.seconds_each, nbytes=nbytes, count=count, batch=count, seconds=seconds)
-                find = partial(peer.lookup_seconds, nbytes, count, seconds)
-                yield Contender(name, each, find, partial(peer.fetch_seconds, nbytes, count))
-        name = "Redis, TCP" if way == "tcp" else "Redis, UNIX socket"
-        if self._redis is None:
-            yield Contender(name, reason=self._why_no_redis)
-        else:
-            client = self._redis.tcp if way == "tcp" else self._redis.unix
-            yield Contender.of(name, closed(stack, RedisUser(client, ring)), seconds)
+            yield Contender(name, peer and WorkerUser(peer, ring), reason)
+        user = self._redis and closed(stack, self._redis.user(way, ring))
+        yield Contender("Redis, TCP" if way == "tcp" else "Redis, UNIX socket", user, self._why_no_redis)

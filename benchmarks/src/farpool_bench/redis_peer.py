@@ -7,14 +7,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from farpool.errors import FarpoolError
-from farpool_bench.measure import kept, median_call, seconds_each
 from farpool_bench.ring import Ring
 from farpool_bench.users import User
 
@@ -81,21 +78,9 @@ class RedisPeer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def works(self, ring: Ring, write: bool, seconds: float) -> list[Callable[[], float]]:
-        """Functions that take a sample over TCP and over the UNIX socket, in seconds for one object."""
-        for key, payload in zip(ring.keys, ring.payloads, strict=True):
-            self.tcp.set(key, payload)
-        work = _set if write else _get
-        return [partial(work, client, ring, seconds) for client in (self.tcp, self.unix)]
-
-    def lookups(self, ring: Ring, seconds: float) -> list[Callable[[], float]]:
-        """Functions that look up all keys at once and return the seconds of a call in the median.
-
-        There are four: over TCP and over the UNIX socket, each with a pipeline of EXISTS and with MGET.
-        """
-        for key, payload in zip(ring.keys, ring.payloads, strict=True):
-            self.tcp.set(key, payload)
-        return [partial(work, client, ring, seconds) for client in (self.tcp, self.unix) for work in (_exists, _mget)]
+    def user(self, way: str, ring: Ring, kind: type[RedisUser] | None = None) -> RedisUser:
+        """Make a user, over TCP if `way` is tcp and else over the UNIX socket."""
+        return (kind or RedisUser)(self.tcp if way == "tcp" else self.unix, ring)
 
     def close(self) -> None:
         """Close the clients and stop the server."""
@@ -122,55 +107,34 @@ class RedisUser(User):
         self._client.mset(dict(zip(self.ring.keys[part], self.ring.payloads[part], strict=True)))
 
     def get(self, part: slice) -> None:
-        values = self._client.mget(self.ring.keys[part])
-        assert isinstance(values, list)
-        for buffer, value in zip(self.ring.buffers[part], values, strict=True):
-            if not isinstance(value, bytes):
+        for buffer, value in zip(self.ring.buffers[part], self._found(part), strict=True):
+            if value is None:
                 raise FarpoolError("Redis: an object that was set is missing")
             buffer[:] = value
 
     def find(self) -> int:
-        return sum(_found(self._client, self.ring))
+        pipeline = self._client.pipeline(transaction=False)
+        for key in self.ring.keys:
+            pipeline.exists(key)
+        return sum(pipeline.execute())
+
+    def _found(self, part: slice) -> list[Any]:
+        return self._client.mget(self.ring.keys[part])
 
 
-def _get(client: Redis, ring: Ring, seconds: float) -> float:
-    taken, found = kept(lambda: [client.get(key) for key in ring.keys], seconds_each, len(ring), seconds)
-    _check(ring, found)
-    return taken
+class MGetUser(RedisUser):
+    """A user that looks up by getting the objects."""
+
+    def find(self) -> int:
+        return sum(value is not None for value in self._found(slice(None)))
 
 
-def _set(client: Redis, ring: Ring, seconds: float) -> float:
-    for key in ring.keys:
-        client.set(key, b"")
+class OneByOneUser(RedisUser):
+    """A user that moves one object in a call, and keeps it as it was received."""
 
-    def work() -> None:
-        for key, payload in zip(ring.keys, ring.payloads, strict=True):
-            client.set(key, payload)
+    def put(self, part: slice) -> None:
+        for key, payload in zip(self.ring.keys[part], self.ring.payloads[part], strict=True):
+            self._client.set(key, payload)
 
-    taken = seconds_each(work, len(ring), seconds)
-    _check(ring, [client.get(key) for key in ring.keys])
-    return taken
-
-
-def _exists(client: Redis, ring: Ring, seconds: float) -> float:
-    taken, found = kept(lambda: _found(client, ring), median_call, seconds)
-    if found != [1] * len(ring):
-        raise FarpoolError("Redis: an object that was set is missing")
-    return taken
-
-
-def _mget(client: Redis, ring: Ring, seconds: float) -> float:
-    taken, found = kept(lambda: client.mget(ring.keys), median_call, seconds)
-    _check(ring, found)
-    return taken
-
-
-def _found(client: Redis, ring: Ring) -> list[Any]:
-    pipeline = client.pipeline(transaction=False)
-    for key in ring.keys:
-        pipeline.exists(key)
-    return pipeline.execute()
-
-
-def _check(ring: Ring, found: Any) -> None:
-    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    def get(self, part: slice) -> None:
+        self.keep(part, [self._client.get(key) for key in self.ring.keys[part]])

@@ -1,12 +1,11 @@
-"""Operations of farpool for the remote memory benchmark; most take a sample, in seconds for one object."""
+"""Users of a store and of plain memory, and the parts of the benchmark of remote memory that have no rivals."""
 
 from __future__ import annotations
 
 import random
 import resource
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from farpool._native import Connection
@@ -17,8 +16,9 @@ from farpool.cluster.wire.dial import dial
 from farpool.cluster.wire.frames import Op
 from farpool.errors import FarpoolError
 from farpool_bench.harness import Progress, Row, told
-from farpool_bench.measure import kept, median_call, resident_bytes, seconds_each
+from farpool_bench.measure import resident_bytes
 from farpool_bench.ring import Ring
+from farpool_bench.users import User
 
 
 def counters(store: Store) -> dict[str, Any]:
@@ -29,113 +29,90 @@ def counters(store: Store) -> dict[str, Any]:
     return node.stats
 
 
-def publish(store: Store, ring: Ring) -> None:
-    """Put the ring's objects into the store."""
-    store.put_many(list(zip(ring.keys, ring.payloads, strict=True)))
+class StoreUser(User):
+    """A user of a store that moves several objects in a call."""
 
+    def __init__(self, store: Store, ring: Ring) -> None:
+        super().__init__("farpool", ring)
+        self.store = store
 
-def get(store: Store, ring: Ring, seconds: float) -> float:
-    """Get the ring's objects one by one, as bytes."""
-    taken, found = kept(lambda: [store.get(key) for key in ring.keys], seconds_each, len(ring), seconds)
-    ring.check("farpool", found)
-    return taken
+    def remove(self) -> None:
+        for key in self.ring.keys:
+            self.store.drop(key)
 
+    def put(self, part: slice) -> None:
+        self.check(self.store.put_many(zip(self.ring.keys[part], self.ring.payloads[part], strict=True)))
 
-def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """Get objects into the ring's buffers, one by one (batch 1) or in calls with `batch` objects."""
-    ring.wipe()
-    taken = seconds_each(_reading(store, ring, batch), len(ring), seconds)
-    ring.check("farpool")
-    return taken
+    def get(self, part: slice) -> None:
+        self.store.get_into_many(zip(self.ring.keys[part], self.ring.buffers[part], strict=True))
 
+    def find(self) -> int:
+        return self.store.lookup(self.ring.keys).leading
 
-def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """Put the ring's objects, which are dropped before each turn, off the clock, and read back at the end."""
-    pairs = list(zip(ring.keys, ring.payloads, strict=True))
-    taken, turns = 0.0, -1  # the first turn is not counted
-    while taken < seconds or turns < 1:
-        for key in ring.keys:
-            store.drop(key)
-        start = time.perf_counter()
-        if batch == 1:
-            outcomes = [store.put(key, payload) for key, payload in pairs]
-        else:
-            outcomes = []
-            for at in range(0, len(pairs), batch):
-                outcomes += store.put_many(pairs[at : at + batch])
-        turns += 1
-        taken = 0.0 if turns == 0 else taken + time.perf_counter() - start
+    def check(self, outcomes: Sequence[PutOutcome]) -> None:
+        """Raise FarpoolError unless all objects were put."""
         if any(outcome is not PutOutcome.STORED for outcome in outcomes):
             raise FarpoolError("farpool: an object that was dropped before is still there")
-    ring.wipe()
-    store.get_into_many(zip(ring.keys, ring.buffers, strict=True))
-    ring.check("farpool")
-    return taken / (turns * len(ring))
+
+    def look(self) -> None:
+        """Pin each object once, and check its last byte without a copy."""
+        for key, payload in zip(self.ring.keys, self.ring.payloads, strict=True):
+            with self.store.pin(key) as pinned:
+                if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
+                    raise FarpoolError(f"farpool: the pinned object {key!r} is not the one that was put, or not mapped")
 
 
-def lookup(store: Store, ring: Ring, seconds: float) -> float:
-    """Look up all of the ring's keys in one call; seconds of a call in the median."""
-    taken, found = kept(lambda: store.lookup(ring.keys), median_call, seconds)
-    if found.leading != len(ring) or set(found.sizes) != {ring.nbytes}:
-        raise FarpoolError("farpool: an object that was put is missing, or has another size")
-    return taken
+class OneByOneUser(StoreUser):
+    """A user that moves one object in a call."""
+
+    def put(self, part: slice) -> None:
+        pairs = zip(self.ring.keys[part], self.ring.payloads[part], strict=True)
+        self.check([self.store.put(key, payload) for key, payload in pairs])
+
+    def get(self, part: slice) -> None:
+        for key, buffer in zip(self.ring.keys[part], self.ring.buffers[part], strict=True):
+            self.store.get_into(key, buffer)
 
 
-def view(store: Store, ring: Ring, seconds: float) -> float:
-    """Pin each object, look at it without a copy, and let go of it."""
-    return seconds_each(partial(look, store, ring), len(ring), seconds)
+class BytesUser(OneByOneUser):
+    """A user that gets each object as bytes of its own."""
+
+    def get(self, part: slice) -> None:
+        self.keep(part, [self.store.get(key) for key in self.ring.keys[part]])
 
 
-def look(store: Store, ring: Ring) -> None:
-    """Pin each object once and check its last byte."""
-    for key, payload in zip(ring.keys, ring.payloads, strict=True):
-        with store.pin(key) as pinned:
-            if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
-                raise FarpoolError(f"farpool: the pinned object {key!r} is not the one that was put, or not mapped")
+class MemoryUser(User):
+    """A user of plain memory with places for the objects, between which and the ring one thread copies."""
 
+    def __init__(self, ring: Ring, places: Sequence[memoryview]) -> None:
+        super().__init__("memcpy", ring)
+        self._places = places
 
-def memcpy(source: memoryview, ring: Ring, seconds: float) -> float:
-    """Copy the ring's payloads, which are put into `source` one after another, to its buffers."""
-    parts = [source[at : at + ring.nbytes] for at in range(0, len(ring) * ring.nbytes, ring.nbytes)]
-    for part, payload in zip(parts, ring.payloads, strict=True):
-        part[:] = payload
-    pairs = list(zip(ring.buffers, parts, strict=True))
+    def remove(self) -> None:
+        pass
 
-    def work() -> None:
-        for buffer, part in pairs:
-            buffer[:] = part
+    def put(self, part: slice) -> None:
+        for place, payload in zip(self._places[part], self.ring.payloads[part], strict=True):
+            place[:] = payload
 
-    ring.wipe()
-    taken = seconds_each(work, len(ring), seconds)
-    ring.check("memcpy")
-    return taken
+    def get(self, part: slice) -> None:
+        for buffer, place in zip(self.ring.buffers[part], self._places[part], strict=True):
+            buffer[:] = place
 
-
-def _reading(store: Store, ring: Ring, batch: int) -> Callable[[], object]:
-    pairs = list(zip(ring.keys, ring.buffers, strict=True))
-    parts = [pairs[at : at + batch] for at in range(0, len(pairs), batch)]
-
-    def one_by_one() -> None:
-        for key, buffer in pairs:
-            store.get_into(key, buffer)
-
-    def together() -> None:
-        for part in parts:
-            store.get_into_many(part)
-
-    return one_by_one if batch == 1 else together
+    def find(self) -> int:
+        return len(self._places)
 
 
 _PAYLOAD = 64
 _BATCH = 1000
-_DEADLINE = 30.0
+_TIMEOUT_S = 30.0
 _ROOM = 512
 """Bytes of the node's memory for each object, which is more than enough."""
 
 
-def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Progress) -> Row:
+def grow(bench: Any) -> Row:
     """Publish more and more objects on a new node, and time gets after each step."""
-    capacity = (16 << 20) + _ROOM * sizes[-1]
+    capacity = (16 << 20) + _ROOM * bench.objects[-1]
     with running_node(dram=str(capacity)) as node:
         address = node.address
         with Store(address, transport="tcp") as tcp, Store(address, transport="mapped") as mapped:
@@ -145,11 +122,19 @@ def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Progress) -> 
             before = resident_bytes(node.pid)
             points = []
             published = 0
-            for objects in told(progress, "Many objects", sizes):
-                _publish(tcp, published, objects)
+            for objects in told(bench.progress, "Many objects", bench.objects):
+                for at in range(published, objects, _BATCH):
+                    tcp.put_many([(_key(one), _payload(one)) for one in range(at, min(objects, at + _BATCH))])
                 published = objects
-                _warm(mapped, objects)
-                points.append(_time(mapped, tcp, objects, rounds, gets))
+                for number in range(objects):  # so that no page is mapped for the first time while the clock runs
+                    mapped.get(_key(number))
+                source = random.Random(objects)
+                samples = []
+                for _ in range(bench.rounds):
+                    numbers = [source.randrange(objects) for _ in range(2 * bench.gets)]
+                    samples.append([_gets(store, numbers) for store in (mapped, tcp)])
+                on_mapped, on_tcp = zip(*samples, strict=True)
+                points.append(Row(objects=objects, mapped=on_mapped, tcp=on_tcp))
             grown = resident_bytes(node.pid) - before
             counted = counters(tcp)["index_bytes"]
     key = len(_key(0))
@@ -173,7 +158,7 @@ def connect_many(node: RunningNode, count: int, progress: Progress) -> Row:
     try:
         start = time.perf_counter()
         for _ in range(count):
-            dialled = dial(address, "data", session=session, deadline=time.monotonic() + _DEADLINE)
+            dialled = dial(address, "data", session=session, deadline=time.monotonic() + _TIMEOUT_S)
             session = dialled.welcome.session
             fd = dialled.socket.detach()
             connections.append(
@@ -182,7 +167,7 @@ def connect_many(node: RunningNode, count: int, progress: Progress) -> Row:
             progress("Many connections", len(connections), count)
         opened = time.perf_counter()
         for connection in (*connections, *connections):
-            connection.exchange(Op.PING, b"", time.monotonic() + _DEADLINE)
+            connection.exchange(Op.PING, b"", time.monotonic() + _TIMEOUT_S)
         answered = time.perf_counter()
     finally:
         for connection in connections:
@@ -197,27 +182,6 @@ def _key(number: int) -> bytes:
 
 def _payload(number: int) -> bytes:
     return number.to_bytes(8, "little") * (_PAYLOAD // 8)
-
-
-def _publish(store: Store, start: int, end: int) -> None:
-    for at in range(start, end, _BATCH):
-        store.put_many([(_key(number), _payload(number)) for number in range(at, min(end, at + _BATCH))])
-
-
-def _warm(mapped: Store, objects: int) -> None:
-    """Read all objects once, so that no page is mapped for the first time while the clock runs."""
-    for number in range(objects):
-        mapped.get(_key(number))
-
-
-def _time(mapped: Store, tcp: Store, objects: int, rounds: int, gets: int) -> Row:
-    source = random.Random(objects)
-    samples: dict[str, list[float]] = {"mapped": [], "tcp": []}
-    for _ in range(rounds):
-        numbers = [source.randrange(objects) for _ in range(2 * gets)]
-        for name, store in (("mapped", mapped), ("tcp", tcp)):
-            samples[name].append(_gets(store, numbers))
-    return Row(objects=objects, mapped=tuple(samples["mapped"]), tcp=tuple(samples["tcp"]))
 
 
 def _gets(store: Store, numbers: list[int]) -> float:

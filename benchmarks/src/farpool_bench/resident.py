@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -16,9 +16,6 @@ from farpool import Pool, offload, restore
 from farpool_bench.harness import Row, told
 from farpool_bench.measure import in_turn, mean_seconds, median_difference, median_ratio
 from farpool_bench.stack import Stack, seconds_of, synchronize, tokens_for
-
-if TYPE_CHECKING:
-    from farpool_bench.harness import Progress
 
 _WIDTH = 64
 _ROWS = 8
@@ -42,15 +39,15 @@ class _Case(NamedTuple):
     calls: tuple[Callable[[], object], ...]
 
 
-def measure_operations(settings: Any, progress: Progress) -> tuple[Row, ...]:
+def measure_operations(bench: Any) -> tuple[Row, ...]:
     """Measure the seconds of a call of each operation: plain, bare and paged in turn."""
-    device, rows = settings.device, []
+    device, rows = bench.device, []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
         for case in _cases(pool, device):
-            works = [partial(_calls, work, settings.calls, device) for work in case.calls]
+            works = [partial(_calls, work, bench.calls, device) for work in case.calls]
             for work in works * _WARM:
                 work()
-            plain, bare, paged = in_turn(works, settings.rounds, case.name, progress)
+            plain, bare, paged = in_turn(works, bench.rounds, case.name, bench.progress)
             rows.append(
                 Row(
                     name=case.name,
@@ -105,9 +102,13 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     restore(paged)
 
 
-def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
-    """Measure passes through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
-    device, layers, width = settings.device, settings.layers, settings.width
+def measure_layers(bench: Any) -> tuple[Row, ...]:
+    """Measure passes through stacks whose layers take about so many seconds each: plain, bare and paged in turn."""
+    return tuple(_layers(bench, seconds) for seconds in bench.layer_seconds)
+
+
+def _layers(bench: Any, seconds: float) -> Row:
+    device, layers, width = bench.device, bench.layers, bench.width
     plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
     wrap_parameters(bare)
     tokens = tokens_for(lambda count: seconds_of(plain, plain.inputs(count), device)[0], seconds * layers)
@@ -121,7 +122,7 @@ def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
         for _ in range(_WARM):
             expected, _, got = (seconds_of(model, inputs, device)[1] for model in (plain, bare, paged))
         works = [partial(one_pass, model) for model in (plain, bare, paged)]
-        on_plain, on_bare, on_paged = in_turn(works, settings.rounds, f"Layers of {seconds * 1e3:g} ms", progress)
+        on_plain, on_bare, on_paged = in_turn(works, bench.rounds, f"Layers of {seconds * 1e3:g} ms", bench.progress)
         restore(paged)
     return Row(
         layer_seconds=statistics.median(on_plain) / layers,
@@ -137,9 +138,9 @@ def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
     )
 
 
-def measure_training(settings: Any, progress: Progress) -> Row:
+def measure_training(bench: Any) -> Row:
     """Measure training steps of small linear layers with fused AdamW: plain and paged in turn, all resident."""
-    device = settings.device
+    device = bench.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         plain = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LINEAR))).to(device)
@@ -164,7 +165,7 @@ def measure_training(settings: Any, progress: Progress) -> Row:
         works = [partial(step, model, torch.optim.AdamW(model.parameters(), fused=True)) for model in (plain, paged)]
         for work in works * _WARM:
             work()
-        on_plain, on_paged = in_turn(works, settings.rounds, "Training steps", progress)
+        on_plain, on_paged = in_turn(works, bench.rounds, "Training steps", bench.progress)
         restore(paged)
         equal = all(map(torch.equal, *losses.values()))
         del work, works  # the optimizer's state must not outlive the pool
@@ -173,50 +174,52 @@ def measure_training(settings: Any, progress: Progress) -> Row:
     return Row(parameters=parameters, plain=on_plain, paged=on_paged, seconds_per_parameter=more, equal=equal)
 
 
-def measure_rows(settings: Any, picked: int, progress: Progress) -> Row:
-    """Pick rows of a large table at random, `picked` in a call, paged and plain in turn, with one thread."""
-    device, count = settings.device, settings.table_rows
+def measure_rows(bench: Any) -> tuple[Row, ...]:
+    """Pick rows of a large table at random, so many in a call, paged and plain in turn, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return tuple(_rows(bench, picked) for picked in bench.picked)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(bench: Any, picked: int) -> Row:
+    device, count = bench.device, bench.table_rows
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(count, _ROW_WIDTH, generator=generator)
     table = torch.nn.Embedding(count, _ROW_WIDTH, _weight=weight.clone()).requires_grad_(False)
     plain, buffer = weight.to(device), torch.empty(picked, _ROW_WIDTH, device=device)
     nbytes = weight.nbytes
-    seconds: list[float] = []
-    thread_seconds: list[float] = []
-    index_select: list[float] = []
+    samples: list[tuple[float, float, float]] = []
     equal = True
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with Pool(fast=nbytes // _SHARE, dram=nbytes + nbytes // 4, device=device) as pool:
-            offload(table, pool)
-            step = f"{picked} random rows of {_ROW_WIDTH * 4 >> 10} KiB"
-            for _ in told(progress, step, range(_WARM_CALLS + _CALLS)):
-                rows = torch.randint(count, (picked,), generator=generator).to(device)
-                synchronize(device)
-                start, busy = time.perf_counter(), time.thread_time()
-                result = functional.embedding(rows, table.weight)
-                synchronize(device)
-                seconds.append(time.perf_counter() - start)
-                thread_seconds.append(time.thread_time() - busy)
-                start = time.perf_counter()
-                torch.index_select(plain, 0, rows, out=buffer)
-                synchronize(device)
-                index_select.append(time.perf_counter() - start)
-                equal = equal and torch.equal(result, buffer)
-            del table
-    finally:
-        torch.set_num_threads(threads)
+    with Pool(fast=nbytes // _SHARE, dram=nbytes + nbytes // 4, device=device) as pool:
+        offload(table, pool)
+        step = f"{picked} random rows of {_ROW_WIDTH * 4 >> 10} KiB"
+        for _ in told(bench.progress, step, range(_WARM_CALLS + _CALLS)):
+            rows = torch.randint(count, (picked,), generator=generator).to(device)
+            synchronize(device)
+            start, busy = time.perf_counter(), time.thread_time()
+            result = functional.embedding(rows, table.weight)
+            synchronize(device)
+            taken, thread_taken = time.perf_counter() - start, time.thread_time() - busy
+            start = time.perf_counter()
+            torch.index_select(plain, 0, rows, out=buffer)
+            synchronize(device)
+            samples.append((taken, thread_taken, time.perf_counter() - start))
+            equal = equal and torch.equal(result, buffer)
+        del table
+    seconds, thread_seconds, index_select = zip(*samples[_WARM_CALLS:], strict=True)
     return Row(
         row_bytes=_ROW_WIDTH * 4,
         table_bytes=nbytes,
         budget_bytes=nbytes // _SHARE,
         picked=picked,
-        seconds=tuple(seconds[_WARM_CALLS:]),  # of a call of `embedding` on the paged table
-        thread_seconds=tuple(thread_seconds[_WARM_CALLS:]),  # of the calling thread in these calls
-        index_select=tuple(index_select[_WARM_CALLS:]),  # from a plain table into a buffer
-        bytes_per_second=picked * _ROW_WIDTH * 4 / statistics.median(seconds[_WARM_CALLS:]),
-        thread_seconds_per_row=statistics.median(thread_seconds[_WARM_CALLS:]) / picked,
+        seconds=seconds,  # of a call of `embedding` on the paged table
+        thread_seconds=thread_seconds,  # of the calling thread in these calls
+        index_select=index_select,  # from a plain table into a buffer
+        bytes_per_second=picked * _ROW_WIDTH * 4 / statistics.median(seconds),
+        thread_seconds_per_row=statistics.median(thread_seconds) / picked,
         equal=equal,
     )
 

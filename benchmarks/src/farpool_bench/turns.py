@@ -8,15 +8,15 @@ connections. The flooding processes have a lower priority than the node.
 
 from __future__ import annotations
 
+import socket
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.wire.frames import Op, pack_frame
@@ -27,22 +27,9 @@ from farpool_bench.render import Grid
 from farpool_bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
 from farpool_bench.worker import command_of
 
-if TYPE_CHECKING:
-    import socket
-
 _FLOODING, _VICTIM = "flooding:0123456789abcdef", "victim:0123456789abcdef"
 _BEGINNING_S = 0.5
 """Time until a flood is under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; a node computes nothing on a device."""
-
-    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
-    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
-    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
-    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
 
 
 class Bench(harness.Benchmark):
@@ -50,7 +37,10 @@ class Bench(harness.Benchmark):
 
     name = "turns"
     limit = "the same gets alone, and next to a process that only uses a processor"
-    Settings = Settings
+    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
+    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
+    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
+    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
 
     def open(self) -> None:
         self._node = self.stack.enter_context(_node())
@@ -58,17 +48,16 @@ class Bench(harness.Benchmark):
 
     def cases(self) -> Iterable[tuple[str, int]]:
         """Kinds and connections of the floods, once for each round; an empty kind measures the shares."""
-        counts = (1, self.settings.connections)
+        counts = (1, self.connections)
         kinds = [("processor", 1), *((kind, count) for kind in (*KINDS, "") for count in counts)]
-        return told(self.progress, "Waiting", kinds * self.settings.rounds)
+        return told(self.progress, "Waiting", kinds * self.rounds)
 
     def measure(self, case: tuple[str, int]) -> tuple[tuple[str, int], tuple[float, ...]]:
         kind, connections = case
         _fill(self._node, self._victim)
-        seconds = self.settings.seconds
         if not kind:
-            return case, (_share(self._node, connections, seconds),)
-        return case, _wait(self._node, self._victim, kind, connections, seconds)
+            return case, (_share(self._node, connections, self.seconds),)
+        return case, _wait(self._node, self._victim, kind, connections, self.seconds)
 
     def outcome(self, found: list[tuple[tuple[str, int], tuple[float, ...]]]) -> Row:
         waited, shared = [], []
@@ -83,20 +72,12 @@ class Bench(harness.Benchmark):
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [
-            [
-                row.kind,
-                str(row.connections),
-                *(f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded)),
-                f"{median_ratio(row.flooded, row.alone):.1f}",
-                f"{statistics.median(row.node):.2f}",
-            ]
-            for row in outcome.waited
-        ]
-        heads = "<flood of another tenant|connections|alone, µs|next to it, µs|times|processors of the node"
-        yield Grid("A get of 4 KiB, median", heads, rows)
-        rows = [[str(one.connections), f"{statistics.median(one.shares):.2f}"] for one in outcome.shared]
-        yield Grid("Bytes of a tenant with one connection", "connections of the other tenant|share", rows)
+        columns = "<flood of another tenant {kind}|connections {connections}|alone, µs {alone:1e6*.0f}"
+        columns += "|next to it, µs {flooded:1e6*.0f}|times {times:.1f}|processors of the node {node:1*.2f}"
+        rows = [Row(row, times=median_ratio(row.flooded, row.alone)) for row in outcome.waited]
+        yield Grid.of("A get of 4 KiB, median", columns, rows)
+        columns = "connections of the other tenant {connections}|share {shares:1*.2f}"
+        yield Grid.of("Bytes of a tenant with one connection", columns, outcome.shared)
 
 
 @contextmanager

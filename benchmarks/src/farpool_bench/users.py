@@ -6,7 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from farpool.errors import FarpoolError
 from farpool_bench.measure import kept, median_call
@@ -21,6 +21,8 @@ class User(ABC):
 
     gets_what_is_there: ClassVar[bool] = False
     """True if a call that gets many objects reports which are missing, so that it needs no lookup before it."""
+    values: list[Any] | None = None
+    """The objects of the ring that were got last, by a user that does not read them into the ring's buffers."""
 
     def __init__(self, name: str, ring: Ring) -> None:
         self.name = name
@@ -46,6 +48,11 @@ class User(ABC):
         """Let go of everything."""
         self.remove()
 
+    def keep(self, part: slice, found: list[Any]) -> None:
+        """Keep these objects of the ring in `values`."""
+        self.values = self.values or [None] * len(self.ring)
+        self.values[part] = found
+
     def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
         """Seconds per object, `batch` of them in a call, in passes over the ring of which the first does not count."""
         self._put(batch)
@@ -58,7 +65,7 @@ class User(ABC):
         if write:
             self._read_back(batch)
         else:
-            self.ring.check(self.name)
+            self.ring.check(self.name, self.values)
         return taken / (passes * len(self.ring))
 
     def lookup_seconds(self, seconds: float) -> float:
@@ -79,7 +86,7 @@ class User(ABC):
         self.get(slice(None))
         taken = time.perf_counter() - start
         self._check_found(found)
-        self.ring.check(self.name)
+        self.ring.check(self.name, self.values)
         return taken
 
     def _check_found(self, found: int) -> None:
@@ -93,7 +100,7 @@ class User(ABC):
     def _read_back(self, batch: int) -> None:
         self.ring.wipe()
         self._timed(self.get, batch)
-        self.ring.check(self.name)
+        self.ring.check(self.name, self.values)
 
     def _timed(self, work: Callable[[slice], None], batch: int) -> float:
         parts = [slice(at, at + batch) for at in range(0, len(self.ring), batch)]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -106,48 +106,3 @@ class Worker:
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
         raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
-
-
-class StorePeer:
-    """A rival in which a worker puts, gets and looks up objects; a context manager that stops its processes.
-
-    `start` starts them and returns the worker, which runs `farpool_bench.users.serve`. FarpoolError tells which of them
-    did not start, or failed later.
-    """
-
-    def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
-        self._name = name
-        with ExitStack() as stack:
-            try:
-                self._worker = start(stack)
-            except (OSError, ValueError) as error:
-                raise FarpoolError(f"{name} did not start: {error}") from error
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        """Seconds per object to put or get `count` objects, `batch` of them in a call."""
-        return self._ask("put" if write else "get", nbytes, count, batch, seconds)
-
-    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds of a call that looks up `count` keys, in the median."""
-        return self._ask("find", nbytes, count, count, seconds)
-
-    def fetch_seconds(self, nbytes: int, count: int) -> float:
-        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`."""
-        return self._ask("fetch", nbytes, count, count, 0.0)
-
-    def close(self) -> None:
-        """Stop the processes."""
-        self._stack.close()
-
-    def _ask(self, what: str, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        try:
-            return float(self._worker.ask(f"{what} {nbytes} {count} {batch} {seconds!r}", "seconds"))
-        except (OSError, ValueError) as error:
-            raise FarpoolError(f"{self._name} failed: {error}") from error
