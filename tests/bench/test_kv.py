@@ -17,8 +17,7 @@ from farpool_bench.kv_blocks import Bench, BlockUser
 from farpool_bench.kv_peers import find_lmcache
 from farpool_bench.measure import median_call, median_interval
 from farpool_bench.remote_works import BytesUser, OneByOneUser, StoreUser
-from farpool_bench.ring import Ring
-from farpool_bench.users import User
+from farpool_bench.users import Ring, User
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 
@@ -163,7 +162,8 @@ def test_each_tier_of_lmcache_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kv_peers, "find_redis", lambda: (None, "no Redis"))
     monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "no Mooncake"))
     monkeypatch.setattr(kv_peers, "find_lmcache", lambda python: (None, f"no LMCache in {python}"))
-    with kv_peers.KVPeers("there", 1, ("fs", "L1")) as peers, ExitStack() as stack:
+    with ExitStack() as stack:
+        peers = kv_peers.KVPeers(stack, "there", 1, ("fs", "L1"))
         found = [(one.name, one.reason) for one in peers.contenders(stack, "tcp", Ring(100, 2))]
     assert found == [
         ("Mooncake, TCP", "no Mooncake"),

@@ -54,7 +54,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
 
 
 def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
-    (case,) = Bench.quick().run(silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     demand = case.peers[0]
     assert demand.seconds is not None
     assert min(demand.seconds) > (case.weight_bytes - case.budget_bytes) / case.rate
@@ -62,7 +62,7 @@ def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
 
 @needs_accelerate
 def test_accelerate_runs_in_the_same_round() -> None:
-    (case,) = Bench.quick().run(silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     peer = case.peers[1]
     assert peer.name.startswith("accelerate ")
     assert peer.seconds is not None
@@ -98,7 +98,7 @@ def test_a_peer_that_is_not_installed_is_null_with_the_reason(monkeypatch: pytes
         raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
 
     monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", not_there)
-    (case,) = Bench.quick().run(silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     peer = case.peers[1]
     assert (peer.seconds, peer.speedup, peer.efficiency) == (None, None, None)
     assert peer.remark is not None
@@ -113,7 +113,7 @@ def test_outputs_that_differ_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", wrong)
     with pytest.raises(RuntimeError, match="accelerate: the outputs differ"):
-        Bench.quick().run(silent)
+        Bench(**Bench.QUICK).run(silent)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -67,7 +67,7 @@ def test_a_loss_that_differs_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch)
     offload = training_cases.offload
     monkeypatch.setattr(training_cases, "offload", wrong)
     with pytest.raises(RuntimeError, match="the loss of step 0"):
-        Bench.quick().run(silent)
+        Bench(**Bench.QUICK).run(silent)
 
 
 def test_a_trainer_makes_the_loss_smaller() -> None:

@@ -14,18 +14,39 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+import tempfile
+import time
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
+
+from farpool._native import SimulatedProgram
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.tiers import Nvme
 from farpool.sizes import format_size
 from farpool_bench import harness
 from farpool_bench.harness import Figures, Option, Row, told
+from farpool_bench.measure import resident_bytes
 from farpool_bench.render import COLOURS, INK, Grid, new_figure
 from farpool_bench.worker import run_child
 
+if TYPE_CHECKING:
+    from farpool.memory.pager.storage import Storage
+
 _SHORT_ACCESSES = 1024
 """Length of the history while memory is measured."""
+_CHUNK = 1000
+"""Number of accesses in one sample."""
+_STEPS = 4
+"""Number of steps before the change of the budget, and after it."""
+_STORAGES = 64
+"""Number of storages over which twice the budget is spread."""
 
 
 class Bench(harness.Benchmark):
@@ -44,13 +65,13 @@ class Bench(harness.Benchmark):
 
     def measure(self, case: str) -> Any:
         if case == "resize":
-            (resized,) = (run_child("growth_child", one) for one in told(self.progress, "Resizing", [self.fast]))
+            (resized,) = (run_child("growth", one) for one in told(self.progress, "Resizing", [self.fast]))
             return resized
         powers = range(math.ceil(math.log10(self.least)), math.ceil(math.log10(self.most)))
         sizes = sorted({self.least, self.most, *(10**power for power in powers)})
         history = _SHORT_ACCESSES if case == "memory" else self.history
         return [
-            run_child("growth_child", blocks, history, self.accesses)
+            run_child("growth", blocks, history, self.accesses)
             for blocks in told(self.progress, case.capitalize(), sizes)
         ]
 
@@ -62,10 +83,10 @@ class Bench(harness.Benchmark):
                 blocks=memory.blocks,
                 nbytes=memory.nbytes,  # of pager and blocks, without the history
                 further=more,  # bytes of each block more than in the point before
-                loop=time.loop,  # processor seconds of an access, one sample for each thousand
-                shuffled=time.shuffled,
+                loop=fast.loop,  # processor seconds of an access, one sample for each thousand
+                shuffled=fast.shuffled,
             )
-            for memory, more, time in zip(slim, further, timed, strict=True)
+            for memory, more, fast in zip(slim, further, timed, strict=True)
         )
         history = {"history": self.history, "history_bytes": timed[0].history_bytes}
         return Row(**history, points=tuple(points), resize=resize)
@@ -93,7 +114,7 @@ class Bench(harness.Benchmark):
     @staticmethod
     def figures(outcome: Any) -> Figures:
         blocks = [point.blocks for point in outcome.points]
-        time, axes = new_figure("blocks", "microseconds of an access")
+        taken, axes = new_figure("blocks", "microseconds of an access")
         for label, field, colour in (("loop", "loop", COLOURS[0]), ("random", "shuffled", COLOURS[1])):
             medians = [statistics.median(point[field]) * 1e6 for point in outcome.points]
             axes.loglog(blocks, medians, "o-", color=colour, label=label)
@@ -107,6 +128,77 @@ class Bench(harness.Benchmark):
         axes.axhline(200, color=INK, linewidth=1, linestyle=":")
         axes.legend()
         return {
-            "Processor time of the pager for one access: median.": time,
+            "Processor time of the pager for one access: median.": taken,
             "Memory of the pager over the number of blocks, without the history; dotted: 200 bytes.": memory,
         }
+
+
+def _samples(run: Callable[[int], None], accesses: int) -> tuple[float, ...]:
+    samples = []
+    for done in range(0, accesses, _CHUNK):
+        count = min(_CHUNK, accesses - done)
+        start = time.thread_time()
+        run(count)
+        samples.append((time.thread_time() - start) / count)
+    return tuple(samples)
+
+
+def _grow(blocks: int, history: int, accesses: int) -> Row:
+    """Measure the pager once, in a child process: the blocks are in a lower tier behind a simulated link.
+
+    A quarter of them fit into the arena, and transfers take virtual time. No bytes are moved: the pager is measured,
+    and this simulation round it.
+    """
+    # Memory that a first run of the code takes (the allocator's first pages) must not count as the blocks'.
+    small = SimulatedProgram(_CHUNK, history)
+    small.fill()
+    before = resident_bytes()
+    small.loop(2 * history)
+    history_bytes = resident_bytes() - before
+    del small
+
+    before = resident_bytes()
+    program = SimulatedProgram(blocks, history)
+    program.fill()
+    if blocks <= history:  # else the loop is longer than the tape, which then foretells nothing
+        program.loop(2 * blocks)
+    loop = _samples(program.loop, accesses)
+    shuffled = _samples(program.shuffled, accesses)
+    nbytes = resident_bytes() - before
+    return Row(blocks=blocks, nbytes=nbytes, history_bytes=history_bytes, loop=loop, shuffled=shuffled)
+
+
+def _resize(fast: int) -> Row:
+    """Go over storages of twice the budget `fast`, block by block, in a child process that halves its budget.
+
+    Bytes that do not fit are in a file, which is no memory.
+    """
+    smaller = fast // 2
+    with (
+        tempfile.TemporaryDirectory(prefix="farpool-", dir="/var/tmp") as folder,
+        BlockPool(PoolConfig.make(fast, [Nvme(Path(folder, "pool"), 3 * fast)])) as pool,
+    ):
+        storages = [pool.allocate(2 * fast // _STORAGES) for _ in range(_STORAGES)]
+        _step(pool, storages, Mode.OVERWRITE)
+        resident = []
+        for step in range(2 * _STEPS):
+            if step == _STEPS:
+                pool.resize(smaller)
+            _step(pool, storages, Mode.READ)
+            resident.append(resident_bytes())
+        del storages
+    # How much smaller the resident set is after the first step with the smaller budget, over how much smaller that is.
+    given_back = (resident[_STEPS - 1] - resident[_STEPS]) / (fast - smaller)
+    return Row(fast=fast, smaller=smaller, resident=resident, given_back=given_back)
+
+
+def _step(pool: BlockPool, storages: list[Storage], mode: Mode) -> None:
+    for storage in storages:
+        for start, stop in storage.pieces():
+            pool.release(pool.acquire([Use(storage, start, stop, mode)]))
+
+
+def main(*numbers: str) -> None:
+    """Measure in a child process, and print the row as JSON."""
+    measure = _grow if len(numbers) == 3 else _resize
+    print(msgspec.json.encode(measure(*map(int, numbers))).decode())

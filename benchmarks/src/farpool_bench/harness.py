@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, dataclass_transform, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, dataclass_transform, final
 
 import msgspec
 
@@ -24,23 +24,11 @@ from farpool.observe.provenance import Provenance
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_MEMORY = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies")
+_CLUSTER = ("remote", "turns")
+_KV = ("kv", "kv-blocks", "kv-ttft", "kv-codecs", "kv-generate")
 # In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.
-NAMES = (
-    "streaming",
-    "training",
-    "prefetch",
-    "nvme",
-    "overhead",
-    "growth",
-    "policies",
-    "remote",
-    "turns",
-    "kv",
-    "kv-blocks",
-    "kv-ttft",
-    "kv-codecs",
-    "kv-generate",
-)
+NAMES = (*_MEMORY, *_CLUSTER, *_KV)
 
 Progress = Callable[[str, int, int], None]
 """Callback that receives the name of a step, the amount done, and the whole amount."""
@@ -97,6 +85,10 @@ class Benchmark(_Fields, ABC):
     """Fields of the result that `measure_PART` measures, if the cases are no rows of one table."""
     rows: ClassVar[str] = "cases"
     """Field of the result with the rows of all cases, if there are no `parts`."""
+    over: ClassVar[str] = ""
+    """Field whose values are the cases, if there are no `parts`."""
+    measured_in: ClassVar[str] = ""
+    """Module of which `measure_case` measures a case: one that imports torch, which the command's help does without."""
     picture: ClassVar[bool] = False
     """True if the command can draw its figure into a file."""
     QUICK: ClassVar[dict[str, Any]] = {}
@@ -106,20 +98,17 @@ class Benchmark(_Fields, ABC):
     stack: ExitStack = field(init=False, repr=False)
     """Everything that the run has opened; it is closed at the end of the run."""
 
-    @classmethod
-    def quick(cls) -> Self:
-        """Make a run of the small sizes."""
-        return cls(**cls.QUICK)
-
     def open(self) -> None:
         """Start all that the cases share; `self.stack` closes it."""
 
     def cases(self) -> Iterable[Any]:
         """List the cases, one after the other."""
-        return self.parts
+        return getattr(self, self.over) if self.over else self.parts
 
     def measure(self, case: Any) -> Any:
         """Measure one case; returns its row, or several."""
+        if self.measured_in:
+            return importlib.import_module(f"farpool_bench.{self.measured_in}").measure_case(self, case)
         return getattr(self, f"measure_{case}")()
 
     def facts(self) -> dict[str, Any]:

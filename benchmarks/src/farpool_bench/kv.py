@@ -21,15 +21,16 @@ import hashlib
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from farpool._native import CacheSimulation, RequestTrace
 from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_rate, parse_size
-from farpool_bench import harness, kv_caches, kv_real, kv_requests
+from farpool_bench import harness, kv_caches, kv_requests
 from farpool_bench.harness import Figures, Option, Progress, Row, check_known, told
-from farpool_bench.kv_caches import NAMES, NODE, POOL
+from farpool_bench.kv_caches import NAMES, NODE, POOL, NodeCache, PoolCache
 from farpool_bench.kv_requests import Requests
 from farpool_bench.render import Grid, by_group, plot
 
@@ -154,7 +155,7 @@ class Bench(harness.Benchmark):
             attention_tokens=costs.attention,
             prefill_tokens_per_second=costs.rate,
             link=costs.link,
-            infinite_hits=sum(_infinite(requests.chains)),
+            infinite_hits=_infinite(requests.chains),
             recompute_ttft_mean=statistics.fmean(alone),  # without a cache
             recompute_ttft_median=statistics.median(alone),
             runs=runs,
@@ -167,8 +168,8 @@ class Bench(harness.Benchmark):
         """Replay the first requests with real bytes, and with metadata only."""
         first = self._requests.first(self.real)
         simulated = _replay(first, self._costs, policy, size, nodes, self.progress).hits
-        shape = kv_real.Shape(policy, size // self._block, nodes, self._scale)
-        moved = kv_real.move(first, shape, self._costs.prefill, self.progress)
+        blocks = size // self._block
+        moved = kv_caches.move(first, policy, blocks, nodes, self._scale, self._costs, self.progress)
         about = {"policy": policy, "nodes": nodes, "size": size, "requests": len(first.chains)}
         return Row(**about, block_bytes=self._scale, simulated_hits=simulated, **moved)
 
@@ -227,7 +228,8 @@ class Bench(harness.Benchmark):
 def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: int, progress: Progress) -> Row:
     page = requests.block_tokens
     block = page * costs.token_bytes
-    caches = [kv_caches.make(policy, max(1, size // nodes)) for _ in range(nodes)]
+    make = NodeCache if policy == NODE else partial(PoolCache, policy="" if policy == POOL else policy)
+    caches: list[Any] = [make(max(1, size // nodes)) for _ in range(nodes)]
     places = _places(requests, nodes)
     hits = hit_tokens = stored = 0
     saved = 0.0
@@ -257,7 +259,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         saved += costs.prefill(0, hit)
         times.append(costs.first_token(hit, length))
     progress(step, len(requests.chains), len(requests.chains))
-    used = [cache.used for cache in caches]
+    used, switches = zip(*(cache.used for cache in caches), strict=True)
     return Row(
         policy=policy,
         nodes=nodes,
@@ -270,7 +272,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         ttft_mean=statistics.fmean(times),
         ttft_median=statistics.median(times),
         used={name: used.count(name) for name in sorted(set(used))},  # nodes by the policy in use at the end
-        switches=sum(cache.switches for cache in caches),
+        switches=sum(switches),
     )
 
 
@@ -284,12 +286,12 @@ def _places(requests: Requests, nodes: int) -> dict[int, int]:
     return dict.fromkeys(blocks, 0) if nodes == 1 else {block: place(block) for block in blocks}
 
 
-def _infinite(chains: list[list[int]]) -> list[int]:
-    """Prefix hits of each request in a cache that keeps everything."""
+def _infinite(chains: list[list[int]]) -> int:
+    """Prefix hits of all requests in a cache that keeps everything."""
     seen: set[int] = set()
-    hits = []
+    hits = 0
     for chain in chains:
-        hits.append(next((at for at, block in enumerate(chain) if block not in seen), len(chain)))
+        hits += next((at for at, block in enumerate(chain) if block not in seen), len(chain))
         seen.update(chain)
     return hits
 

@@ -32,17 +32,15 @@ from farpool.kv.blocks import BlockCache
 from farpool.kv.namespace import Group, Namespace
 from farpool_bench import harness
 from farpool_bench.harness import Option, Row
-from farpool_bench.kv_peers import Contender, KVPeers, closed
+from farpool_bench.kv_peers import Contender, KVPeers
 from farpool_bench.measure import race
 from farpool_bench.remote_works import MemoryUser, StoreUser
 from farpool_bench.render import Grid, races_grid
-from farpool_bench.ring import Ring
 from farpool_bench.sockets import Reference, build_sockets
-from farpool_bench.users import User
+from farpool_bench.users import Ring, User
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _WAYS: Final[tuple[Transport, ...]] = ("tcp", "mapped")
-_TOKENS = 16
 _CALL_TIMEOUT_S = 30.0
 """Long, because a late answer is to be measured here, not to be given up."""
 
@@ -66,7 +64,7 @@ class Bench(harness.Benchmark):
 
     def open(self) -> None:
         lent = max(64 * _MIB, *(4 * nbytes * count for nbytes, count in self.blocks))
-        self.peers = self.stack.enter_context(KVPeers(self.lmcache, lent))
+        self.peers = KVPeers(self.stack, self.lmcache, lent)
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
         self._sockets = Reference(*build_sockets(folder))
         self._node = self.stack.enter_context(running_node(dram=str(lent))).address
@@ -82,9 +80,9 @@ class Bench(harness.Benchmark):
     def _races(self, case: str, way: Transport, ring: Ring) -> Iterator[Row]:
         nbytes, count, seconds = ring.nbytes, len(ring), self.seconds
         with ExitStack() as stack:
-            ours = closed(stack, BlockUser(self._node, way, ring))
+            ours = stack.enter_context(BlockUser(self._node, way, ring))
             store = stack.enter_context(Store(self._node, transport=way, timeout=_CALL_TIMEOUT_S))
-            contenders = [Contender("the store's own calls", closed(stack, StoreUser(store, ring)))]
+            contenders = [Contender("the store's own calls", stack.enter_context(StoreUser(store, ring)))]
             contenders += self.peers.contenders(stack, way, ring)
             if case == "lookups":
                 others = [one.rival("lookup_seconds", seconds) for one in contenders]
@@ -118,7 +116,7 @@ class BlockUser(User):
             weights="none",
             dtype="float16",
             layout="ring",
-            tokens_per_block=_TOKENS,
+            tokens_per_block=16,
             groups=(Group(("0",), ring.nbytes),),
         )
         self._cache = BlockCache([node], namespace, transport=transport, timeout=_CALL_TIMEOUT_S)

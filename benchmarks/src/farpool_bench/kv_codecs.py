@@ -44,6 +44,7 @@ class Bench(harness.Benchmark):
     limit = "memcpy"
     rivals = ("Zstandard's level 1", "LZ4")
     rows = "rows"
+    over = "dtypes"
     rounds: Annotated[int, Option("Samples of each", least=1)] = 9
     blocks: int = 8
     tokens: int = 256  # of a block
@@ -56,9 +57,6 @@ class Bench(harness.Benchmark):
         self.stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         (self._kv,) = map(_keys_and_values, told(self.progress, "Keys and values", [self]))
-
-    def cases(self) -> Iterable[str]:
-        return self.dtypes
 
     def measure(self, case: str) -> list[Row]:
         return _measure(self, self._kv, case)
@@ -218,10 +216,8 @@ def _errors(blocks: torch.Tensor, codec: Any, stored: list[bytes]) -> tuple[floa
     decoded = torch.empty_like(blocks)
     for block, form in zip(decoded, stored, strict=True):
         decode(codec, form, [block.view(torch.uint8).numpy()])
-    error = (decoded.double() - blocks.double()).square().mean((0, 2, 3, 4, 5)) / blocks.double().square().mean(
-        (0, 2, 3, 4, 5)
-    )
-    keys, values = error.sqrt().tolist()
+    error, whole = (each.double().square().mean((0, 2, 3, 4, 5)) for each in (decoded.double() - blocks, blocks))
+    keys, values = (error / whole).sqrt().tolist()
     return keys, values
 
 

@@ -30,6 +30,8 @@ class Bench(harness.Benchmark):
     name = "kv-generate"
     limit = "a resident cache while as many bytes are copied, or the fewest bytes over the link"
     rivals = ("demand fetching",)
+    over = "rates"
+    measured_in = "kv_generate_cases"
     rounds: Annotated[int, Option("Tokens of each cache", least=1)] = 15
     rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the link
     layers: int = 32
@@ -43,14 +45,6 @@ class Bench(harness.Benchmark):
         from farpool_bench.link import core_for_link
 
         self.threads = self.stack.enter_context(core_for_link("cpu"))
-
-    def cases(self) -> Iterable[float]:
-        return self.rates
-
-    def measure(self, case: float) -> Row:
-        from farpool_bench.kv_generate_cases import measure_case
-
-        return measure_case(self, case)
 
     def facts(self) -> dict[str, Any]:
         return {"threads": self.threads, "layers": self.layers, "context": self.context}

@@ -13,7 +13,7 @@ from farpool.kv.engines.transformers import FarpoolCache
 from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.memory.pool.pool import blocks_of
-from farpool_bench.harness import Row
+from farpool_bench.harness import Row, told
 from farpool_bench.link import Copier, Pooled, lower_tier
 from farpool_bench.measure import Rival
 from farpool_bench.render import rate_text
@@ -85,8 +85,7 @@ def measure_case(bench: Any, rate: float) -> Row:
         tokens = _Tokens(bench, caches, model)
         ours = Pooled(pool, lambda between: tokens.next("farpool"))
         rival = Rival("demand fetching", lambda: [tokens.next("demand fetching") for _ in range(2)][1])
-        for done in range(-_SETTLE // 2, bench.rounds):
-            bench.progress(rate_text(rate), max(0, done), bench.rounds)
+        for done in told(bench.progress, rate_text(rate), range(-_SETTLE // 2, bench.rounds)):
             resident.append(tokens.next("resident"))
             with_copies.append(copier.while_copying(lambda: tokens.next("resident"), fewest))
             ours.measure()
@@ -94,7 +93,6 @@ def measure_case(bench: Any, rate: float) -> Row:
             if done < 0:
                 for samples in (resident, with_copies, ours, rival.samples):
                     samples.clear()
-        bench.progress(rate_text(rate), bench.rounds, bench.rounds)
         peak = pool.stats().fast.peak
         booked = blocks_of(pool).ledger.total(owner="KV operands").reserved
         if booked > operands:

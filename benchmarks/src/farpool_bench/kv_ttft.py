@@ -40,6 +40,8 @@ class Bench(harness.Benchmark):
     limit = "a copy in memory, and a C program on plain sockets, which only move as many bytes"
     rivals = ("computing it again", "Mooncake Store", "LMCache's fs tier and L1", "Redis")
     rows = "points"
+    over = "tokens"
+    measured_in = "kv_ttft_run"
     lmcache: Annotated[str, Option("Has farpool and LMCache; default: this Python.", "PYTHON")] = ""
     rounds: Annotated[int, Option("Samples behind a long prefix", least=1)] = 28
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 2048)  # lengths of the prefix, multiples of 16
@@ -53,18 +55,10 @@ class Bench(harness.Benchmark):
 
         self.model = Model(self)
         nbytes = self.model.token_bytes * max(self.tokens)
-        self.peers = self.stack.enter_context(KVPeers(self.lmcache, 4 * nbytes, ("fs", "L1")))
+        self.peers = KVPeers(self.stack, self.lmcache, 4 * nbytes, ("fs", "L1"))
         folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-"))
         self.sockets, self.no_sockets = build_sockets(Path(folder))
         self.node = self.stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
-
-    def cases(self) -> Iterable[int]:
-        return self.tokens
-
-    def measure(self, case: int) -> Row:
-        from farpool_bench.kv_ttft_run import measure_point
-
-        return measure_point(self, case)
 
     def facts(self) -> dict[str, Any]:
         import torch

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,9 +19,9 @@ from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.memory import Layer, TensorMemory
 from farpool_bench.harness import Row
 from farpool_bench.measure import in_turn, median_interval, median_ratio
-from farpool_bench.ring import Ring
 from farpool_bench.sockets import Sockets, read
 from farpool_bench.stack import llama
+from farpool_bench.users import Ring
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -79,10 +78,6 @@ class Model:
             values.copy_(layer.values)
         return self._pass(cache, self.prompt[:, tokens : tokens + 1])[1]
 
-    def memory(self, tokens: int) -> TensorMemory:
-        """View the memory of a prefix's KV as farpool fills it."""
-        return TensorMemory([(keys, values) for keys, values in self.kv[..., :tokens, :]])
-
     def _pass(self, cache: DynamicCache, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
         with torch.inference_mode():
             start = time.perf_counter()
@@ -126,7 +121,7 @@ class _Sample:
         )
 
 
-def measure_point(bench: Any, tokens: int) -> Row:
+def measure_case(bench: Any, tokens: int) -> Row:
     """Measure all ways to the KV of a prefix of so many tokens; the prompt has one more."""
     model = bench.model
     ring = Ring(model.token_bytes * _BLOCK, tokens // _BLOCK)
@@ -143,7 +138,7 @@ def measure_point(bench: Any, tokens: int) -> Row:
                 peer.user.seconds_each(True, len(ring), 0.0)
                 fetch = partial(_of_peer, peer.user.fetch_seconds, model.spare[..., :tokens, :], ring)
                 fetches.append((peer.name, fetch))
-        fetches += _bare(stack, model, bench.sockets, tokens)
+        fetches += _bare(stack, bench, tokens)
         if bench.sockets is None:
             missing["bare C sockets"] = bench.no_sockets
         samples = [_Sample(name, model, tokens, fetch, wanted) for name, fetch in fetches]
@@ -160,7 +155,7 @@ def measure_point(bench: Any, tokens: int) -> Row:
 
 def _own(stack: ExitStack, model: Model, node: str, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Save a prefix, and return for each transport the work of getting it back, which takes its own time."""
-    prompt = model.prompt[0, : tokens + 1].tolist()
+    prompt, kv = model.prompt[0, : tokens + 1].tolist(), model.kv[..., :tokens, :]
     ways: tuple[Transport, ...] = ("mapped", "tcp")
     for way in ways:
         cache = PrefixCache(
@@ -176,45 +171,35 @@ def _own(stack: ExitStack, model: Model, node: str, tokens: int) -> Iterator[tup
             timeout=_CALL_TIMEOUT_S,
         )
         stack.callback(cache.close)
-        memory = model.memory(tokens)
+        memory = TensorMemory([(keys, values) for keys, values in kv])
         cache.save(prompt[:tokens], memory)
-
-        def fetch(cache: PrefixCache = cache, memory: TensorMemory = memory) -> float:
-            model.kv[..., :tokens, :].zero_()
-            start = time.perf_counter()
-            loaded = cache.fetch(prompt, memory).tokens
-            taken = time.perf_counter() - start
-            if loaded != tokens:
-                raise FarpoolError(f"farpool: {loaded} of {tokens} tokens were loaded")
-            return taken
-
-        yield f"farpool, {'TCP' if way == 'tcp' else way}", fetch
+        yield f"farpool, {'TCP' if way == 'tcp' else way}", partial(_timed, kv, partial(_load, cache, prompt, memory))
 
 
-def _bare(
-    stack: ExitStack, model: Model, sockets: Path | None, tokens: int
-) -> Iterator[tuple[str, Callable[[], float]]]:
+def _load(cache: PrefixCache, prompt: list[int], memory: TensorMemory) -> None:
+    loaded = cache.fetch(prompt, memory).tokens
+    if loaded != len(prompt) - 1:
+        raise FarpoolError(f"farpool: {loaded} of {len(prompt) - 1} tokens were loaded")
+
+
+def _bare(stack: ExitStack, bench: Any, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield works that move as many bytes in one piece, without looking them up, checking or scattering them."""
-    nbytes = model.token_bytes * tokens
-    target = model.spare.view(-1).view(torch.uint8)[:nbytes]
+    nbytes = bench.model.token_bytes * tokens
+    target = bench.model.spare.view(-1).view(torch.uint8)[:nbytes]
     into, source = memoryview(cast("Buffer", target.numpy())), memoryview(bytearray(nbytes))
+    yield "bare memcpy", partial(_timed, target, partial(into.__setitem__, slice(None), source))
+    if bench.sockets is not None:
+        server = stack.enter_context(Sockets(bench.sockets, nbytes, 1))
+        work = partial(read, stack.enter_context(server.connect()), into)
+        yield "bare C sockets", partial(_timed, target, work)
 
-    def copy() -> None:
-        into[:] = source
 
-    works = {"bare memcpy": copy}
-    if sockets is not None:
-        server = stack.enter_context(Sockets(sockets, nbytes, 1))
-        works["bare C sockets"] = partial(read, stack.enter_context(server.connect()), into)
-    for name, work in works.items():
-
-        def taken(work: Callable[[], None] = work) -> float:
-            target.zero_()
-            start = time.perf_counter()
-            work()
-            return time.perf_counter() - start
-
-        yield name, taken
+def _timed(target: torch.Tensor, work: Callable[[], Any]) -> float:
+    """Seconds of a work that fills a target, which is cleared before."""
+    target.zero_()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _of_peer(fetch: Callable[[], float], kv: torch.Tensor, ring: Ring) -> float:

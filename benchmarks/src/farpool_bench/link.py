@@ -6,6 +6,7 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -215,3 +216,48 @@ def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) ->
     steps = len(steady) // phases
     totals = [total_of(steady[phase::phases]) for phase in range(phases)]
     return tuple(Moved(total.fetched // steps, total.written // steps) for total in totals)
+
+
+_GAP_S = 1e-4
+"""Bars with less time between them are drawn as one."""
+_LANES = {"reading": "fetch", "writing": "writeback", "computing": "compute", "waiting": "stall"}
+
+
+def record_strip(pool: Pool, step: Callable[[Callable[[], None]], object], passes: int) -> Row:
+    """Record some steps in a row, after one that is left out; each is marked, and its phases as it calls its argument.
+
+    The row has the length in seconds, the seconds of the marks, and the beginning and end of each bar by lane.
+    """
+    events: list[Event] = []
+    marks: list[float] = []
+
+    def mark() -> None:
+        marks.append(time.monotonic())
+
+    step(lambda: None)
+    end_subscription = pool.subscribe(events.append)
+    for _ in range(passes):
+        mark()
+        step(mark)
+    stop = time.monotonic()
+    end_subscription()
+    start = marks[0]
+    lanes = {name: _bars(events, kind, start, stop) for name, kind in _LANES.items()}
+    return Row(
+        seconds=stop - start,
+        marks=tuple(round(one - start, 5) for one in marks),
+        lanes=Row({name: bars for name, bars in lanes.items() if bars}),
+    )
+
+
+def _bars(events: Sequence[Event], kind: str, start: float, stop: float) -> tuple[tuple[float, float], ...]:
+    bars: list[tuple[float, float]] = []
+    for event in sorted((event for event in events if event.kind == kind), key=lambda event: event.time):
+        left, right = max(event.time, start) - start, min(event.time + event.duration, stop) - start
+        if right <= left:
+            continue
+        if bars and left - bars[-1][1] < _GAP_S:
+            bars[-1] = (bars[-1][0], max(bars[-1][1], right))
+        else:
+            bars.append((left, right))
+    return tuple((round(left, 5), round(right, 5)) for left, right in bars)

@@ -16,8 +16,7 @@ from farpool.sizes import format_size
 from farpool_bench.harness import Progress, Row
 
 _PAGE = 4096
-_T = TypeVar("_T")
-_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
+_PeerT = TypeVar("_PeerT")
 
 
 def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
@@ -83,21 +82,6 @@ def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> float:
-    """Seconds per object of `work`, which handles `objects` of them and is called until `seconds` have passed.
-
-    One call before that is not counted.
-    """
-    work()
-    calls = 0
-    start = now = time.perf_counter()
-    while now - start < seconds or not calls:
-        work()
-        calls += 1
-        now = time.perf_counter()
-    return (now - start) / (calls * objects)
-
-
 def median_call(work: Callable[[], object], seconds: float) -> float:
     """Seconds of a call of `work`, the median of as many as there are in `seconds`, after one that is not counted."""
     work()
@@ -109,16 +93,6 @@ def median_call(work: Callable[[], object], seconds: float) -> float:
         taken.append(now - before)
         before = now
     return statistics.median(taken)
-
-
-def kept(work: Callable[[], _T], timer: Callable[..., float], *how: float) -> tuple[float, _T]:
-    """Seconds of `work` by `seconds_each` or `median_call`, and the answer of its last call, which is to be checked."""
-    answers: list[_T] = []
-
-    def keep() -> None:
-        answers[:] = [work()]
-
-    return timer(keep, *how), answers[0]
 
 
 def resident_bytes(pid: int | None = None) -> int:
@@ -149,7 +123,7 @@ class Rival:
         if self.work is not None:
             try:
                 taken = self.work()
-            except (FarpoolError, OSError, ValueError) as error:
+            except (FarpoolError, OSError) as error:
                 self.work, self.remark = None, str(error)
         self.samples.append(taken)
         return taken
@@ -181,11 +155,13 @@ def race(
     return Row(what=what, nbytes=nbytes, batch=batch, way=way, ours=mine, others=others)
 
 
-def opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
+def opened(
+    stack: ExitStack, make: Callable[[], AbstractContextManager[_PeerT]] | None, reason: str
+) -> tuple[_PeerT | None, str]:
     """Start a peer if it is installed; None and the reason if it is not, or does not start."""
     if make is None:
         return None, reason
     try:
         return stack.enter_context(make()), ""
-    except FarpoolError as error:
+    except (FarpoolError, OSError) as error:
         return None, str(error)

@@ -31,6 +31,7 @@ class Bench(harness.Benchmark):
     limit = "the same calls with plain tensors"
     rivals = ("a bare tensor subclass",)
     parts = ("operations", "layers", "training", "rows")
+    measured_in = "resident"
     rounds: Annotated[int, Option("Samples of each", least=1)] = 31
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     calls: int = 200  # of an operation in a row for one sample
@@ -48,11 +49,6 @@ class Bench(harness.Benchmark):
         "table_rows": 512,
         "picked": (16,),
     }
-
-    def measure(self, case: str) -> Any:
-        from farpool_bench import resident
-
-        return getattr(resident, f"measure_{case}")(self)
 
     def facts(self) -> dict[str, Any]:
         import torch

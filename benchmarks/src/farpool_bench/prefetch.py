@@ -134,7 +134,7 @@ def _branching(rng: random.Random, blocks: int) -> Iterator[int]:
         yield from rng.choice(branches)
 
 
-def _chasing(rng: random.Random, blocks: int) -> Iterator[int]:
+def _chase(rng: random.Random, blocks: int) -> Iterator[int]:
     """Blocks along a random permutation, starting again after some hops."""
     following = rng.sample(range(blocks), blocks)
     hops = rng.choice([blocks, 20, 50, 10**9])
@@ -151,6 +151,6 @@ KINDS = {
     "strided": _strided,
     "looping": _looping,
     "branching": _branching,
-    "pointer-chasing": _chasing,
+    "pointer-chasing": _chase,
 }
 """Kinds of programs, with generators of their accesses."""

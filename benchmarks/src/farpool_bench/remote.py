@@ -19,7 +19,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
@@ -31,25 +31,15 @@ from farpool.cluster.wire.authority import Authority
 from farpool.cluster.wire.certificate import TLS_VARIABLE
 from farpool.cluster.wire.channel import SPIN_SECONDS
 from farpool.sizes import format_size
-from farpool_bench import harness
+from farpool_bench import harness, kv_peers, remote_works
 from farpool_bench.harness import Option, Row
-from farpool_bench.kv_peers import Contender, StorePeer, WorkerUser, find_mooncake, mooncake_peer
-from farpool_bench.measure import Rival, in_turn, opened, race, seconds_each
-from farpool_bench.redis_peer import MGetUser, RedisPeer, RedisUser, find_redis
-from farpool_bench.redis_peer import OneByOneUser as RedisOneByOneUser
-from farpool_bench.remote_overlap import measure_overlap
-from farpool_bench.remote_works import (
-    BytesUser,
-    MemoryUser,
-    OneByOneUser,
-    StoreUser,
-    connect_many,
-    counters,
-    grow,
-)
+from farpool_bench.kv_peers import Contender, MGetUser, RedisOneByOneUser, RedisPeer, RedisUser, WorkerUser
+from farpool_bench.measure import Rival, in_turn, median_call, opened, race
+from farpool_bench.remote_works import BytesUser, MemoryUser, OneByOneUser, StoreUser
 from farpool_bench.render import Grid, micros, races_grid
-from farpool_bench.ring import Ring
 from farpool_bench.sockets import Reference, build_sockets
+from farpool_bench.users import Ring
+from farpool_bench.worker import Worker
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _SMALL_NODE = 16 << 20
@@ -101,8 +91,8 @@ class Bench(harness.Benchmark):
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
         self._sockets = Reference(*build_sockets(folder))
         self.peers = Row(sockets=self._sockets.program and "C sockets", sockets_reason=self._sockets.reason)
-        self.peers["redis"], self.peers["redis_reason"] = find_redis()
-        self.peers["mooncake"], self.peers["mooncake_reason"] = find_mooncake()
+        self.peers["redis"], self.peers["redis_reason"] = kv_peers.find_redis()
+        self.peers["mooncake"], self.peers["mooncake_reason"] = kv_peers.find_mooncake()
         room = 4 * sum(nbytes * count for nbytes, count in (*self.transfers, *self.redis, *self.mooncake))
         self._node = self.stack.enter_context(running_node(dram=str(room)))
         self._tcp = self.stack.enter_context(Store(self._node.address, transport=_TCP))
@@ -133,7 +123,8 @@ class Bench(harness.Benchmark):
             sockets = Reference(*build_sockets(folder, tls=True), folder / "sockets")
             room = str(4 * ring.nbytes * len(ring))
             node = stack.enter_context(running_node(dram=room, tls=folder / "node", keys=keys))
-            stack.enter_context(_environment(TLS_VARIABLE, str(folder / "client")))
+            stack.callback(os.environ.update, {TLS_VARIABLE: os.environ.get(TLS_VARIABLE, "")})
+            os.environ[TLS_VARIABLE] = str(folder / "client")
             store = stack.enter_context(Store(node.address, transport=_TCP))
             return tuple(self._transfers(store, ring, "TLS", sockets))
 
@@ -161,7 +152,7 @@ class Bench(harness.Benchmark):
     def measure_overlap(self) -> Row:
         """Amount by which the two copies of such a put overlap."""
         with running_node(dram=str(_COPIES_NODE)) as one, running_node(dram=str(_COPIES_NODE)) as other:
-            return measure_overlap([one.address, other.address])
+            return remote_works.measure_overlap([one.address, other.address])
 
     def measure_lookups(self) -> tuple[Row, ...]:
         """Many keys in one call, over TCP and mapped, against the rivals."""
@@ -200,11 +191,11 @@ class Bench(harness.Benchmark):
         user.remove()
         user.put(slice(None))
         count, nbytes = len(user.ring), user.ring.nbytes
-        work = partial(seconds_each, user.look, count, self.seconds)
-        (seconds,) = in_turn([work], self.rounds, f"view {format_size(nbytes)}, mapped", self.progress)
-        before = counters(self._mapped)["bytes_out"]
+        step = f"view {format_size(nbytes)}, mapped"
+        (seconds,) = in_turn([lambda: median_call(user.look, self.seconds) / count], self.rounds, step, self.progress)
+        before = remote_works.counters(self._mapped)["bytes_out"]
         user.look()
-        sent = counters(self._mapped)["bytes_out"] - before
+        sent = remote_works.counters(self._mapped)["bytes_out"] - before
         return Row(nbytes=nbytes, seconds=seconds, sent=round(sent / count))
 
     def measure_redis(self) -> tuple[Row, ...]:
@@ -239,17 +230,18 @@ class Bench(harness.Benchmark):
 
     def measure_index(self) -> Row:
         """Gets among more and more objects on a new node."""
-        return grow(self)
+        return remote_works.grow(self)
 
     def measure_crowd(self) -> Row:
         """Many connections to one node."""
-        return connect_many(self._node, self.connections, self.progress)
+        return remote_works.connect_many(self._node, self.connections, self.progress)
 
     def _open_redis(self, stack: ExitStack) -> tuple[RedisPeer | None, str]:
-        return opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
+        return opened(stack, kv_peers.redis_peer if self.peers.redis else None, self.peers.redis_reason)
 
-    def _open_mooncake(self, stack: ExitStack, lent: int = 0) -> tuple[StorePeer | None, str]:
-        return opened(stack, partial(mooncake_peer, lent) if self.peers.mooncake else None, self.peers.mooncake_reason)
+    def _open_mooncake(self, stack: ExitStack, lent: int = 0) -> tuple[Worker | None, str]:
+        make = partial(kv_peers.mooncake_peer, lent) if self.peers.mooncake else None
+        return opened(stack, make, self.peers.mooncake_reason)
 
     def _transfers(self, store: Store, ring: Ring, way: str, sockets: Reference) -> Iterator[Row]:
         """Races of gets and puts, many at a time, against sockets that are started for each."""
@@ -301,16 +293,3 @@ class Bench(harness.Benchmark):
             f"{crowd.connections:,} connections to one node: {crowd.open_seconds * 1e6:.0f} µs to open one, "
             f"{crowd.answer_seconds * 1e6:.0f} µs for an answer on each in turn"
         )
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

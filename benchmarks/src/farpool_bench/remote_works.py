@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from farpool._native import Connection
@@ -17,8 +22,7 @@ from farpool.cluster.wire.frames import Op
 from farpool.errors import FarpoolError
 from farpool_bench.harness import Progress, Row, told
 from farpool_bench.measure import resident_bytes
-from farpool_bench.ring import Ring
-from farpool_bench.users import User
+from farpool_bench.users import Ring, User
 
 
 def counters(store: Store) -> dict[str, Any]:
@@ -195,3 +199,93 @@ def _gets(store: Store, numbers: list[int]) -> float:
     if found != [_payload(number) for number in numbers]:
         raise FarpoolError("farpool: an object was read with other bytes than were put")
     return taken / (len(keys) - half)
+
+
+_NBYTES = 32 << 20
+"""Bytes of the value, more than sockets buffer."""
+_RESTS_AT = 256 << 10
+_REST_TIMEOUT_S = 5.0
+_CHUNK = 64 << 10
+
+
+def measure_overlap(nodes: Sequence[str]) -> Row:
+    """Put a value with copies on two nodes, and measure how these overlap, by relays in front of both that count bytes.
+
+    The relay of the node that gets bytes first rests after a few of them, until the other one gets its first byte. So a
+    put that finished one node before it began with the next waits for as long as the relay rests, and is found out.
+    """
+    meter = _Meter()
+    with ExitStack() as stack:
+        relays = [_relay(stack, node, partial(meter.note, number)) for number, node in enumerate(nodes)]
+        store = stack.enter_context(Store(*relays, replicas=2, transport="tcp", timeout=60.0))
+        store.put("warm", b"connections are open")
+        meter.start()
+        store.put("overlap", bytes(_NBYTES))
+    return Row(nbytes=_NBYTES, before=meter.before)  # bytes that one node had when the other got its first
+
+
+class _Meter:
+    """Counter of the bytes that the two relays receive.
+
+    `before`: bytes that one relay had received when the other one received its first.
+    """
+
+    def __init__(self) -> None:
+        self.before = 0
+        self._received: list[int] | None = None
+        self._rests = True
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start counting the bytes that the relays receive."""
+        with self._changed:
+            self._received = [0, 0]
+
+    def note(self, number: int, nbytes: int) -> None:
+        """Count bytes that a relay has received; block until it may take more."""
+        with self._changed:
+            received = self._received
+            if received is None:
+                return
+            other = 1 - number
+            if received[number] == 0:
+                self.before = received[other]
+            received[number] += nbytes
+            self._changed.notify_all()
+            if self._rests and received[number] > _RESTS_AT:
+                self._rests = self._changed.wait_for(lambda: received[other] > 0, _REST_TIMEOUT_S)
+
+
+def _relay(stack: ExitStack, node: str, note: Callable[[int], None]) -> str:
+    """Run a TCP relay in front of a node, which reports the bytes sent to the node; return its address."""
+    there = parse_address(node)
+    server = socket.create_server(("127.0.0.1", 0))
+    sockets = [server]
+
+    def pass_on(source: socket.socket, target: socket.socket, report: Callable[[int], None]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK):
+                report(len(data))
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = server.accept()[0], socket.create_connection((there.host, there.port))
+                sockets.extend(ends)
+                for one in ends:
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for way in ((*ends, note), (*ends[::-1], lambda nbytes: None)):
+                    threading.Thread(target=pass_on, args=way, daemon=True).start()
+
+    def close() -> None:
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    stack.callback(close)
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"

@@ -201,6 +201,24 @@ def plot(
     return figure, axes
 
 
+def draw_strip(strip: Any) -> Figure:
+    """Draw a timeline with one row for each lane and the share of the time that it was busy."""
+    figure, axes = new_figure("milliseconds", "")
+    for row, (bars, colour) in enumerate(zip(strip.lanes.values(), COLOURS, strict=False)):
+        axes.broken_barh(
+            [(left * 1e3, (right - left) * 1e3) for left, right in bars], (row - 0.36, 0.72), color=colour, linewidth=0
+        )
+    busy = {name: sum(right - left for left, right in bars) / strip.seconds for name, bars in strip.lanes.items()}
+    axes.set_yticks(range(len(busy)), [f"{name}\n{share:.0%}" for name, share in busy.items()])
+    axes.set_ylim(len(busy) - 0.4, -0.6)
+    axes.set_xlim(0, strip.seconds * 1e3)
+    axes.grid(visible=False)
+    for mark in strip.marks:
+        axes.axvline(mark * 1e3, zorder=0, **DOTTED)
+    figure.set_size_inches(6.6, 1.0 + 0.55 * len(busy))
+    return figure
+
+
 def svg(figure: Figure, number: int = 0) -> str:
     """Render a figure as an ``<svg>`` element without references to anything outside.
 

@@ -99,10 +99,6 @@ def _popularity(objects: int, exponent: float, dice: random.Random) -> Callable[
     return lambda: names[min(bisect.bisect(bounds, dice.random() * bounds[-1]), objects - 1)]
 
 
-KINDS: dict[str, Callable[[int, random.Random], list[int]]] = {
-    "zipf": _zipf,
-    "scan": _scan,
-    "loop": _loop,
-    "shifting": _shifting,
-}
+_Generator = Callable[[int, random.Random], list[int]]
+KINDS: dict[str, _Generator] = {"zipf": _zipf, "scan": _scan, "loop": _loop, "shifting": _shifting}
 """Generators by the names of their patterns."""

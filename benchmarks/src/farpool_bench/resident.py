@@ -15,7 +15,7 @@ from torch.nn import functional
 from farpool import Pool, offload, restore
 from farpool_bench.harness import Row, told
 from farpool_bench.measure import in_turn, mean_seconds, median_difference, median_ratio
-from farpool_bench.stack import Stack, seconds_of, synchronize, tokens_for
+from farpool_bench.stack import Stack, Trainer, seconds_of, synchronize, tokens_for
 
 _WIDTH = 64
 _ROWS = 8
@@ -39,7 +39,13 @@ class _Case(NamedTuple):
     calls: tuple[Callable[[], object], ...]
 
 
-def measure_operations(bench: Any) -> tuple[Row, ...]:
+def measure_case(bench: Any, case: str) -> Any:
+    """Measure a part of the result."""
+    measures = {"operations": _operations, "layers": _layers, "training": _training, "rows": _rows}
+    return measures[case](bench)
+
+
+def _operations(bench: Any) -> tuple[Row, ...]:
     """Measure the seconds of a call of each operation: plain, bare and paged in turn."""
     device, rows = bench.device, []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
@@ -88,11 +94,7 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     added, moment = tensors(_WIDTH, _WIDTH), tensors(_WIDTH, _WIDTH)
     yield case("add_", lambda one: one.add_(weight[0]), added)
 
-    def decay_and_add(one: torch.Tensor, other: torch.Tensor) -> None:
-        one.mul_(0.9)
-        one.add_(other, alpha=0.1)
-
-    yield case("mul_, add_ (moment)", decay_and_add, moment, added, paged=3)
+    yield case("mul_, add_ (moment)", lambda one, other: one.mul_(0.9).add_(other, alpha=0.1), moment, added, paged=3)
     table = torch.randn(_VOCABULARY, _WIDTH, generator=generator).to(device)
     words, bare, paged = (torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table.clone()) for _ in range(3))
     wrap_parameters(bare)
@@ -102,12 +104,12 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     restore(paged)
 
 
-def measure_layers(bench: Any) -> tuple[Row, ...]:
+def _layers(bench: Any) -> tuple[Row, ...]:
     """Measure passes through stacks whose layers take about so many seconds each: plain, bare and paged in turn."""
-    return tuple(_layers(bench, seconds) for seconds in bench.layer_seconds)
+    return tuple(_stack(bench, seconds) for seconds in bench.layer_seconds)
 
 
-def _layers(bench: Any, seconds: float) -> Row:
+def _stack(bench: Any, seconds: float) -> Row:
     device, layers, width = bench.device, bench.layers, bench.width
     plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
     wrap_parameters(bare)
@@ -138,7 +140,7 @@ def _layers(bench: Any, seconds: float) -> Row:
     )
 
 
-def measure_training(bench: Any) -> Row:
+def _training(bench: Any) -> Row:
     """Measure training steps of small linear layers with fused AdamW: plain and paged in turn, all resident."""
     device = bench.device
     with torch.random.fork_rng(devices=[]):
@@ -146,45 +148,39 @@ def measure_training(bench: Any) -> Row:
         plain = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LINEAR))).to(device)
         inputs = torch.randn(_ROWS, _WIDTH).to(device)
     paged = copy.deepcopy(plain)
-    losses: dict[int, list[torch.Tensor]] = {id(plain): [], id(paged): []}
+    losses: list[list[torch.Tensor]] = [[], []]
 
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        losses[id(model)].append(loss.detach())
-        return seconds
+    def step(trainer: Trainer, kept: list[torch.Tensor]) -> float:
+        done = trainer.step()
+        kept.append(done.loss)
+        return done.seconds
 
     with Pool(fast="64MiB", dram="64MiB", device=device) as pool:
         offload(paged, pool)
-        works = [partial(step, model, torch.optim.AdamW(model.parameters(), fused=True)) for model in (plain, paged)]
+        models = zip((plain, paged), losses, strict=True)
+        works = [partial(step, Trainer(model, inputs), kept) for model, kept in models]
         for work in works * _WARM:
             work()
         on_plain, on_paged = in_turn(works, bench.rounds, "Training steps", bench.progress)
         restore(paged)
-        equal = all(map(torch.equal, *losses.values()))
+        equal = all(map(torch.equal, *losses))
         del work, works  # the optimizer's state must not outlive the pool
     parameters = len(list(plain.parameters()))
     more = median_difference(on_paged, on_plain) / parameters
     return Row(parameters=parameters, plain=on_plain, paged=on_paged, seconds_per_parameter=more, equal=equal)
 
 
-def measure_rows(bench: Any) -> tuple[Row, ...]:
+def _rows(bench: Any) -> tuple[Row, ...]:
     """Pick rows of a large table at random, so many in a call, paged and plain in turn, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return tuple(_rows(bench, picked) for picked in bench.picked)
+        return tuple(_picked(bench, picked) for picked in bench.picked)
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(bench: Any, picked: int) -> Row:
+def _picked(bench: Any, picked: int) -> Row:
     device, count = bench.device, bench.table_rows
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(count, _ROW_WIDTH, generator=generator)

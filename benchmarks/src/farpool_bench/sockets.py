@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from farpool._native import WINDOW, WINDOW_BYTES
+from farpool.closing import Closing
 from farpool.errors import FarpoolError
 from farpool_bench.measure import Rival, opened
-from farpool_bench.ring import Ring
+from farpool_bench.users import Ring
 
 _SOURCE = Path(__file__).with_name("sockets.c")
 _TIMEOUT = 60.0
@@ -51,7 +51,7 @@ def read(connection: socket.socket, into: memoryview) -> None:
         into = into[got:]
 
 
-class Sockets:
+class Sockets(Closing):
     """A server of the reference program with objects of one size, in a process of its own.
 
     `program`: the program that `build_sockets` compiled. `nbytes`, `ring`: bytes of an object; number of objects.
@@ -69,12 +69,6 @@ class Sockets:
         if not self._port:
             self.close()
             raise FarpoolError("the reference program for sockets could not listen on a port of 127.0.0.1")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def seconds_each(
         self, write: bool, window: int, seconds: float, *, spin: bool, second: Sockets | None = None

@@ -108,14 +108,10 @@ def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
         measured = measure(tokens)
     if measured > shorter:
         share = min(1.0, max(0.0, (seconds - shorter) / (measured - shorter)))
-        tokens = before + _rounded(share * (tokens - before))
+        tokens = before + round(share * (tokens - before) / 8) * 8
     for _ in range(_CORRECTIONS):
-        tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, _rounded(tokens * seconds / measure(tokens))))
+        tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, round(tokens * seconds / measure(tokens) / 8) * 8))
     return tokens
-
-
-def _rounded(tokens: float) -> int:
-    return round(tokens / 8) * 8
 
 
 def llama(**config: Any) -> Any:
@@ -152,12 +148,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: Stack,
-        inputs: torch.Tensor,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        in_backward: bool = False,
+        self, model: torch.nn.Module, inputs: torch.Tensor, optimizer: Any = None, in_backward: bool = False
     ) -> None:
         self.model = model
         self.inputs = inputs

@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
 from farpool_bench.harness import Figures, Option, Row
-from farpool_bench.render import Grid, against_limit, by_group, by_ratio, rate_text
-from farpool_bench.strip import draw_strip
+from farpool_bench.render import Grid, against_limit, by_group, by_ratio, draw_strip, rate_text
 
 
 class Bench(harness.Benchmark):
@@ -32,6 +31,7 @@ class Bench(harness.Benchmark):
     name = "streaming"
     limit = "computing while as many bytes are copied, or the fewest bytes over the link, whichever takes longer"
     rivals = ("demand fetching", "accelerate")
+    measured_in = "streaming_cases"
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the throttled link
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)  # time on the link over time to compute
@@ -57,11 +57,6 @@ class Bench(harness.Benchmark):
     def cases(self) -> Iterable[tuple[float | None, float]]:
         rates = (None,) if self.device == "cuda" else self.rates
         return [(rate, ratio) for rate in rates for ratio in self.ratios]
-
-    def measure(self, case: tuple[float | None, float]) -> Row:
-        from farpool_bench.streaming_cases import measure_case
-
-        return measure_case(self, *case)
 
     def facts(self) -> dict[str, Any]:
         return {"device": self.device, "threads": self.threads}

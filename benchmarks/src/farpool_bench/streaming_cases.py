@@ -15,11 +15,10 @@ import torch
 from farpool import Dram, Pool, offload
 from farpool.memory.pager.storage import cut
 from farpool_bench.harness import Row, told
-from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier
+from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier, record_strip
 from farpool_bench.measure import Rival
 from farpool_bench.render import rate_text
 from farpool_bench.stack import Stack, block_bytes, seconds_of, tokens_for
-from farpool_bench.strip import record_strip
 
 _SHARE = 4
 """The weights are this many times as large as the budget."""
@@ -39,7 +38,8 @@ class _Model:
         self.budget = self.plain.nbytes // _SHARE
         self.fewest = self._fewest()
         self.transfer = self.fewest / self.link
-        self.tokens = tokens_for(self._seconds, self.transfer / ratio)
+        one_pass = lambda tokens: seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]  # noqa: E731
+        self.tokens = tokens_for(one_pass, self.transfer / ratio)
         self.inputs = self.plain.inputs(self.tokens)
         seconds_of(self.plain, self.inputs, self.device)
         self.seconds, self._expected = seconds_of(self.plain, self.inputs, self.device)
@@ -50,9 +50,6 @@ class _Model:
         if not torch.equal(outputs, self._expected):
             raise RuntimeError(f"{name}: the outputs differ from the resident model's outputs")
         return seconds
-
-    def _seconds(self, tokens: int) -> float:
-        return seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]
 
     def _fewest(self) -> int:
         """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
@@ -85,8 +82,9 @@ def _most_bytes(bench: Any) -> int:
     return int(bench.weight_bytes)
 
 
-def measure_case(bench: Any, rate: float | None, ratio: float) -> Row:
+def measure_case(bench: Any, case: tuple[float | None, float]) -> Row:
     """Measure the pool and its rivals in turn with the resident model; without a rate the link is the real one."""
+    rate, ratio = case
     model = _Model(bench, rate, ratio)
     link = f"{rate_text(rate)}, " if rate else ""
     plain, device = model.plain, model.device

@@ -25,8 +25,7 @@ from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
 from farpool_bench.harness import Figures, Option, Row, told
-from farpool_bench.render import Grid, against_limit, by_ratio, rate_text
-from farpool_bench.strip import draw_strip
+from farpool_bench.render import Grid, against_limit, by_ratio, draw_strip, rate_text
 
 
 class Bench(harness.Benchmark):
@@ -38,6 +37,8 @@ class Bench(harness.Benchmark):
     name = "training"
     limit = "the resident step, or the fewest bytes over the link in either direction, whichever takes longest"
     rivals = ("DeepSpeed ZeRO-Offload", "torchao's CPUOffloadOptimizer", "bitsandbytes' PagedAdamW")
+    over = "ratios"
+    measured_in = "training_cases"
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     rate: float = 0.5e9  # bytes per second of the throttled link, in each direction
     ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 8.0)  # time on the link over time to compute
@@ -55,21 +56,11 @@ class Bench(harness.Benchmark):
         self.fewest = [fewest_of(self, in_backward=one) for one in told(self.progress, "Fewest bytes", (False, True))]
         self.threads = self.stack.enter_context(core_for_link(self.device))
 
-    def cases(self) -> Iterable[float]:
-        return self.ratios
-
-    def measure(self, case: float) -> Row:
-        from farpool_bench.training_cases import Case
-
-        with Case(self, case) as one:
-            return one.run()
-
     def facts(self) -> dict[str, Any]:
         from farpool_bench.training_cases import shape_of
 
         layers, width = shape_of(self)
-        facts = {"device": self.device, "threads": self.threads, "rate": self.link}
-        return {**facts, "layers": layers, "width": width}
+        return {"device": self.device, "threads": self.threads, "rate": self.link, "layers": layers, "width": width}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:

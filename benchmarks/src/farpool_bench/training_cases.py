@@ -8,18 +8,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from farpool import Dram, Pool, offload
+from farpool.errors import FarpoolError
 from farpool.memory.pager.belady import Moved, total_of
 from farpool.memory.pager.storage import cut
 from farpool_bench.harness import Row, told
-from farpool_bench.link import Pooled, fewest_by_phase, link_rate, lower_tier
+from farpool_bench.link import Pooled, fewest_by_phase, link_rate, lower_tier, record_strip
 from farpool_bench.measure import Rival, median_ratio
 from farpool_bench.stack import LEARNING_RATE, Stack, Step, Trainer, block_bytes, tokens_for
-from farpool_bench.strip import record_strip
 from farpool_bench.worker import Worker
 
 _STATE, _SHARE = 4, 6
@@ -68,32 +68,37 @@ def _budget(model: Stack) -> int:
     return model.nbytes * _STATE // _SHARE
 
 
-class _Paged:
-    """A trainer in a pool of its own, with the losses of all its steps."""
+class _Kept:
+    """A trainer whose steps are kept."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Trainer | None = trainer
+        self.steps: list[Step] = []
+
+    def step(self, between: Callable[[], None] = lambda: None) -> float:
+        """Do a step; returns its seconds."""
+        assert self.trainer is not None
+        self.steps.append(self.trainer.step(between))
+        return self.steps[-1].seconds
+
+
+class _Paged(_Kept):
+    """A trainer in a pool of its own."""
 
     def __init__(self, bench: Any, plain: Stack, inputs: torch.Tensor, fewest: Moved, *, in_backward: bool) -> None:
         self.fewest = fewest
         self.link_seconds = max(fewest.fetched, fewest.written) / bench.link
-        self.losses: list[torch.Tensor] = []
-        self.steps: list[Step] = []
         lower = lower_tier(_LOWER * plain.nbytes, bench.rate if bench.device == "cpu" else None)
         self.pool = Pool(_budget(plain), [lower], device=bench.device)
         model = copy.deepcopy(plain)
         offload(model, self.pool)
-        self._trainer: Trainer | None = Trainer(model, inputs, in_backward=in_backward)
+        super().__init__(Trainer(model, inputs, in_backward=in_backward))
         self.timed = Pooled(self.pool, self.step)
 
     def close(self) -> None:
         """Close the pool."""
-        self._trainer = None  # its tensors must not outlive the pool
+        self.trainer = None  # its tensors must not outlive the pool
         self.pool.__exit__(None, None, None)
-
-    def step(self, between: Callable[[], None] = lambda: None) -> float:
-        """Do a step; returns its seconds."""
-        assert self._trainer is not None
-        self.steps.append(self._trainer.step(between))
-        self.losses.append(self.steps[-1].loss)
-        return self.steps[-1].seconds
 
     def row(self, resident: Sequence[float]) -> Row:
         """Make the part of a row that both ways of training have."""
@@ -109,61 +114,55 @@ class _Paged:
         )
 
 
-class Case:
-    """One case: the resident model, the pools and the rivals; a context manager that closes them.
+def measure_case(bench: Any, ratio: float) -> Row:
+    """Measure the pools and the rivals in turn with the resident model."""
+    with ExitStack() as stack:
+        return _Case(stack, bench, ratio).run()
+
+
+class _Case:
+    """One case: the resident model, the pools and the rivals, which `stack` closes.
 
     `ratio` is the time on the link over the time to compute.
     """
 
-    def __init__(self, bench: Any, ratio: float) -> None:
+    def __init__(self, stack: ExitStack, bench: Any, ratio: float) -> None:
         self._bench, self._ratio = bench, ratio
         after, inside = map(total_of, bench.fewest)
         plain = self._plain = Stack(*shape_of(bench)).to(bench.device)
         self._inputs = plain.inputs(_tokens(plain, max(after.fetched, after.written) / bench.link / ratio))
-        self._stack = ExitStack()
-        self._rivals = open_rivals(self._stack, plain, self._inputs)
+        self._rivals = open_rivals(stack, plain, self._inputs)
         self._paged = _Paged(bench, plain, self._inputs, after, in_backward=False)
-        self._stack.callback(self._paged.close)
+        stack.callback(self._paged.close)
         self._inside = _Paged(bench, plain, self._inputs, inside, in_backward=True)
-        self._stack.callback(self._inside.close)
-        self._resident = Trainer(plain, self._inputs)
-        self._losses: list[torch.Tensor] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        stack.callback(self._inside.close)
+        self._resident = _Kept(Trainer(plain, self._inputs))
 
     def run(self) -> Row:
         """Take all samples, and put them together."""
-        first = self._step(), self._paged.step()
+        trainers = self._resident, self._paged, self._inside
+        first = max(self._resident.step(), self._paged.link_seconds) / self._paged.step()
         self._inside.step()
         for _ in range(_SETTLE[self._bench.device]):
-            self._step()
-            self._paged.step()
-            self._inside.step()
+            for trainer in trainers:
+                trainer.step()
         timed: list[tuple[Step, Step]] = []
         for _ in told(self._bench.progress, f"Transfer {self._ratio:g}x compute", range(self._bench.rounds)):
-            self._step()
-            resident = self._step()
+            self._resident.step()
+            self._resident.step()
             self._paged.timed.measure()
-            timed.append((resident, self._paged.steps[-1]))
+            timed.append((self._resident.steps[-1], self._paged.steps[-1]))
             self._inside.timed.measure()
             for rival in self._rivals:
                 rival.sample()
-        for kept in (self._paged.losses, self._inside.losses):
-            for number, (loss, other) in enumerate(zip(self._losses, kept, strict=True)):
+        for number, steps in enumerate(zip(*(trainer.steps for trainer in trainers), strict=True)):
+            loss, *others = (step.loss for step in steps)
+            for other in others:
                 if not torch.equal(loss, other):
                     raise RuntimeError(
                         f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}"
                     )
-        return self._row(timed, max(first[0].seconds, self._paged.link_seconds) / first[1])
-
-    def _step(self) -> Step:
-        done = self._resident.step()
-        self._losses.append(done.loss)
-        return done
+        return self._row(timed, first)
 
     def _row(self, timed: list[tuple[Step, Step]], first_efficiency: float) -> Row:
         resident = [plain.seconds for plain, _ in timed]
@@ -222,15 +221,13 @@ def open_rivals(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> list[Ri
     ]
 
 
-def _in_process(
-    name: str, package: str, make: Callable[[Stack], torch.optim.Optimizer], plain: Stack, inputs: torch.Tensor
-) -> Rival:
+def _in_process(name: str, package: str, make: Callable[[Any], Any], plain: Stack, inputs: torch.Tensor) -> Rival:
     if inputs.device.type != "cuda":
         return Rival(name, None, _GPU_ONLY)
     if importlib.util.find_spec(package) is None:
         return Rival(name, None, f"the package {package!r} is not installed")
     model = copy.deepcopy(plain)
-    trainer = Trainer(model, inputs, make(model))
+    trainer = Trainer(model, inputs, make(model.parameters()))
 
     def step() -> float:
         trainer.step()
@@ -240,17 +237,16 @@ def _in_process(
     return Rival(name, step)
 
 
-def _torchao(model: Stack) -> torch.optim.Optimizer:
+def _torchao(parameters: Any) -> Any:
     from torchao.optim import CPUOffloadOptimizer
 
-    made = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE)
-    return made  # type: ignore[no-any-return]
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE)
 
 
-def _bitsandbytes(model: Stack) -> torch.optim.Optimizer:
+def _bitsandbytes(parameters: Any) -> Any:
     from bitsandbytes.optim import PagedAdamW32bit
 
-    return PagedAdamW32bit(model.parameters(), lr=LEARNING_RATE)  # type: ignore[no-any-return]
+    return PagedAdamW32bit(parameters, lr=LEARNING_RATE)
 
 
 def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Rival:
@@ -261,7 +257,7 @@ def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Rival:
     arguments = [str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type]
     try:
         worker = Worker("deepspeed_worker", arguments).started(stack)
-    except (OSError, ValueError) as error:
+    except (FarpoolError, OSError) as error:
         return Rival(name, None, str(error))
     on_cpu = inputs.device.type == "cpu"
     step = lambda: float(worker.ask("step", "seconds"))  # noqa: E731 - a step after an untimed one

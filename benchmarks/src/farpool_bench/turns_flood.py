@@ -1,7 +1,7 @@
 """Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
 
-With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints a line when it has begun and goes on until
-its standard input ends. For each line that it reads from there it prints how many bytes it has received.
+With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints ``ready`` when it has begun and goes on
+until its standard input ends. For each line that it reads from there it prints how many bytes it has received.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -76,12 +75,6 @@ def _some(stream: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _request_of(kind: str) -> bytes:
-    if kind.startswith("lookups"):
-        return lookup_of(kind.partition(" ")[2])
-    return pack_frame(Op.GET, kind.removeprefix("gets of ").encode())
-
-
 def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.socket, int, bool]]:
     """Receive until the standard input ends, and answer its lines with the bytes received so far.
 
@@ -94,7 +87,7 @@ def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.s
             if descriptor == 0:
                 if not os.read(0, 1):
                     return
-                print(total, flush=True)
+                print(f"received {total}", flush=True)
                 continue
             got = of[descriptor].recv_into(buffer) if found & select.POLLIN else 0
             total += got
@@ -103,7 +96,8 @@ def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.s
 
 def _read_all_the_time(streams: list[socket.socket], kind: str) -> None:
     """Keep two requests under way on each connection until the standard input ends."""
-    request = _request_of(kind)
+    sort, _, what = kind.partition(" ")
+    request = lookup_of(what) if sort == "lookups" else pack_frame(Op.GET, what.removeprefix("of ").encode())
     streams[0].sendall(request)
     nbytes = received_whole(streams[0])
     left = dict.fromkeys(streams, nbytes)
@@ -132,13 +126,6 @@ def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
             waiting[stream] = waiting[stream][sent:]
 
 
-def _burn_all_the_time() -> None:
-    """Use the processor alone until the standard input ends."""
-    poll = _poll([], 0)
-    while not poll.poll(0):
-        sum(range(10_000))
-
-
 def _poll(streams: list[socket.socket], events: int) -> select.poll:
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -147,19 +134,16 @@ def _poll(streams: list[socket.socket], events: int) -> select.poll:
     return poll
 
 
-def main() -> None:
-    """Flood the node that the arguments name."""
-    address, key, kind, connections = sys.argv[1:]
+def main(address: str, key: str, kind: str, connections: str) -> None:
+    """Flood a node."""
     os.nice(5)  # the benchmark measures the node, and not how long it waits for a processor that this program uses
     streams = [connected(address, key) for _ in range(int(connections))]
-    print("begun", flush=True)
+    print("ready", flush=True)
     if kind == "processor":
-        _burn_all_the_time()
+        poll = _poll([], 0)
+        while not poll.poll(0):
+            sum(range(10_000))
     elif kind.startswith("puts"):
         _put_all_the_time(streams, kind)
     else:
         _read_all_the_time(streams, kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,18 +24,25 @@ _ANSWER_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 1800.0
 # Another interpreter need not have this package; with PYTHONPATH it would get all the others of this one's.
 _START = """
-import importlib.util, runpy, sys
-folder, sys.argv = sys.argv[1], sys.argv[2:]
+import importlib.util, sys
+folder, module, *arguments = sys.argv[1:]
 places = {"submodule_search_locations": [folder]}
 spec = importlib.util.spec_from_file_location("farpool_bench", folder + "/__init__.py", **places)
 sys.modules["farpool_bench"] = importlib.util.module_from_spec(spec)
-runpy.run_module("farpool_bench." + sys.argv[0], run_name="__main__")
+importlib.import_module("farpool_bench." + module).main(*arguments)
 """
 
 
 def command_of(module: str, arguments: Sequence[str], python: str = sys.executable) -> list[str]:
-    """Command line of a process that runs a module of this package, with another interpreter if one is named."""
+    """Command line of a process that runs `main` of a module here, with another interpreter if one is named."""
     return [python or sys.executable, "-c", _START, str(Path(__file__).parent), module, *arguments]
+
+
+def free_port() -> int:
+    """Find a TCP port of 127.0.0.1 that is free at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def run_child(module: str, *arguments: int) -> Any:
@@ -53,11 +62,15 @@ def run_child(module: str, *arguments: int) -> Any:
 
 
 class Worker:
-    """A worker process; its module prints ``ready``, then a line for each line on its standard input."""
+    """A worker process; its module prints ``ready``, then a line for each line on its standard input.
+
+    FarpoolError has its last words if it ends.
+    """
 
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, python: str = ""
     ) -> None:
+        self._module = module
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command_of(module, arguments, python),
@@ -69,22 +82,17 @@ class Worker:
         )
 
     def started(self, stack: ExitStack) -> Self:
-        """Wait until the worker is ready, and return it; `stack` closes it. ValueError has its last words."""
+        """Wait until the worker is ready, and return it; `stack` closes it."""
         stack.callback(self.close)
         self._answer("ready")
         return self
 
     def ask(self, question: str, word: str) -> str:
-        """Ask a question, and return the text after `word` in the next line that begins with it.
-
-        Raises
-        ------
-        OSError, ValueError
-            It has ended; the message of the latter has its last words.
-        """
+        """Ask a question, and return the text after `word` in the next line that begins with it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{question}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the missing answer tells why
+            self._process.stdin.write(f"{question}\n")
+            self._process.stdin.flush()
         return self._answer(word)
 
     def close(self) -> None:
@@ -105,4 +113,4 @@ class Worker:
             watchdog.cancel()
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
-        raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
+        raise FarpoolError(f"the process of {self._module} ended: {lines[-1] if lines else 'no message'}")
