@@ -211,24 +211,20 @@ def _pytest(*arguments: str) -> dict[str, Any]:
 
 def streaming(device: str) -> dict[str, Any]:
     """A model four times as large as the pool, where transfers take 0.5, 1 and 2 times as long as computing."""
-    from farpool_bench.streaming import Settings
-
-    settings = Settings.quick() if device == "cpu" else Settings(rounds=9, layers=16, layer_seconds=0.002, gpu_share=64)
+    settings = {} if device == "cpu" else {"rounds": 9, "layers": 16, "layer_seconds": 0.002, "gpu_share": 64}
     names = "wanted ratio efficiency first_efficiency weight_bytes budget_bytes fewest_bytes moved_bytes stall_seconds"
-    return _measure("streaming", replace(settings, device=device), f"{names} prefetches_used prefetches_wasted equal")
+    return _measure("streaming", device, settings, f"{names} prefetches_used prefetches_wasted equal")
 
 
 def training(device: str) -> dict[str, Any]:
     """AdamW with a sixth of its state resident."""
-    from farpool_bench.training import Settings
-
-    settings = Settings.quick() if device == "cpu" else Settings(ratios=(0.5, 2.0), rounds=5, gpu_share=256)
+    settings = {} if device == "cpu" else {"ratios": (0.5, 2.0), "rounds": 5, "gpu_share": 256}
     names = "wanted ratio efficiency first_efficiency state_bytes budget_bytes moved_read moved_written stall_seconds"
-    return _measure("training", replace(settings, device=device), f"{names} equal")
+    return _measure("training", device, settings, f"{names} equal")
 
 
-def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
-    """Run a benchmark; keeps the whole result beside the log, and returns what these names say of each case."""
+def _measure(name: str, device: str, settings: dict[str, Any], names: str) -> dict[str, Any]:
+    """Run a benchmark, small without settings; keep the whole result next to the log, and return these of each case."""
     from farpool.observe.provenance import provenance
     from farpool_bench.harness import Result, load
 
@@ -237,9 +233,9 @@ def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
     def told(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}")
 
-    outcome = benchmark.run(settings, told)
+    outcome = benchmark(device=device, **(settings or benchmark.QUICK)).run(told)
     made = replace(provenance(), command=f"scripts/gpu-check {name}")
-    whole = Path(sys.argv[3]).with_name(f"{name}-{settings.device}.json")
+    whole = Path(sys.argv[3]).with_name(f"{name}-{device}.json")
     whole.write_text(Result(benchmark, outcome, made).encode() + "\n")
     cases = [
         {**{key: getattr(case, key) for key in names.split()}, "peers": {p.name: p.efficiency for p in case.peers}}

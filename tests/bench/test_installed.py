@@ -48,7 +48,7 @@ def test_the_package_needs_what_the_extra_of_farpool_brings() -> None:
 
 
 def test_a_child_runs_in_an_interpreter_that_has_farpool_alone() -> None:
-    python, option, code, *arguments = command_of("growth_child", ["1000", "1024", "1000"])
+    python, option, code, *arguments = command_of("growth", ["1000", "1024", "1000"])
     done = subprocess.run(
         [python, option, WITHOUT + code, *arguments], capture_output=True, text=True, timeout=60, check=True
     )

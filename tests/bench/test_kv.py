@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from farpool.cluster.node.process import running_node
+from farpool.cluster.store import Store
 from farpool.cluster.wire.channel import Transport
 from farpool.errors import ConfigError, FarpoolError
 from farpool_bench import kv_peers
-from farpool_bench.kv_blocks import Bench, BlockUser, StoreUser
-from farpool_bench.kv_blocks import Settings as BlockSettings
+from farpool_bench.kv_blocks import Bench, BlockUser
 from farpool_bench.kv_peers import find_lmcache
 from farpool_bench.measure import median_call, median_interval
-from farpool_bench.ring import Ring
-from farpool_bench.users import User
+from farpool_bench.remote_works import BytesUser, OneByOneUser, StoreUser
+from farpool_bench.users import Ring, User
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 
@@ -103,8 +103,11 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, low: int,
 @pytest.mark.parametrize("way", ["tcp", "mapped"])
 def test_blocks_and_plain_objects_are_moved_side_by_side(way: Transport) -> None:
     ring = Ring(5000, 4)
-    with running_node(dram="64MiB") as node:
-        users = [kind(node.address, way, ring) for kind in (BlockUser, StoreUser)]
+    with running_node(dram="64MiB") as node, Store(node.address, transport=way) as store:
+        users = [
+            BlockUser(node.address, way, ring),
+            *(kind(store, ring) for kind in (StoreUser, OneByOneUser, BytesUser)),
+        ]
         for user in users:
             assert user.seconds_each(True, 4, 1e-9) > 0
             assert user.seconds_each(False, 3, 1e-9) > 0
@@ -134,8 +137,8 @@ def test_without_peers_the_rows_say_why(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kv_peers, "find_redis", lambda: (None, "no Redis"))
     monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "no Mooncake"))
     monkeypatch.setattr(kv_peers, "find_lmcache", lambda python: (None, f"no LMCache in {python}"))
-    settings = BlockSettings(rounds=1, seconds=1e-9, lookups=(64, 8), blocks=((4096, 2),), lmcache="there")
-    outcome = Bench.run(settings, lambda *_: None)
+    benchmark = Bench(rounds=1, seconds=1e-9, lookups=(64, 8), blocks=((4096, 2),), lmcache="there")
+    outcome = benchmark.run(lambda *_: None)
     assert outcome.peers == ()
     assert [(race.what, race.way) for race in (*outcome.lookups, *outcome.blocks)] == [
         ("lookup of 8 keys", "tcp"),
@@ -159,7 +162,8 @@ def test_each_tier_of_lmcache_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kv_peers, "find_redis", lambda: (None, "no Redis"))
     monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "no Mooncake"))
     monkeypatch.setattr(kv_peers, "find_lmcache", lambda python: (None, f"no LMCache in {python}"))
-    with kv_peers.KVPeers("there", 1e-9, 1, ("fs", "L1")) as peers, ExitStack() as stack:
+    with ExitStack() as stack:
+        peers = kv_peers.KVPeers(stack, "there", 1, ("fs", "L1"))
         found = [(one.name, one.reason) for one in peers.contenders(stack, "tcp", Ring(100, 2))]
     assert found == [
         ("Mooncake, TCP", "no Mooncake"),

@@ -8,7 +8,7 @@ import pytest
 
 from farpool.errors import ConfigError
 from farpool_bench.harness import Result
-from farpool_bench.kv_generate import Bench, Settings
+from farpool_bench.kv_generate import Bench
 from tests.bench.command import command
 
 
@@ -37,4 +37,4 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="cpu"):
-        Bench.run(Settings(device="gpu"), lambda step, done, total: None)
+        Bench(device="gpu").run(lambda step, done, total: None)

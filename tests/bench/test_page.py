@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from farpool.observe.provenance import provenance
-from farpool_bench.harness import Benchmark, Result, Row, Settings
+from farpool_bench.harness import Benchmark, Result, Row
 from farpool_bench.render import INK, Grid, new_figure, page, svg, table_of
 from tests.bench.pages import check_page
 from tests.observe.test_tables import shown
@@ -27,7 +27,6 @@ class Sample(Benchmark):
     name = "sample"
     limit = "the <sky>"
     rivals = ("this", "that")
-    Settings = Settings
 
     def cases(self) -> Iterable[int]:
         return [1, 2]
@@ -54,7 +53,7 @@ class Sample(Benchmark):
 
 
 def result() -> Result:
-    return Result(Sample, Sample.run(Settings.quick(), lambda *_: None), provenance())
+    return Result(Sample, Sample().run(lambda *_: None), provenance())
 
 
 def test_a_page_shows_tables_texts_figures_and_where_they_come_from() -> None:
@@ -84,7 +83,7 @@ def test_a_run_measures_each_case_and_closes_what_it_opened(monkeypatch: Any) ->
     closed: list[str] = []
     monkeypatch.setattr(Sample, "open", lambda self: self.stack.callback(closed.append, "closed"))
     steps: list[tuple[str, int, int]] = []
-    outcome = Sample.run(Settings.quick(), lambda *step: steps.append(step))
+    outcome = Sample().run(lambda *step: steps.append(step))
     assert [row.twice for row in outcome.rows] == [2, 4]
     assert steps == [("measuring", 1, 2), ("measuring", 2, 2)]
     assert closed == ["closed"]

@@ -13,13 +13,12 @@ from farpool.cluster.node.process import running_node
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.messages import Ask
 from farpool.errors import FarpoolError
-from farpool_bench import remote as benchmark
-from farpool_bench import remote_overlap
+from farpool_bench import kv_peers, remote_works
 from farpool_bench.harness import Row
-from farpool_bench.measure import Entrant, Race
-from farpool_bench.remote_overlap import measure_overlap
-from farpool_bench.ring import Ring
+from farpool_bench.measure import Rival, in_turn
+from farpool_bench.remote_works import measure_overlap
 from farpool_bench.sockets import Sockets, build_sockets
+from farpool_bench.users import Ring
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 
@@ -75,7 +74,7 @@ def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_peers_that_are_not_installed_are_null_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(benchmark, "find_mooncake", lambda: (None, "not here"))
+    monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "not here"))
     outcome = remote("--rounds", "1")
     peers = outcome.peers
     assert peers.sockets is peers.redis is peers.mooncake is None
@@ -134,7 +133,7 @@ def test_copies_that_go_one_after_the_other_are_found_out(at_once: bool, monkeyp
     together = Cluster.ask
     if not at_once:
         monkeypatch.setattr(Cluster, "ask", one_by_one)
-        monkeypatch.setattr(remote_overlap, "_REST_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(remote_works, "_REST_TIMEOUT_S", 0.2)
     with running_node(dram="128MiB") as one, running_node(dram="128MiB") as other:
         overlap = measure_overlap([one.address, other.address])
     assert (0 < overlap.before < overlap.nbytes) == at_once
@@ -183,10 +182,9 @@ def test_a_peer_that_fails_is_left_out_with_what_it_said() -> None:
     def fail() -> float:
         raise FarpoolError("it broke")
 
-    others = [Entrant("good", lambda: 2.0), Entrant("bad", fail), Entrant("none", None, "not installed")]
-    race = Race("get", 1, 1, "tcp").hold(lambda: 4.0, others, 3, "step", lambda *_: None)
-    assert race.ours == (4.0, 4.0, 4.0)
-    good, bad, absent = race.others
+    others = [Rival("good", lambda: 2.0), Rival("bad", fail), Rival("none", None, "not installed")]
+    ours = in_turn([lambda: 4.0, *(other.sample for other in others)], 3, "step", lambda *_: None)[0]
+    good, bad, absent = (other.row(ours) for other in others)
     assert (good.seconds, good.ratio, good.remark) == ((2.0, 2.0, 2.0), 0.5, None)
     assert (bad.seconds, bad.ratio, bad.remark) == (None, None, "it broke")
     assert (absent.seconds, absent.remark) == (None, "not installed")

@@ -13,7 +13,7 @@ import torch
 from farpool.errors import ConfigError
 from farpool_bench import harness
 from farpool_bench.stack import Stack
-from farpool_bench.streaming import Bench, Settings
+from farpool_bench.streaming import Bench
 from tests.bench.command import command
 
 needs_accelerate = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
 
 
 def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
-    (case,) = Bench.run(Settings.quick(), silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     demand = case.peers[0]
     assert demand.seconds is not None
     assert min(demand.seconds) > (case.weight_bytes - case.budget_bytes) / case.rate
@@ -62,7 +62,7 @@ def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
 
 @needs_accelerate
 def test_accelerate_runs_in_the_same_round() -> None:
-    (case,) = Bench.run(Settings.quick(), silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     peer = case.peers[1]
     assert peer.name.startswith("accelerate ")
     assert peer.seconds is not None
@@ -98,7 +98,7 @@ def test_a_peer_that_is_not_installed_is_null_with_the_reason(monkeypatch: pytes
         raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
 
     monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", not_there)
-    (case,) = Bench.run(Settings.quick(), silent).cases
+    (case,) = Bench(**Bench.QUICK).run(silent).cases
     peer = case.peers[1]
     assert (peer.seconds, peer.speedup, peer.efficiency) == (None, None, None)
     assert peer.remark is not None
@@ -113,10 +113,10 @@ def test_outputs_that_differ_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("farpool_bench.streaming_cases.accelerated", wrong)
     with pytest.raises(RuntimeError, match="accelerate: the outputs differ"):
-        Bench.run(Settings.quick(), silent)
+        Bench(**Bench.QUICK).run(silent)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda"):
-        Bench.run(Settings(device="cuda"), silent)
+        Bench(device="cuda").run(silent)

@@ -12,8 +12,8 @@ import torch
 from farpool.errors import ConfigError
 from farpool_bench import harness
 from farpool_bench.stack import Stack, Trainer
-from farpool_bench.training import Bench, Settings
-from farpool_bench.training_cases import open_candidates
+from farpool_bench.training import Bench
+from farpool_bench.training_cases import open_rivals
 from tests.bench.command import command
 
 
@@ -67,7 +67,7 @@ def test_a_loss_that_differs_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch)
     offload = training_cases.offload
     monkeypatch.setattr(training_cases, "offload", wrong)
     with pytest.raises(RuntimeError, match="the loss of step 0"):
-        Bench.run(Settings.quick(), silent)
+        Bench(**Bench.QUICK).run(silent)
 
 
 def test_a_trainer_makes_the_loss_smaller() -> None:
@@ -81,10 +81,10 @@ def test_a_trainer_makes_the_loss_smaller() -> None:
 def test_peers_that_need_a_gpu_are_null_with_the_reason() -> None:
     plain = Stack(1, 128)
     with ExitStack() as stack:
-        _, *others = open_candidates(stack, plain, plain.inputs(16))
-        for candidate in others:
-            candidate.measure()
-            peer = candidate.result([1.0], [1.0])
+        _, *others = open_rivals(stack, plain, plain.inputs(16))
+        for rival in others:
+            rival.sample()
+            peer = rival.row([1.0], [1.0])
             assert peer.seconds is None
             assert peer.remark is not None
             assert "GPU" in peer.remark
@@ -93,4 +93,4 @@ def test_peers_that_need_a_gpu_are_null_with_the_reason() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda"):
-        Bench.run(Settings(device="cuda"), silent)
+        Bench(device="cuda").run(silent)

@@ -9,7 +9,6 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +28,14 @@ _PICTURE = typer.Option("--picture", metavar="FILE", help="Draw the figure into 
 
 
 def _command(benchmark: type[Benchmark]) -> Callable[..., None]:
-    """Make the command of a benchmark: its own options are its settings."""
+    """Make the command of a benchmark: its own options are its fields."""
 
     def perform(quick: bool, json: bool, report: Path | None, picture: Path | None = None, **given: Any) -> None:
         _perform(benchmark, given, quick, json, report, picture)
 
     options: dict[str, tuple[Any, Any]] = {}
-    defaults = {field.name: field.default for field in dataclasses.fields(benchmark.Settings)}
-    for name, annotation in typing.get_type_hints(benchmark.Settings, include_extras=True).items():
+    defaults = {field.name: field.default for field in dataclasses.fields(benchmark)}
+    for name, annotation in typing.get_type_hints(benchmark, include_extras=True).items():
         for one in getattr(annotation, "__metadata__", ()):
             flag = f"--{(one.flag or name).replace('_', '-')}"
             text = f"{one.text}; default: {defaults[name]}." if defaults[name] else one.text
@@ -81,12 +80,12 @@ class _Commands(TyperGroup):
         return get_command(alone)
 
 
-app = typer.Typer(
-    cls=_Commands,
-    help="Measure farpool, the machine's limit, and other tools for the same task.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.callback()
+def measure() -> None:
+    """Measure farpool, the machine's limit, and other tools for the same task."""
 
 
 @app.command("report")
@@ -110,7 +109,7 @@ def _perform(
     report: Path | None,
     picture: Path | None,
 ) -> None:
-    """Run one benchmark and show its result; options that are not given keep the values of its settings."""
+    """Run one benchmark and show its result; options that are not given keep their defaults."""
     from farpool.observe.provenance import provenance
     from farpool.observe.tables import show
     from farpool_bench.render import page, table_of
@@ -120,12 +119,11 @@ def _perform(
         _check_writable(file)
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"picture {picture} has no known form; name a .png, .svg or .pdf file")
-    settings = benchmark.Settings.quick() if quick else benchmark.Settings()
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     changes = {name: value for name, value in changes.items() if value not in (None, ())}
     try:
         with progress_bars() as progress:
-            outcome = benchmark.run(replace(settings, **changes), progress)
+            outcome = benchmark(**(benchmark.QUICK if quick else {}) | changes).run(progress)
     except ModuleNotFoundError as error:
         raise missing_package(error, "bench", "this benchmark") from error
     result = Result(benchmark, outcome, provenance())

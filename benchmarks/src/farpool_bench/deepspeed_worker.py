@@ -6,39 +6,31 @@ It prints ``ready``, and then for each line on its standard input the seconds of
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 
 import torch
 
 from farpool_bench.stack import LEARNING_RATE, Stack, synchronize
+from farpool_bench.worker import free_port
 
 _CONFIG = {
     "train_batch_size": 1,
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
 }
 """Configuration with weights, gradients and moments in host memory, and PyTorch's own optimizer there."""
 
 
-def main(layers: int, width: int, tokens: int, device: str) -> None:
+def main(layers: str, width: str, tokens: str, device: str) -> None:
     """Train a stack step by step until the standard input ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR=device
-    )
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(place, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR=device)
     import deepspeed
 
-    model = Stack(layers, width).to(device)
-    inputs = model.inputs(tokens)
+    model = Stack(int(layers), int(width)).to(device)
+    inputs = model.inputs(int(tokens))
     targets = inputs.flip(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_CONFIG)
@@ -56,8 +48,3 @@ def main(layers: int, width: int, tokens: int, device: str) -> None:
     for _ in sys.stdin:
         step()
         print(f"seconds {step()!r}", flush=True)
-
-
-if __name__ == "__main__":
-    layers, width, tokens = (int(argument) for argument in sys.argv[1:4])
-    main(layers, width, tokens, sys.argv[4])

@@ -10,11 +10,11 @@ import importlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, dataclass_transform, final
 
 import msgspec
 
@@ -24,26 +24,15 @@ from farpool.observe.provenance import Provenance
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_MEMORY = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies")
+_CLUSTER = ("remote", "turns")
+_KV = ("kv", "kv-blocks", "kv-ttft", "kv-codecs", "kv-generate")
 # In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.
-NAMES = (
-    "streaming",
-    "training",
-    "prefetch",
-    "nvme",
-    "overhead",
-    "growth",
-    "policies",
-    "remote",
-    "turns",
-    "kv",
-    "kv-blocks",
-    "kv-ttft",
-    "kv-codecs",
-    "kv-generate",
-)
+NAMES = (*_MEMORY, *_CLUSTER, *_KV)
 
 Progress = Callable[[str, int, int], None]
 """Callback that receives the name of a step, the amount done, and the whole amount."""
+Figures: TypeAlias = "dict[str, Figure]"
 
 
 class Row(dict[str, Any]):
@@ -64,7 +53,7 @@ def rows_of(value: Any) -> Any:
 
 
 class Option(NamedTuple):
-    """Description of a field of `Settings` that the command line can change; the flag is its name unless given."""
+    """Description of a field that the command line can change; the flag is its name unless given."""
 
     text: str
     metavar: str = "N"
@@ -72,24 +61,19 @@ class Option(NamedTuple):
     least: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes and choices of a run."""
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class _Fields:
+    """A class whose subclasses are data classes."""
 
-    QUICK: ClassVar[dict[str, Any]] = {}
-    """Settings so small that a run takes seconds: to see that everything works, not to measure."""
-    device: str = "cpu"
-
-    @classmethod
-    def quick(cls) -> Self:
-        """Make the settings of `QUICK`."""
-        return cls(**cls.QUICK)
+    def __init_subclass__(cls) -> None:
+        dataclass(kw_only=True, eq=False)(cls)
 
 
-class Benchmark(ABC):
-    """A run of a benchmark; each benchmark is a subclass, and the docstring of its module describes the method.
+class Benchmark(_Fields, ABC):
+    """A run of a benchmark. Each benchmark is a subclass, and its fields are the sizes and choices of a run.
 
-    The first line of that docstring is the title, and the paragraphs behind it are shown on pages.
+    The docstring of its module describes the method: the first line is the title, and the paragraphs behind it are
+    shown on pages.
     """
 
     name: ClassVar[str]
@@ -97,30 +81,44 @@ class Benchmark(ABC):
     """The bound that the machine itself sets."""
     rivals: ClassVar[tuple[str, ...]] = ()
     """Other ways to do the same task."""
-    Settings: ClassVar[type[Any]]
+    parts: ClassVar[tuple[str, ...]] = ()
+    """Fields of the result that `measure_PART` measures, if the cases are no rows of one table."""
+    rows: ClassVar[str] = "cases"
+    """Field of the result with the rows of all cases, if there are no `parts`."""
+    over: ClassVar[str] = ""
+    """Field whose values are the cases, if there are no `parts`."""
+    measured_in: ClassVar[str] = ""
+    """Module of which `measure_case` measures a case: one that imports torch, which the command's help does without."""
     picture: ClassVar[bool] = False
     """True if the command can draw its figure into a file."""
+    QUICK: ClassVar[dict[str, Any]] = {}
+    """Fields so small that a run takes seconds: to see that everything works, not to measure."""
+    device: str = "cpu"
+    progress: Progress = field(init=False, repr=False)
+    stack: ExitStack = field(init=False, repr=False)
+    """Everything that the run has opened; it is closed at the end of the run."""
 
-    def __init__(self, settings: Any, progress: Progress) -> None:
-        self.settings = settings
-        self.progress = progress
-        self.stack = ExitStack()
-        """Everything that the run has opened; it is closed at the end of the run."""
-
-    def open(self) -> None:  # noqa: B027 - not every benchmark has something that all cases share
+    def open(self) -> None:
         """Start all that the cases share; `self.stack` closes it."""
 
-    @abstractmethod
     def cases(self) -> Iterable[Any]:
         """List the cases, one after the other."""
+        return getattr(self, self.over) if self.over else self.parts
 
-    @abstractmethod
     def measure(self, case: Any) -> Any:
         """Measure one case; returns its row, or several."""
+        if self.measured_in:
+            return importlib.import_module(f"farpool_bench.{self.measured_in}").measure_case(self, case)
+        return getattr(self, f"measure_{case}")()
 
-    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Fields of the result in addition to the rows, at the end of the run."""
+        return {}
+
     def outcome(self, found: list[Any]) -> Row:
         """Put together the whole result from the rows that `measure` returned for each case."""
+        rows = dict(zip(self.parts, found, strict=True)) if self.parts else {self.rows: tuple(found)}
+        return Row(self.facts(), **rows)
 
     @staticmethod
     @abstractmethod
@@ -128,13 +126,12 @@ class Benchmark(ABC):
         """Tables (`farpool_bench.render.Grid`) and lines of text that show the result."""
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         """Figures of the result, by caption."""
         return {}
 
     @final
-    @classmethod
-    def run(cls, settings: Any, progress: Progress) -> Row:
+    def run(self, progress: Progress) -> Row:
         """Measure all cases and return the result.
 
         Raises
@@ -144,11 +141,11 @@ class Benchmark(ABC):
         FarpoolError, RuntimeError
             Something failed, or two that are compared do not have the same bytes or bits.
         """
-        check_device(settings.device)
-        one = cls(settings, progress)
-        with one.stack:
-            one.open()
-            return one.outcome([one.measure(case) for case in one.cases()])
+        check_device(self.device)
+        self.progress = progress
+        with ExitStack() as self.stack:
+            self.open()
+            return self.outcome([self.measure(case) for case in self.cases()])
 
     @final
     @classmethod
@@ -176,10 +173,15 @@ def load(name: str) -> type[Benchmark]:
     ConfigError
         There is no benchmark of this name.
     """
-    if name not in NAMES:
-        raise ConfigError(f"benchmark {name!r} is not known; expected one of {', '.join(NAMES)}")
+    check_known("benchmark", name, NAMES)
     found: type[Benchmark] = importlib.import_module(f"farpool_bench.{name.replace('-', '_')}").Bench
     return found
+
+
+def check_known(what: str, name: str, names: Collection[str]) -> None:
+    """Raise ConfigError unless a name is one of these."""
+    if name not in names:
+        raise ConfigError(f"{what} {name!r} is not known; expected one of {', '.join(names)}")
 
 
 def check_device(device: str) -> None:
@@ -190,8 +192,7 @@ def check_device(device: str) -> None:
     ConfigError
         The device is unknown or does not exist.
     """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device: {device!r} is not known; expected cpu or cuda")
+    check_known("device", device, ("cpu", "cuda"))
     if device == "cuda":
         import torch
 
@@ -232,7 +233,7 @@ class Result:
                 pass  # a field that is missing is noticed now
         except OSError as error:
             raise ConfigError(f"result {path} cannot be read: {error.strerror}") from error
-        except (msgspec.DecodeError, AttributeError, IndexError, TypeError, ValueError) as error:
+        except (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(

@@ -21,20 +21,18 @@ import hashlib
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool._native import CacheSimulation, RequestTrace
 from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_rate, parse_size
-from farpool_bench import harness, kv_caches, kv_real, kv_requests
-from farpool_bench.harness import Option, Progress, Row, told
-from farpool_bench.kv_caches import NAMES, NODE, POOL
+from farpool_bench import harness, kv_caches, kv_requests
+from farpool_bench.harness import Figures, Option, Progress, Row, check_known, told
+from farpool_bench.kv_caches import NAMES, NODE, POOL, NodeCache, PoolCache
 from farpool_bench.kv_requests import Requests
 from farpool_bench.render import Grid, by_group, plot
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SPREAD = (NODE, POOL)
 """Policies that are replayed on every number of nodes; the others on the first number only."""
@@ -48,36 +46,8 @@ MODELS = {
     "llama-3.1-8b": (32 * 2 * 8 * 128 * 2, 8.03e9 / (2 * 32 * 4096)),
     "llama-3.1-70b": (80 * 2 * 8 * 128 * 2, 70.6e9 / (2 * 80 * 8192)),
 }
-
-
 _SIZES = Option("Of the cache, such as 64GiB; repeatable. Default: 1/64 to 1/4 of all blocks.", "SIZE", "size")
-_POLICIES = Option(
-    "node, pool, or one to use alone, such as lru; repeatable. Default: node, pool, lru, expected-reuse.",
-    "NAME",
-    "policy",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Choice of requests, caches and costs; nothing is computed on a device."""
-
-    trace: Annotated[Path | None, Option("Mooncake's or vLLM's trace, token ids; default: generated.", "FILE")] = None
-    dry_run: Annotated[Path | None, Option("The same files: only the hits that nodes would have.", "FILE")] = None
-    sizes: Annotated[tuple[str, ...], _SIZES] = ()
-    policies: Annotated[tuple[str, ...], _POLICIES] = ()
-    nodes: Annotated[tuple[int, ...], Option("Repeatable; default: 1, 2, 4, 8.", least=1)] = ()
-    block_tokens: Annotated[int | None, Option("Tokens of a block, if FILE does not say it.", least=1)] = None
-    model: Annotated[str, Option("Geometry, such as llama-3.1-8b.", "NAME")] = ""
-    bytes_per_token: Annotated[int, Option("KV of a token", least=1)] = 131_072
-    prefill_tokens_per_second: Annotated[float, Option("Rate of your engine", "RATE")] = 8000.0
-    link: Annotated[str, Option("Rate to the nodes", "RATE")] = "10GB/s"
-    real: Annotated[int, Option("Move bytes of the first N requests, too.", least=1)] = 0
-    scale: Annotated[str, Option("Real bytes of a block", "SIZE")] = "64KiB"
-    label_hash_ids: Annotated[str, Option("Field with a prompt's blocks", "NAME")] = "hash_ids"
-    label_input_length: Annotated[str, Option("Field with a prompt's length", "NAME")] = "input_length"
-    requests: int = 4000  # that are generated
-    QUICK: ClassVar = {"requests": 300, "nodes": (1, 2), "real": 40, "scale": "1KiB"}
+_POLICY = "node, pool, or one to use alone, such as lru; repeatable. Default: node, pool, lru, expected-reuse."
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +68,64 @@ class _Costs:
 
 
 class Bench(harness.Benchmark):
-    """Each size of the cache on each number of nodes, under each policy."""
+    """Each size of the cache on each number of nodes, under each policy; nothing is computed on a device."""
 
     name = "kv"
     limit = "an infinite cache; Belady's policy"
     rivals = ("policies on plain blocks",)
-    Settings = Settings
     picture = True
+    trace: Annotated[Path | None, Option("Mooncake's or vLLM's trace, token ids; default: generated.", "FILE")] = None
+    dry_run: Annotated[Path | None, Option("The same files: only the hits that nodes would have.", "FILE")] = None
+    sizes: Annotated[tuple[str, ...], _SIZES] = ()
+    policies: Annotated[tuple[str, ...], Option(_POLICY, "NAME", "policy")] = ()
+    nodes: Annotated[tuple[int, ...], Option("Repeatable; default: 1, 2, 4, 8.", least=1)] = ()
+    block_tokens: Annotated[int | None, Option("Tokens of a block, if FILE does not say it.", least=1)] = None
+    model: Annotated[str, Option("Geometry, such as llama-3.1-8b.", "NAME")] = ""
+    bytes_per_token: Annotated[int, Option("KV of a token", least=1)] = 131_072
+    prefill_tokens_per_second: Annotated[float, Option("Rate of your engine", "RATE")] = 8000.0
+    link: Annotated[str, Option("Rate to the nodes", "RATE")] = "10GB/s"
+    real: Annotated[int, Option("Move bytes of the first N requests, too.", least=1)] = 0
+    scale: Annotated[str, Option("Real bytes of a block", "SIZE")] = "64KiB"
+    label_hash_ids: Annotated[str, Option("Field with a prompt's blocks", "NAME")] = "hash_ids"
+    label_input_length: Annotated[str, Option("Field with a prompt's length", "NAME")] = "input_length"
+    requests: int = 4000  # that are generated
+    QUICK: ClassVar = {"requests": 300, "nodes": (1, 2), "real": 40, "scale": "1KiB"}
 
     def open(self) -> None:
-        settings = self.settings
-        if settings.trace is not None and settings.dry_run is not None:
+        if self.trace is not None and self.dry_run is not None:
             raise ConfigError("--trace and --dry-run both name a file; pass one of them")
-        self._dry = settings.dry_run is not None
-        self._policies = settings.policies or ((NODE,) if self._dry else (NODE, POOL, "lru", "expected-reuse"))
-        self._nodes = settings.nodes or ((1,) if self._dry else (1, 2, 4, 8))
-        self._costs = _costs(settings)
+        self._dry = self.dry_run is not None
+        self._policies = self.policies or ((NODE,) if self._dry else (NODE, POOL, "lru", "expected-reuse"))
+        self._nodes = self.nodes or ((1,) if self._dry else (1, 2, 4, 8))
+        self._costs = self._chosen_costs()
         for name in self._policies:
-            if name not in NAMES:
-                raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(NAMES)}")
+            check_known("policy", name, NAMES)
         if min(self._nodes) < 1:
             raise ConfigError(f"nodes is {self._nodes!r}, expected numbers of nodes, at least 1")
-        labels = settings.label_hash_ids, settings.label_input_length
-        for file in told(self.progress, "Reading the requests", [settings.trace or settings.dry_run]):
+        labels = self.label_hash_ids, self.label_input_length
+        for file in told(self.progress, "Reading the requests", [self.trace or self.dry_run]):
             if file is None:
-                self._requests = kv_requests.generate(settings.requests)
+                self._requests = kv_requests.generate(self.requests)
             else:
-                self._requests = kv_requests.read(file, settings.block_tokens, *labels)
+                self._requests = kv_requests.read(file, self.block_tokens, *labels)
         self._block = self._requests.block_tokens * self._costs.token_bytes
-        self._scale = parse_size(settings.scale, "scale")
+        self._scale = parse_size(self.scale, "scale")
+
+    def _chosen_costs(self) -> _Costs:
+        nbytes, attention, rate = self.bytes_per_token, 0.0, self.prefill_tokens_per_second
+        if self.model:
+            check_known("model", self.model, MODELS)
+            nbytes, attention = MODELS[self.model]
+        if nbytes < 1 or not 0 < rate < float("inf"):
+            raise ConfigError(
+                f"{nbytes} bytes per token, {rate} prefill tokens per second; expected at least 1 byte, and more than "
+                "0 tokens"
+            )
+        return _Costs(rate, attention, nbytes, parse_rate(self.link, "link"))
 
     def cases(self) -> Iterable[int]:
         footprint = self._requests.distinct * self._block
-        sizes = [parse_size(size, "size") for size in self.settings.sizes]
+        sizes = [parse_size(size, "size") for size in self.sizes]
         return [max(size, self._block) for size in sizes or [footprint // share for share in _SHARES]]
 
     def measure(self, case: int) -> tuple[list[Row], list[Row], list[Row]]:
@@ -141,7 +136,7 @@ class Bench(harness.Benchmark):
                 if policy in _SPREAD or nodes == self._nodes[0]:
                     runs.append(_replay(self._requests, self._costs, policy, case, nodes, self.progress))
                 # A pool is one process: it has no nodes.
-                if self.settings.real and (policy == NODE or (policy == POOL and nodes == 1)):
+                if self.real and (policy == NODE or (policy == POOL and nodes == 1)):
                     real.append(self._move(policy, case, nodes))
         return runs, [] if self._dry else _plain(self._requests, case // self._block, case), real
 
@@ -160,7 +155,7 @@ class Bench(harness.Benchmark):
             attention_tokens=costs.attention,
             prefill_tokens_per_second=costs.rate,
             link=costs.link,
-            infinite_hits=sum(_infinite(requests.chains)),
+            infinite_hits=_infinite(requests.chains),
             recompute_ttft_mean=statistics.fmean(alone),  # without a cache
             recompute_ttft_median=statistics.median(alone),
             runs=runs,
@@ -171,15 +166,16 @@ class Bench(harness.Benchmark):
 
     def _move(self, policy: str, size: int, nodes: int) -> Row:
         """Replay the first requests with real bytes, and with metadata only."""
-        first = self._requests.first(self.settings.real)
+        first = self._requests.first(self.real)
         simulated = _replay(first, self._costs, policy, size, nodes, self.progress).hits
-        shape = kv_real.Shape(policy, size // self._block, nodes, self._scale)
-        moved = kv_real.move(first, shape, self._costs.prefill, self.progress)
+        blocks = size // self._block
+        moved = kv_caches.move(first, policy, blocks, nodes, self._scale, self._costs, self.progress)
         about = {"policy": policy, "nodes": nodes, "size": size, "requests": len(first.chains)}
         return Row(**about, block_bytes=self._scale, simulated_hits=simulated, **moved)
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
+        most = max(outcome.infinite_hits, 1)
         about = (
             f"{outcome.trace}: {outcome.requests:,} requests, {outcome.blocks:,} blocks of {outcome.block_tokens} "
             f"tokens ({outcome.distinct:,} different); an infinite cache hits {outcome.infinite_hits:,} "
@@ -195,34 +191,22 @@ class Bench(harness.Benchmark):
         for size, runs in sorted(by_group(outcome.runs, lambda one: one.size).items()):
             first = format_size(size)
             for one in runs:
-                shares = (one.hits / max(outcome.infinite_hits, 1), one.hit_tokens / max(outcome.tokens, 1))
+                shares = (one.hits / most, one.hit_tokens / max(outcome.tokens, 1))
                 moved = format_size(one.loaded_bytes + one.stored_bytes)
                 hits = [f"{one.hits:,}", *(f"{share:.1%}" for share in shares)]
                 rows.append([first, str(one.nodes), one.policy, *hits, moved, f"{one.ttft_mean:.2f} s"])
                 first = ""
             for other in (other for other in outcome.plain if other.size == size):
-                share = f"{other.hits / max(outcome.infinite_hits, 1):.1%}"
-                rows.append(["", "1", _plain_name(other.policy), f"{other.hits:,}", share])
+                rows.append(["", "1", _plain_name(other.policy), f"{other.hits:,}", f"{other.hits / most:.1%}"])
             rows.append([])
         yield Grid("", "=cache|=nodes|=policy|hits|of inf.|saved|moved|TTFT", rows)
         if real := outcome.get("real"):
-            rows = [
-                [
-                    format_size(one.size),
-                    str(one.nodes),
-                    one.policy,
-                    f"{one.hits:,}",
-                    f"{one.simulated_hits:,}",
-                    format_size(one.loaded_bytes),
-                    format_size(one.stored_bytes),
-                ]
-                for one in real
-            ]
+            columns = "=cache {size:size}|=nodes {nodes}|=policy {policy}|hits {hits:,}|simulated {simulated_hits:,}"
             title = f"Real bytes, each payload verified: the first {real[0].requests:,} requests"
-            yield Grid(title, "=cache|=nodes|=policy|hits|simulated|loaded|stored", rows)
+            yield Grid.of(title, columns + "|loaded {loaded_bytes:size}|stored {stored_bytes:size}", real)
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         most = max(outcome.infinite_hits, 1)
         least, largest = (pick(one.nodes for one in outcome.runs) for pick in (min, max))
         points: list[tuple[str, Any]] = []
@@ -241,25 +225,11 @@ class Bench(harness.Benchmark):
         return {f"Prefix hits on {outcome.trace}.": figure}
 
 
-def _costs(settings: Settings) -> _Costs:
-    if settings.model and settings.model not in MODELS:
-        raise ConfigError(
-            f"model {settings.model!r} is not known; expected one of {', '.join(MODELS)}, or --bytes-per-token"
-        )
-    nbytes, attention = MODELS[settings.model] if settings.model else (settings.bytes_per_token, 0.0)
-    rate = settings.prefill_tokens_per_second
-    if nbytes < 1 or not 0 < rate < float("inf"):
-        raise ConfigError(
-            f"{nbytes} bytes per token, {rate} prefill tokens per second; expected at least 1 byte, and more than 0 "
-            "tokens"
-        )
-    return _Costs(rate, attention, nbytes, parse_rate(settings.link, "link"))
-
-
 def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: int, progress: Progress) -> Row:
     page = requests.block_tokens
     block = page * costs.token_bytes
-    caches = [kv_caches.make(policy, max(1, size // nodes)) for _ in range(nodes)]
+    make = NodeCache if policy == NODE else partial(PoolCache, policy="" if policy == POOL else policy)
+    caches: list[Any] = [make(max(1, size // nodes)) for _ in range(nodes)]
     places = _places(requests, nodes)
     hits = hit_tokens = stored = 0
     saved = 0.0
@@ -289,7 +259,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         saved += costs.prefill(0, hit)
         times.append(costs.first_token(hit, length))
     progress(step, len(requests.chains), len(requests.chains))
-    used = [cache.used for cache in caches]
+    used, switches = zip(*(cache.used for cache in caches), strict=True)
     return Row(
         policy=policy,
         nodes=nodes,
@@ -302,7 +272,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         ttft_mean=statistics.fmean(times),
         ttft_median=statistics.median(times),
         used={name: used.count(name) for name in sorted(set(used))},  # nodes by the policy in use at the end
-        switches=sum(cache.switches for cache in caches),
+        switches=sum(switches),
     )
 
 
@@ -316,12 +286,12 @@ def _places(requests: Requests, nodes: int) -> dict[int, int]:
     return dict.fromkeys(blocks, 0) if nodes == 1 else {block: place(block) for block in blocks}
 
 
-def _infinite(chains: list[list[int]]) -> list[int]:
-    """Prefix hits of each request in a cache that keeps everything."""
+def _infinite(chains: list[list[int]]) -> int:
+    """Prefix hits of all requests in a cache that keeps everything."""
     seen: set[int] = set()
-    hits = []
+    hits = 0
     for chain in chains:
-        hits.append(next((at for at, block in enumerate(chain) if block not in seen), len(chain)))
+        hits += next((at for at, block in enumerate(chain) if block not in seen), len(chain))
         seen.update(chain)
     return hits
 

@@ -12,37 +12,29 @@ from __future__ import annotations
 
 import math
 import statistics
+import struct
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import numpy as np
+
 from farpool.errors import ConfigError
 from farpool_bench import harness
-from farpool_bench.harness import Option, Progress, Row, told
+from farpool_bench.harness import Figures, Option, Row, told
 from farpool_bench.measure import in_turn, median_ratio, warm
 from farpool_bench.render import COLOURS, Grid, by_group, new_figure
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
 
 _PASSES = 3
 """Encodings of all blocks in one sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; codecs compute nothing on a device."""
-
-    rounds: Annotated[int, Option("Samples of each", least=1)] = 9
-    blocks: int = 8
-    tokens: int = 256  # of a block
-    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    QUICK: ClassVar = {"blocks": 1, "tokens": 64, "rounds": 2}
 
 
 class Bench(harness.Benchmark):
@@ -51,44 +43,49 @@ class Bench(harness.Benchmark):
     name = "kv-codecs"
     limit = "memcpy"
     rivals = ("Zstandard's level 1", "LZ4")
-    Settings = Settings
+    rows = "rows"
+    over = "dtypes"
+    rounds: Annotated[int, Option("Samples of each", least=1)] = 9
+    blocks: int = 8
+    tokens: int = 256  # of a block
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    QUICK: ClassVar = {"blocks": 1, "tokens": 64, "rounds": 2}
 
     def open(self) -> None:
         import torch
 
         self.stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        (self._blocks,) = map(_keys_and_values, told(self.progress, "Keys and values", [self.settings]))
-
-    def cases(self) -> Iterable[str]:
-        return self.settings.dtypes  # type: ignore[no-any-return]
+        (self._kv,) = map(_keys_and_values, told(self.progress, "Keys and values", [self]))
 
     def measure(self, case: str) -> list[Row]:
-        return _measure(self.settings, self._blocks, case, self.progress)
+        return _measure(self, self._kv, case)
+
+    def facts(self) -> dict[str, Any]:
+        packages = {name: version(name) for name in ("zstandard", "lz4", "numpy")}
+        return {"blocks": self.blocks, "tokens": self.tokens, "packages": Row(packages)}
 
     def outcome(self, found: list[list[Row]]) -> Row:
-        packages = {name: version(name) for name in ("zstandard", "lz4", "numpy")}
-        shape = {"blocks": self.settings.blocks, "tokens": self.settings.tokens}
-        return Row(**shape, packages=Row(packages), rows=tuple(row for rows in found for row in rows))
+        return super().outcome([row for rows in found for row in rows])
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows: list[list[str]] = []
-        for dtype, found in by_group(outcome.rows, lambda row: row.dtype).items():
-            for row in found:
-                encode, decode = (statistics.median(rates) / 1e9 for rates in (row.encode, row.decode))
-                figures = (row.ratio, encode, row.encode_of_memcpy, decode, row.decode_of_memcpy, row.pays_below / 1e9)
-                errors = ["-", "-"] if row.errors is None else [f"{error:.2%}" for error in row.errors]
-                rows.append([dtype, row.codec, *(f"{figure:.2f}" for figure in figures), *errors])
+        rows: list[Any] = []
+        for found in by_group(outcome.rows, lambda row: row.dtype).values():
+            rows += [Row(row, off=row.errors or (None, None)) for row in found]
             rows.append([])
-        heads = "=type|=codec|ratio|enc.|x memcpy|dec.|x memcpy|pays below|keys off|values off"
+        columns = (
+            "=type {dtype}|=codec {codec}|ratio {ratio:.2f}|enc. {encode:1e-9*.2f}|x memcpy {encode_of_memcpy:.2f}"
+        )
+        columns += "|dec. {decode:1e-9*.2f}|x memcpy {decode_of_memcpy:.2f}|pays below {pays_below:1e-9*.2f}"
+        columns += "|keys off {off[0]:.2%}|values off {off[1]:.2%}"
         title = "GB/s of payload for each core, medians of the rounds"
-        yield Grid(title, heads, rows, caption="x memcpy: of its rate")
+        yield Grid.of(title, columns, rows, caption="x memcpy: of its rate")
         versions = ", ".join(f"{name} {version}" for name, version in outcome.packages.items())
         yield f"{outcome.blocks} blocks of {outcome.tokens} tokens; {versions}"
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         figure, axes = new_figure("encode and decode, GB/s of payload for each core", "times smaller")
         dtypes = list(dict.fromkeys(row.dtype for row in outcome.rows))
         for number, (codec, rows) in enumerate(by_group(outcome.rows, lambda row: row.codec).items()):
@@ -104,7 +101,7 @@ class Bench(harness.Benchmark):
         return {f"Codecs; small to large dots: {', '.join(dtypes)}.": figure}
 
 
-def _keys_and_values(settings: Settings) -> torch.Tensor:
+def _keys_and_values(bench: Bench) -> torch.Tensor:
     """KV in float32, shape ``(blocks, 2, layers, tokens, heads, channels)``."""
     import torch
 
@@ -123,8 +120,8 @@ def _keys_and_values(settings: Settings) -> torch.Tensor:
     model.eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
-    ids = torch.tensor(tokenizer.encode(" ".join(topics.values())).ids[: settings.blocks * settings.tokens])
-    ids = ids.reshape(settings.blocks, settings.tokens)
+    ids = torch.tensor(tokenizer.encode(" ".join(topics.values())).ids[: bench.blocks * bench.tokens])
+    ids = ids.reshape(bench.blocks, bench.tokens)
     found: dict[tuple[int, str], torch.Tensor] = {}
 
     def keep(layer: int, name: str) -> Callable[..., None]:
@@ -146,14 +143,13 @@ def _keys_and_values(settings: Settings) -> torch.Tensor:
     )
 
 
-def _measure(settings: Settings, blocks: torch.Tensor, dtype: str, progress: Progress) -> list[Row]:
+def _measure(bench: Bench, blocks: torch.Tensor, dtype: str) -> list[Row]:
     """Measure the codecs on one element type."""
     import torch
 
     from farpool.kv.compressed import codec_for
     from farpool.kv.compression import Lossless, decode, element_bytes, encode
     from farpool.kv.quantization import Axes
-    from farpool_bench.kv_codec_peers import lz4, zstd
 
     rounded = blocks.to(getattr(torch, dtype)).contiguous()
     payloads = [memoryview(block.contiguous().view(torch.uint8).numpy()).cast("B") for block in rounded]
@@ -186,7 +182,7 @@ def _measure(settings: Settings, blocks: torch.Tensor, dtype: str, progress: Pro
         works.append(
             rate_of(lambda number, codec=codec, stored=stored: decode(codec, stored[number], [target]))  # type: ignore
         )
-    memcpy, *rates = in_turn(works, settings.rounds, dtype, progress)
+    memcpy, *rates = in_turn(works, bench.rounds, dtype, bench.progress)
     rows = []
     for number, (codec, stored) in enumerate(zip(every, forms, strict=True)):
         encoding, decoding = rates[2 * number], rates[2 * number + 1]
@@ -220,8 +216,58 @@ def _errors(blocks: torch.Tensor, codec: Any, stored: list[bytes]) -> tuple[floa
     decoded = torch.empty_like(blocks)
     for block, form in zip(decoded, stored, strict=True):
         decode(codec, form, [block.view(torch.uint8).numpy()])
-    error = (decoded.double() - blocks.double()).square().mean((0, 2, 3, 4, 5)) / blocks.double().square().mean(
-        (0, 2, 3, 4, 5)
-    )
-    keys, values = error.sqrt().tolist()
+    error, whole = (each.double().square().mean((0, 2, 3, 4, 5)) for each in (decoded.double() - blocks, blocks))
+    keys, values = (error / whole).sqrt().tolist()
     return keys, values
+
+
+class Shuffled:
+    """Byte shuffle, each plane compressed by a library; `uncode` gets a plane and the number of its bytes."""
+
+    def __init__(
+        self, name: str, element: int, code: Callable[[memoryview], bytes], uncode: Callable[[memoryview, int], bytes]
+    ) -> None:
+        self.name = name
+        self._element, self._code, self._uncode = element, code, uncode
+        self._lengths = struct.Struct(f"<{element}Q")
+
+    def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
+        elements = payload.view(f"<u{self._element}")
+        planes = []
+        for index in range(self._element):
+            plane = np.empty(len(elements), np.uint8)
+            np.right_shift(elements, 8 * index, out=plane, casting="unsafe")
+            planes.append(self._code(plane.data))
+        return [self._lengths.pack(*map(len, planes)), *planes]
+
+    def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
+        elements: NDArray[Any] = payload.view(f"<u{self._element}")
+        place = self._lengths.size
+        planes = []
+        for length in self._lengths.unpack_from(stored.data):
+            planes.append(np.frombuffer(self._uncode(stored[place : place + length].data, len(elements)), np.uint8))
+            place += length
+        for start in range(0, len(elements), 1 << 16):
+            some = elements[start : start + (1 << 16)]
+            some[:] = planes[-1][start : start + (1 << 16)]
+            for plane in reversed(planes[:-1]):
+                some <<= 8
+                some |= plane[start : start + (1 << 16)]
+
+
+def zstd(element: int) -> Shuffled:
+    """Zstandard, level 1."""
+    import zstandard
+
+    compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+    return Shuffled("zstd level 1", element, compressor.compress, lambda coded, count: decompressor.decompress(coded))
+
+
+def lz4(element: int) -> Shuffled:
+    """LZ4 in its block format."""
+    from lz4 import block
+
+    def uncode(coded: memoryview, count: int) -> bytes:
+        return bytes(block.decompress(coded, uncompressed_size=count))
+
+    return Shuffled("lz4", element, lambda plane: bytes(block.compress(plane, store_size=False)), uncode)

@@ -17,21 +17,21 @@ otherwise the pool could fetch, unmeasured, while the others run. All logits mus
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row
-from farpool_bench.render import DOTTED, Grid, against_limit, megabytes, milliseconds, new_figure, rate_text, times
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from farpool_bench.harness import Figures, Option, Row
+from farpool_bench.render import DOTTED, Grid, against_limit, new_figure, rate_text
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; the link is a throttled DRAM tier."""
+class Bench(harness.Benchmark):
+    """Each rate of the link, which is a throttled DRAM tier."""
 
+    name = "kv-generate"
+    limit = "a resident cache while as many bytes are copied, or the fewest bytes over the link"
+    rivals = ("demand fetching",)
+    over = "rates"
+    measured_in = "kv_generate_cases"
     rounds: Annotated[int, Option("Tokens of each cache", least=1)] = 15
     rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the link
     layers: int = 32
@@ -41,54 +41,27 @@ class Settings(harness.Settings):
     context: int = 8192  # tokens whose keys and values are there before the first token is generated
     QUICK: ClassVar = {"rates": (0.5e9,), "rounds": 2, "layers": 8, "context": 512}
 
-
-class Bench(harness.Benchmark):
-    """Each rate of the link."""
-
-    name = "kv-generate"
-    limit = "a resident cache while as many bytes are copied, or the fewest bytes over the link"
-    rivals = ("demand fetching",)
-    Settings = Settings
-
     def open(self) -> None:
         from farpool_bench.link import core_for_link
 
         self.threads = self.stack.enter_context(core_for_link("cpu"))
 
-    def cases(self) -> Iterable[float]:
-        return self.settings.rates  # type: ignore[no-any-return]
-
-    def measure(self, case: float) -> Row:
-        from farpool_bench.kv_generate_cases import measure_case
-
-        return measure_case(self.settings, case, self.progress)
-
-    def outcome(self, found: list[Row]) -> Row:
-        shape = {"layers": self.settings.layers, "context": self.settings.context}
-        return Row(threads=self.threads, **shape, cases=tuple(found))
+    def facts(self) -> dict[str, Any]:
+        return {"threads": self.threads, "layers": self.layers, "context": self.context}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
         title = "Limit over measured time, and how much faster farpool is"
-        first, *remarks = against_limit(
-            title, "=link|farpool", outcome.cases, lambda case: [rate_text(case.rate), f"{case.efficiency:.0%}"]
-        )
-        rows = [
-            [
-                rate_text(case.rate),
-                *map(megabytes, (case.kv_bytes, case.budget_bytes)),
-                *map(milliseconds, (case.resident_seconds, case.beside_copies_seconds, [case.transfer_seconds])),
-                *map(milliseconds, (case.paged_seconds, [case.stall_seconds])),
-                times(case.moved_bytes, case.fewest_bytes),
-            ]
-            for case in outcome.cases
-        ]
+        first, *remarks = against_limit(title, "=link {rate:rate}|farpool {efficiency:.0%}", outcome.cases)
+        columns = "=link {rate:rate}|KV {kv_bytes:MB}|budget {budget_bytes:MB}|resident {resident_seconds:ms}"
+        columns += "|next to copies {beside_copies_seconds:ms}|link {transfer_seconds:ms}|farpool {paged_seconds:ms}"
+        columns += "|waiting {stall_seconds:ms}|bytes moved {moved:.2f}x"
+        rows = [Row(case, moved=case.moved_bytes / max(1, case.fewest_bytes)) for case in outcome.cases]
         title = f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state"
-        heads = "=link|KV|budget|resident|next to copies|link|farpool|waiting|bytes moved"
-        return [first, Grid(title, heads, rows), *remarks]
+        return [first, Grid.of(title, columns, rows), *remarks]
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         result = {}
         for case in outcome.cases:
             figure, axes = new_figure("round", "milliseconds")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from farpool import Pool
 from farpool.kv.engines.transformers import FarpoolCache
 from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.engines.transformers_layer import PagedLayer
 from farpool.memory.pool.pool import blocks_of
-from farpool_bench.harness import Progress, Row
+from farpool_bench.harness import Row, told
 from farpool_bench.link import Copier, Pooled, lower_tier
-from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.measure import Rival
 from farpool_bench.render import rate_text
+from farpool_bench.stack import llama
 
 _SHARE = 4
 """Keys and values are this many times as large as the budget."""
@@ -29,13 +29,13 @@ _VOCABULARY = 1024
 class _Tokens:
     """Generation of two tokens in each round, with each cache; the resident one gives the logits of all."""
 
-    def __init__(self, settings: Any, caches: dict[str, Any], model: Any) -> None:
+    def __init__(self, bench: Any, caches: dict[str, Any], model: Any) -> None:
         self._caches, self._model = caches, model
         self._argument = cache_argument(model)
         self._numbers = dict.fromkeys(caches, 0)
         self._expected: list[torch.Tensor] = []
         for cache in caches.values():
-            _fill(cache, settings)
+            _fill(cache, bench)
 
     def next(self, name: str) -> float:
         """Seconds of the next token with a cache; RuntimeError if its logits are not the resident one's."""
@@ -53,16 +53,24 @@ class _Tokens:
         return seconds
 
 
-def measure_case(settings: Any, rate: float, progress: Progress) -> Row:
+def measure_case(bench: Any, rate: float) -> Row:
     """Measure the pool, and demand fetching, in turn with a cache that is wholly resident."""
-    model = _model(settings)
-    kv_bytes = settings.layers * 2 * settings.kv_heads * settings.context * settings.head_dim * torch.float32.itemsize
+    model = llama(
+        vocab_size=_VOCABULARY,
+        hidden_size=bench.query_heads * bench.head_dim,
+        intermediate_size=2 * bench.query_heads * bench.head_dim,
+        num_hidden_layers=bench.layers,
+        num_attention_heads=bench.query_heads,
+        num_key_value_heads=bench.kv_heads,
+        head_dim=bench.head_dim,
+        max_position_embeddings=2 * bench.context,
+    )
+    kv_bytes = bench.layers * 2 * bench.kv_heads * bench.context * bench.head_dim * torch.float32.itemsize
     budget = kv_bytes // _SHARE
-    most = settings.context + 2 * (settings.rounds + _SETTLE)
+    most = bench.context + 2 * (bench.rounds + _SETTLE)
     # As much as `OperandMemory` takes for the keys and values of a layer.
-    operands = kv_bytes // settings.layers // settings.context * most * 33 // 32
+    operands = kv_bytes // bench.layers // bench.context * most * 33 // 32
     fewest = kv_bytes - budget
-    transfer = fewest / rate
     resident, with_copies = [], []
     with (
         Copier(rate) as copier,
@@ -74,71 +82,41 @@ def measure_case(settings: Any, rate: float, progress: Progress) -> Row:
             "farpool": FarpoolCache(model.config, pool=pool),
             "demand fetching": FarpoolCache(model.config, pool=demand_pool),
         }
-        tokens = _Tokens(settings, caches, model)
+        tokens = _Tokens(bench, caches, model)
         ours = Pooled(pool, lambda between: tokens.next("farpool"))
-        rival = Candidate("demand fetching", lambda: [tokens.next("demand fetching") for _ in range(2)][1])
-        for done in range(-_SETTLE // 2, settings.rounds):
-            progress(rate_text(rate), max(0, done), settings.rounds)
+        rival = Rival("demand fetching", lambda: [tokens.next("demand fetching") for _ in range(2)][1])
+        for done in told(bench.progress, rate_text(rate), range(-_SETTLE // 2, bench.rounds)):
             resident.append(tokens.next("resident"))
             with_copies.append(copier.while_copying(lambda: tokens.next("resident"), fewest))
             ours.measure()
-            rival.measure()
+            rival.sample()
             if done < 0:
                 for samples in (resident, with_copies, ours, rival.samples):
                     samples.clear()
-        progress(rate_text(rate), settings.rounds, settings.rounds)
         peak = pool.stats().fast.peak
         booked = blocks_of(pool).ledger.total(owner="KV operands").reserved
         if booked > operands:
             raise RuntimeError(f"operands take {booked} bytes, {operands} are counted against the budget")
         caches.clear()  # the caches must not outlive the pools
-    limits = [max(seconds, transfer) for seconds in with_copies]
-    rivals = (rival, Candidate("transformers' offloaded cache", None, "needs CUDA"))
+    rivals = (rival, Rival("transformers' offloaded cache", None, "needs CUDA"))
     return Row(
+        ours.row(fewest / rate, resident, with_copies, rivals),
         rate=rate,
         kv_bytes=kv_bytes,  # before the first token is generated
         budget_bytes=budget,  # fast memory in all; operands hold the keys and values that attention gets
         operand_bytes=operands,
         peak_bytes=peak,  # of the pool's arena
         fewest_bytes=fewest,  # that a token has to bring in
-        moved_bytes=ours.moved("read"),
-        transfer_seconds=transfer,
-        resident_seconds=tuple(resident),
-        beside_copies_seconds=tuple(with_copies),
-        paged_seconds=tuple(ours.seconds),
-        stall_seconds=statistics.median(ours.stalled),
-        efficiency=median_ratio(limits, ours.seconds),
-        equal=True,
-        peers=tuple(rival.result(ours.seconds, limits) for rival in rivals),
     )
 
 
-def _model(settings: Any) -> Any:
-    width = settings.query_heads * settings.head_dim
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=_VOCABULARY,
-                hidden_size=width,
-                intermediate_size=2 * width,
-                num_hidden_layers=settings.layers,
-                num_attention_heads=settings.query_heads,
-                num_key_value_heads=settings.kv_heads,
-                head_dim=settings.head_dim,
-                max_position_embeddings=2 * settings.context,
-            )
-        )
-        return model.eval()  # type: ignore[no-untyped-call]
-
-
-def _fill(cache: Any, settings: Any) -> None:
+def _fill(cache: Any, bench: Any) -> None:
     """Put a context of random keys and values into a cache, the same into each.
 
     To compute one of this length would take many times as long as all that is measured.
     """
     generator = torch.Generator().manual_seed(1)
-    shape = (1, settings.kv_heads, settings.context, settings.head_dim)
+    shape = (1, bench.kv_heads, bench.context, bench.head_dim)
     for number, layer in enumerate(cache.layers):
         keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
         if type(layer) is PagedLayer:

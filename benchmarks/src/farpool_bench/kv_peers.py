@@ -7,31 +7,34 @@ own: it wants other packages than farpool.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from farpool.cluster.wire.channel import Transport
-from farpool.errors import ConfigError
-from farpool_bench.measure import opened
-from farpool_bench.redis_peer import RedisPeer, RedisUser, find_redis, free_port
-from farpool_bench.ring import Ring
-from farpool_bench.users import User
-from farpool_bench.worker import StorePeer, Worker
+from farpool.errors import ConfigError, FarpoolError
+from farpool_bench.measure import Rival, opened
+from farpool_bench.users import Ring, User
+from farpool_bench.worker import Worker, free_port
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 Tier = Literal["fs", "L1"]
 """Files in a folder in shared memory, or memory of the process."""
 
-_UserT = TypeVar("_UserT", bound=User)
 _ASK_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 20.0
+_NO_REDIS = "redis-server is not installed; on Debian or Ubuntu: apt-get install redis-server"
 _MASTER_TIMEOUT_S = 10.0
 _MOONCAKE = {
     "GLOG_minloglevel": "1",
@@ -40,6 +43,22 @@ _MOONCAKE = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "true",
 }
 _NO_MOONCAKE = "the package 'mooncake' is not installed; pip install mooncake-transfer-engine-non-cuda"
+
+
+def find_redis() -> tuple[str | None, str]:
+    """Name and versions of the installed Redis; else None and advice on how to install it."""
+    path = shutil.which("redis-server")
+    if path is None:
+        return None, _NO_REDIS
+    try:
+        client = f"redis-py {version('redis')}, hiredis {version('hiredis')}"
+    except PackageNotFoundError as error:
+        return None, f"the package {error.name!r} is not installed; pip install redis hiredis"
+    said = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False
+    ).stdout
+    number = next((word.removeprefix("v=") for word in said.split() if word.startswith("v=")), "")
+    return f"Redis {number}, {client}", ""
 
 
 def find_mooncake() -> tuple[str | None, str]:
@@ -73,31 +92,135 @@ def find_lmcache(python: str) -> tuple[str | None, str]:
     return f"LMCache {done.stdout.strip()}", ""
 
 
-class MooncakePeer(StorePeer):
-    """The three processes of a Mooncake Store; its segment has `lent` bytes."""
+class RedisPeer(NamedTuple):
+    """Clients of a Redis server, one over TCP and one over a UNIX socket."""
 
-    def __init__(self, lent: int) -> None:
-        super().__init__("Mooncake", partial(_start_mooncake, lent))
+    tcp: Redis
+    unix: Redis
 
-
-class LMCachePeer(StorePeer):
-    """A process with a tier of LMCache, whose L1 has `lent` bytes; the folder of its fs tier is removed at the end."""
-
-    def __init__(self, python: str, tier: Tier, lent: int) -> None:
-        super().__init__("LMCache", partial(_start_lmcache, python, tier, lent))
+    def user(self, way: str, ring: Ring, kind: type[RedisUser] | None = None) -> RedisUser:
+        """Make a user, over TCP if `way` is tcp and else over the UNIX socket."""
+        return (kind or RedisUser)(self.tcp if way == "tcp" else self.unix, ring)
 
 
-def _start_lmcache(python: str, tier: Tier, lent: int, stack: ExitStack) -> Worker:
-    place = str(lent)
-    if tier == "fs":
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir="/dev/shm"))
-    return Worker("lmcache_worker", [tier, place], {"LMCACHE_LOG_LEVEL": "ERROR"}, python).started(stack)
+@contextmanager
+def redis_peer() -> Iterator[RedisPeer]:
+    """Run a Redis server."""
+    import redis
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-"))
+        path, port = str(Path(folder, "redis.sock")), free_port()
+        options = {"port": str(port), "bind": "127.0.0.1", "unixsocket": path, "dir": folder}
+        options |= {"save": "", "appendonly": "no", "daemonize": "no", "maxmemory": "0"}
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        server = subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stack.callback(server.wait)
+        stack.callback(server.kill)
+        peer = RedisPeer(redis.Redis(host="127.0.0.1", port=port), redis.Redis(unix_socket_path=path))
+        end = time.monotonic() + _START_TIMEOUT_S
+        for client in peer:
+            stack.callback(client.close)
+            while True:
+                try:
+                    client.ping()
+                    break
+                except redis.ConnectionError as error:
+                    if time.monotonic() > end or server.poll() is not None:
+                        raise FarpoolError(f"redis-server did not start on 127.0.0.1:{port}: {error}") from error
+                time.sleep(0.02)
+        yield peer
 
 
-def _start_mooncake(lent: int, stack: ExitStack) -> Worker:
-    master = _start_master(stack)
-    Worker("mooncake_worker", ["lend", master, str(lent)], _MOONCAKE).started(stack)
-    return Worker("mooncake_worker", ["use", master], _MOONCAKE).started(stack)
+class RedisUser(User):
+    """A user of Redis that moves many objects with MSET and MGET, and copies received values to the ring's buffers."""
+
+    gets_what_is_there = True
+
+    def __init__(self, client: Redis, ring: Ring) -> None:
+        super().__init__("Redis", ring)
+        self._client = client
+
+    def remove(self) -> None:
+        self._client.delete(*self.ring.keys)
+
+    def put(self, part: slice) -> None:
+        self._client.mset(dict(zip(self.ring.keys[part], self.ring.payloads[part], strict=True)))
+
+    def get(self, part: slice) -> None:
+        for buffer, value in zip(self.ring.buffers[part], self._found(part), strict=True):
+            if value is None:
+                raise FarpoolError("Redis: an object that was set is missing")
+            buffer[:] = value
+
+    def find(self) -> int:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in self.ring.keys:
+            pipeline.exists(key)
+        return sum(pipeline.execute())
+
+    def _found(self, part: slice) -> list[Any]:
+        return self._client.mget(self.ring.keys[part])
+
+
+class MGetUser(RedisUser):
+    """A user that looks up by getting the objects."""
+
+    def find(self) -> int:
+        return sum(value is not None for value in self._found(slice(None)))
+
+
+class RedisOneByOneUser(RedisUser):
+    """A user that moves one object in a call, and keeps it as it was received."""
+
+    def put(self, part: slice) -> None:
+        for key, payload in zip(self.ring.keys[part], self.ring.payloads[part], strict=True):
+            self._client.set(key, payload)
+
+    def get(self, part: slice) -> None:
+        self.keep(part, [self._client.get(key) for key in self.ring.keys[part]])
+
+
+@contextmanager
+def mooncake_peer(lent: int) -> Iterator[Worker]:
+    """Run the three processes of a Mooncake Store; its segment has `lent` bytes, or 64 MiB."""
+    with ExitStack() as stack:
+        master = _start_master(stack)
+        Worker("mooncake_worker", ["lend", master, str(max(64 << 20, lent))], _MOONCAKE).started(stack)
+        yield Worker("mooncake_worker", ["use", master], _MOONCAKE).started(stack)
+
+
+@contextmanager
+def lmcache_peer(python: str, tier: Tier, lent: int) -> Iterator[Worker]:
+    """Run a process with a tier of LMCache, whose L1 has `lent` bytes, or 64 MiB."""
+    with ExitStack() as stack:
+        place = str(max(64 << 20, lent))
+        if tier == "fs":
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir="/dev/shm"))
+        yield Worker("lmcache_worker", [tier, place], {"LMCACHE_LOG_LEVEL": "ERROR"}, python).started(stack)
+
+
+class WorkerUser(NamedTuple):
+    """A user of a ring in a worker, which `farpool_bench.users.serve` times as users in this process are."""
+
+    worker: Worker
+    ring: Ring
+
+    def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
+        """Seconds per object, `batch` of them in a call."""
+        return self._ask("put" if write else "get", batch, seconds)
+
+    def lookup_seconds(self, seconds: float) -> float:
+        """Seconds of a call that looks up all keys, in the median."""
+        return self._ask("find", len(self.ring), seconds)
+
+    def fetch_seconds(self) -> float:
+        """Seconds until all objects, which must have been put, are looked up and got."""
+        return self._ask("fetch", len(self.ring), 0.0)
+
+    def _ask(self, what: str, batch: int, seconds: float) -> float:
+        shape = f"{self.ring.nbytes} {len(self.ring)}"
+        return float(self.worker.ask(f"{what} {shape} {batch} {seconds!r}", "seconds"))
 
 
 def _start_master(stack: ExitStack) -> str:
@@ -107,14 +230,9 @@ def _start_master(stack: ExitStack) -> str:
     program = Path(spec.submodule_search_locations[0], "mooncake_master")
     port = free_port()
     log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-    options = {
-        "rpc_address": "127.0.0.1",
-        "rpc_port": port,
-        "metrics_port": free_port(),
-        "enable_metric_reporting": "false",
-        "logtostderr": "true",
-    }
-    command = [str(program), *(f"--{key}={value}" for key, value in options.items())]
+    words = f"--rpc_address=127.0.0.1 --rpc_port={port} --metrics_port={free_port()}"
+    words += " --enable_metric_reporting=false --logtostderr=true"
+    command = [str(program), *words.split()]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     stack.callback(process.wait)
     stack.callback(process.kill)
@@ -129,77 +247,47 @@ def _start_master(stack: ExitStack) -> str:
     if process.poll() is not None:
         log.seek(0)
         lines = log.read().splitlines()
-        raise ValueError(f"its master ended: {lines[-1] if lines else 'no message'}")
+        raise FarpoolError(f"Mooncake's master ended: {lines[-1] if lines else 'no message'}")
     return f"127.0.0.1:{port}"
 
 
-def closed(stack: ExitStack, user: _UserT) -> _UserT:
-    """Close a user at the end."""
-    stack.callback(user.close)
-    return user
-
-
 class Contender(NamedTuple):
-    """One that runs in turn with farpool's cache of blocks, or the reason why it cannot."""
+    """One that runs in turn with farpool, as a user of a store, or the reason why it cannot."""
 
     name: str
-    each: Callable[[bool], float] | None = None  # seconds for one object, all of a ring put (True) or got in one call
-    find: Callable[[], float] | None = None  # seconds for a call that looks up all keys of the ring
-    fetch: Callable[[], float] | None = None  # see `User.fetch_seconds`
+    user: Any  # a `User` or `WorkerUser` of the same ring; None if it cannot run
     reason: str = ""
 
-    @classmethod
-    def of(cls, name: str, user: User, seconds: float) -> Contender:
-        """Make one of a user that moves its whole ring in one call, for so many seconds a sample."""
-        each = partial(user.seconds_each, batch=len(user.ring), seconds=seconds)
-        return cls(name, each, partial(user.lookup_seconds, seconds), user.fetch_seconds)
+    def rival(self, how: str, *arguments: object) -> Rival:
+        """Make a rival of which this method of the user takes the samples."""
+        return Rival(self.name, self.user and partial(getattr(self.user, how), *arguments), self.reason)
 
 
 class KVPeers:
-    """The rivals that run here, with their names and versions in `names`; a context manager that stops them.
+    """The rivals that run here, with their names and versions in `names`; `stack` stops them.
 
-    `lmcache` is a Python that has farpool and LMCache (this one if empty), `seconds` the length of a sample, and `lent`
-    the least size of Mooncake's segment and of LMCache's L1. Each of the tiers of LMCache is a rival.
+    `python` has farpool and LMCache (this one if empty), and `lent` is the least size of Mooncake's segment and of
+    LMCache's L1. Each of the tiers of LMCache is a rival.
     """
 
-    def __init__(self, lmcache: str, seconds: float, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
-        lent = max(64 << 20, lent)
-        self._seconds = seconds
+    def __init__(self, stack: ExitStack, python: str, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
         redis, why_no_redis = find_redis()
         mooncake, why_no_mooncake = find_mooncake()
-        other, why_no_lmcache = find_lmcache(lmcache)
-        self.names = tuple(name for name in (mooncake, other and f"{other}, {' and '.join(tiers)}", redis) if name)
-        with ExitStack() as stack:
-            self._redis, self._why_no_redis = opened(stack, RedisPeer if redis else None, why_no_redis)
-            stores = [("Mooncake, TCP", partial(MooncakePeer, lent) if mooncake else None, why_no_mooncake)]
-            for tier in tiers:
-                make = partial(LMCachePeer, lmcache, tier, lent) if other else None
-                stores.append((f"LMCache, {tier}", make, why_no_lmcache))  # type: ignore[arg-type]
-            self._stores = [(name, *opened(stack, make, reason)) for name, make, reason in stores]
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        other, why_no_lmcache = find_lmcache(python)
+        self.names = tuple(filter(None, (mooncake, other and f"{other}, {' and '.join(tiers)}", redis)))
+        self._redis, self._why_no_redis = opened(stack, redis_peer if redis else None, why_no_redis)
+        make = partial(mooncake_peer, lent) if mooncake else None
+        self._stores = [("Mooncake, TCP", *opened(stack, make, why_no_mooncake))]
+        for tier in tiers:
+            make = partial(lmcache_peer, python, tier, lent) if other else None
+            self._stores.append((f"LMCache, {tier}", *opened(stack, make, why_no_lmcache)))
 
     def contenders(self, stack: ExitStack, way: Transport, ring: Ring) -> Iterator[Contender]:
         """Make each rival ready to move a ring's objects, until the stack is closed.
 
         Redis goes over TCP when farpool goes over TCP, and else over its UNIX socket.
         """
-        nbytes, count, seconds = ring.nbytes, len(ring), self._seconds
         for name, peer, reason in self._stores:
-            if peer is None:
-                yield Contender(name, reason=reason)
-            else:
-                each = partial(peer.seconds_each, nbytes=nbytes, count=count, batch=count, seconds=seconds)
-                find = partial(peer.lookup_seconds, nbytes, count, seconds)
-                yield Contender(name, each, find, partial(peer.fetch_seconds, nbytes, count))
-        name = "Redis, TCP" if way == "tcp" else "Redis, UNIX socket"
-        if self._redis is None:
-            yield Contender(name, reason=self._why_no_redis)
-        else:
-            client = self._redis.tcp if way == "tcp" else self._redis.unix
-            yield Contender.of(name, closed(stack, RedisUser(client, ring)), seconds)
+            yield Contender(name, peer and WorkerUser(peer, ring), reason)
+        user = self._redis and stack.enter_context(self._redis.user(way, ring))
+        yield Contender("Redis, TCP" if way == "tcp" else "Redis, UNIX socket", user, self._why_no_redis)

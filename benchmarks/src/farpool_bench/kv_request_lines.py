@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,16 +57,6 @@ class Request(NamedTuple):
     names: list[int] | list[str] | None
     prompt: list[Any]
     length: int | None
-
-
-class _Unpacker(Protocol):
-    """Decompressor of one gzip member or one zstd frame."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def read_lines(path: Path, label_hash_ids: str, label_input_length: str) -> Iterator[Request]:
@@ -260,11 +250,9 @@ def _unpacked(file: BufferedReader, path: Path) -> Iterator[bytes]:
             yield data
 
 
-def _members(
-    file: BufferedReader, path: Path, new: Callable[[], _Unpacker], damage: type[Exception]
-) -> Iterator[bytes]:
+def _members(file: BufferedReader, path: Path, new: Callable[[], Any], damage: type[Exception]) -> Iterator[bytes]:
     """Decompress a file whose compressed parts follow each other."""
-    unpacker: _Unpacker | None = None
+    unpacker: Any = None  # decompresses one gzip member or one zstd frame
     while data := file.read(_PACKED_BYTES):
         while data:
             if unpacker is None:

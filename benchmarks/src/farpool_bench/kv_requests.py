@@ -55,16 +55,13 @@ class Requests:
 
 
 def read(
-    path: Path,
-    block_tokens: int | None = None,
-    label_hash_ids: str = "hash_ids",
-    label_input_length: str = "input_length",
+    path: Path, block_tokens: int | None = None, label_ids: str = "hash_ids", label_length: str = "input_length"
 ) -> Requests:
     """Read a log of requests.
 
     `path`: a file of JSON lines or an engine's log, which gzip or zstd may have compressed. `block_tokens`: tokens of a
-    block. None finds them from the lengths where there are any, and takes 16 for prompts. `label_hash_ids`,
-    `label_input_length`: names of the fields with the blocks of a prompt and with its length.
+    block. None finds them from the lengths where there are any, and takes 16 for prompts. `label_ids`,
+    `label_length`: names of the fields with the blocks of a prompt and with its length.
     """
     numbers: dict[tuple[int, Any], int] = {}
     before: dict[Any, int] = {}
@@ -72,15 +69,13 @@ def read(
     form = ""
     chains: list[list[int]] = []
     tokens: list[int | None] = []
+    blocks: Sequence[Any]
     page = block_tokens or 16
-    for line, names, prompt, length in read_lines(path, label_hash_ids, label_input_length):
-        found = _form(names)
-        blocks: Sequence[int | str | bytes]
+    for line, names, prompt, length in read_lines(path, label_ids, label_length):
+        found, blocks = _form(names), names or ()
         if names is None:
             _check_tokens(prompt, f"line {line} of {path}")
             blocks, length = token_chain(prompt, page), len(prompt)
-        else:
-            blocks = names
         # A name that is a number equals no name that is a text, so two forms in one file would share nothing.
         if form and found and found != form:
             raise ConfigError(

@@ -20,10 +20,8 @@ caches need a GPU and are not compared.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -35,10 +33,15 @@ from farpool_bench.render import Grid
 from farpool_bench.sockets import build_sockets
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; all is computed on the CPU."""
+class Bench(harness.Benchmark):
+    """Each length of the prefix; all is computed on the CPU."""
 
+    name = "kv-ttft"
+    limit = "a copy in memory, and a C program on plain sockets, which only move as many bytes"
+    rivals = ("computing it again", "Mooncake Store", "LMCache's fs tier and L1", "Redis")
+    rows = "points"
+    over = "tokens"
+    measured_in = "kv_ttft_run"
     lmcache: Annotated[str, Option("Has farpool and LMCache; default: this Python.", "PYTHON")] = ""
     rounds: Annotated[int, Option("Samples behind a long prefix", least=1)] = 28
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 2048)  # lengths of the prefix, multiples of 16
@@ -46,64 +49,38 @@ class Settings(harness.Settings):
     layers: int = 8
     QUICK: ClassVar = {"rounds": 2, "tokens": (16, 64), "hidden": 128, "layers": 2}
 
-    def rounds_for(self, tokens: int) -> int:
-        """Samples of each row behind so many tokens: a short pass takes less time, and varies more."""
-        return self.rounds * max(1, min(4, 512 // tokens))
-
-
-class Bench(harness.Benchmark):
-    """Each length of the prefix."""
-
-    name = "kv-ttft"
-    limit = "a copy in memory, and a C program on plain sockets, which only move as many bytes"
-    rivals = ("computing it again", "Mooncake Store", "LMCache's fs tier and L1", "Redis")
-    Settings = Settings
-
     def open(self) -> None:
         from farpool_bench.kv_peers import KVPeers
         from farpool_bench.kv_ttft_run import Model
 
-        self.model = Model(self.settings)
-        nbytes = self.model.token_bytes * max(self.settings.tokens)
-        peers = KVPeers(self.settings.lmcache, 0.0, 4 * nbytes, ("fs", "L1"))
-        self.peers = self.stack.enter_context(peers)
+        self.model = Model(self)
+        nbytes = self.model.token_bytes * max(self.tokens)
+        self.peers = KVPeers(self.stack, self.lmcache, 4 * nbytes, ("fs", "L1"))
         folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-"))
         self.sockets, self.no_sockets = build_sockets(Path(folder))
         self.node = self.stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
 
-    def cases(self) -> Iterable[int]:
-        return self.settings.tokens  # type: ignore[no-any-return]
-
-    def measure(self, case: int) -> Row:
-        from farpool_bench.kv_ttft_run import measure_point
-
-        return measure_point(self, case)
-
-    def outcome(self, found: list[Row]) -> Row:
+    def facts(self) -> dict[str, Any]:
         import torch
 
-        return Row(threads=torch.get_num_threads(), peers=self.peers.names, points=tuple(found))
+        return {"threads": torch.get_num_threads(), "peers": self.peers.names}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows: list[list[str]] = []
+        rows: list[Any] = []
         missing: dict[str, str] = {}
         for point in outcome.points:
             whole = f"{point.tokens:,} tokens, {format_size(point.nbytes)}"
-            rows += [[], [whole, _ms(point.recompute), "1.00"]]
+            rows += [[], Row(name=whole, seconds=point.recompute, speedup=1.0, fetching=None, shares="", same="")]
             for row in point.rows:
                 if row.seconds is None:
                     missing[row.name] = f"{row.name}: {row.remark}"
                     continue
                 middle, low, high = (100 * share for share in row.share)
-                share = f"{middle:.2f} ({low:.2f}-{high:.2f})"
-                equal = "" if row.equal is None else "yes" if row.equal else "NO"
-                rows.append([row.name, _ms(row.seconds), f"{row.speedup:.2f}", _ms(row.fetching), share, equal])
+                same = "" if row.equal is None else "yes" if row.equal else "NO"
+                rows.append(Row(row, shares=f"{middle:.2f} ({low:.2f}-{high:.2f})", same=same))
         title = "First token, and until the KV is there (ms, and % of computing)"
-        yield Grid(title, "=|token|faster|KV|KV, % (95 %)|<equal", rows)
+        columns = "={name}|token {seconds:1e3*.2f}|faster {speedup:.2f}|KV {fetching:1e3*.2f}|KV, % (95 %) {shares}"
+        yield Grid.of(title, columns + "|<equal {same}", rows)
         setting = f"{outcome.threads} threads; peers: {'; '.join(outcome.peers) or 'none'}"
         yield "\n".join([setting, *missing.values()])
-
-
-def _ms(seconds: tuple[float, ...]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.2f}"

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
 
 from farpool.errors import FarpoolError
 from farpool.kv.cache import PrefixCache
@@ -21,8 +19,9 @@ from farpool.kv.engines.transformers_config import cache_argument
 from farpool.kv.memory import Layer, TensorMemory
 from farpool_bench.harness import Row
 from farpool_bench.measure import in_turn, median_interval, median_ratio
-from farpool_bench.ring import Ring
 from farpool_bench.sockets import Sockets, read
+from farpool_bench.stack import llama
+from farpool_bench.users import Ring
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,28 +38,23 @@ _CALL_TIMEOUT_S = 30.0
 class Model:
     """A model of Llama's shape with weights by seed, and memory for the KV of its longest prefix."""
 
-    def __init__(self, settings: Any) -> None:
-        torch.manual_seed(0)
-        heads = settings.hidden // _HEAD
-        self._model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=_VOCABULARY,
-                hidden_size=settings.hidden,
-                intermediate_size=settings.hidden * 11 // 4,
-                num_hidden_layers=settings.layers,
-                num_attention_heads=heads,
-                num_key_value_heads=max(1, heads // 4),
-                max_position_embeddings=8192,
-            )
-        ).train(False)
+    def __init__(self, bench: Any) -> None:
+        heads = bench.hidden // _HEAD
+        self._model = llama(
+            vocab_size=_VOCABULARY,
+            hidden_size=bench.hidden,
+            intermediate_size=bench.hidden * 11 // 4,
+            num_hidden_layers=bench.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 4),
+            max_position_embeddings=8192,
+        )
         self._argument = cache_argument(self._model)
-        longest = max(settings.tokens)
-        self.prompt = torch.randint(0, _VOCABULARY, (1, longest + 1))
+        longest = max(bench.tokens)
+        self.prompt = torch.randint(0, _VOCABULARY, (1, longest + 1), generator=torch.Generator().manual_seed(0))
         # Keys and values of a layer are one tensor, so that a copy of blocks of all layers is one call.
-        shape = (settings.layers, 2, 1, max(1, heads // 4), longest, _HEAD)
-        self.kv = torch.zeros(shape)
-        self.spare = torch.zeros(shape)
-        self.layers = settings.layers
+        self.kv, self.spare = torch.zeros(2, bench.layers, 2, 1, max(1, heads // 4), longest, _HEAD)
+        self.layers = bench.layers
         self.token_bytes = self.kv[..., 0, :].nbytes
 
     def seconds(self, tokens: int) -> float:
@@ -69,36 +63,26 @@ class Model:
 
     def go_on(self, tokens: int) -> tuple[float, torch.Tensor]:
         """Seconds of a pass over the token behind the KV in memory, and its logits."""
-        cache = DynamicCache(config=self._model.config)
-        for layer, (keys, values) in zip(_layers(cache), self.kv[..., :tokens, :], strict=True):
+        cache: Any = DynamicCache(config=self._model.config)
+        for layer, (keys, values) in zip(cache.layers, self.kv[..., :tokens, :], strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
         return self._pass(cache, self.prompt[:, tokens : tokens + 1])
 
     def prefill(self, tokens: int) -> torch.Tensor:
         """Compute the KV of a prefix into memory; return the logits of the token behind it."""
-        cache = DynamicCache(config=self._model.config)
+        cache: Any = DynamicCache(config=self._model.config)
         self._pass(cache, self.prompt[:, :tokens])
-        for layer, (keys, values) in zip(_layers(cache), self.kv[..., :tokens, :], strict=True):
-            assert layer.keys is not None
-            assert layer.values is not None
+        for layer, (keys, values) in zip(cache.layers, self.kv[..., :tokens, :], strict=True):
             keys.copy_(layer.keys)
             values.copy_(layer.values)
         return self._pass(cache, self.prompt[:, tokens : tokens + 1])[1]
-
-    def memory(self, tokens: int) -> TensorMemory:
-        """View the memory of a prefix's KV as farpool fills it."""
-        return TensorMemory([(keys, values) for keys, values in self.kv[..., :tokens, :]])
 
     def _pass(self, cache: DynamicCache, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
         with torch.inference_mode():
             start = time.perf_counter()
             logits = self._model(ids, use_cache=True, logits_to_keep=1, **{self._argument: cache}).logits
             return time.perf_counter() - start, logits
-
-
-def _layers(cache: DynamicCache) -> list[DynamicLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
 
 class _Sample:
@@ -137,40 +121,41 @@ class _Sample:
         )
 
 
-def _missing(name: str, remark: str) -> Row:
-    return Row(name=name, seconds=None, fetching=None, speedup=None, share=None, equal=None, remark=remark)
-
-
-def measure_point(bench: Any, tokens: int) -> Row:
+def measure_case(bench: Any, tokens: int) -> Row:
     """Measure all ways to the KV of a prefix of so many tokens; the prompt has one more."""
-    model, settings = bench.model, bench.settings
+    model = bench.model
     ring = Ring(model.token_bytes * _BLOCK, tokens // _BLOCK)
+    # A short pass takes less time, and varies more.
+    rounds = bench.rounds * max(1, min(4, 512 // tokens))
     with ExitStack() as stack:
         wanted = model.prefill(tokens)
-        missing: list[Row] = []
+        missing: dict[str, str] = {}
         fetches = list(_own(stack, model, bench.node, tokens))
         for peer in bench.peers.contenders(stack, "tcp", ring):
-            if peer.each is None or peer.fetch is None:
-                missing.append(_missing(peer.name, peer.reason))
+            if peer.user is None:
+                missing[peer.name] = peer.reason
             else:
-                peer.each(True)
-                fetches.append((peer.name, partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)))
-        fetches += _bare(stack, model, bench.sockets, tokens)
+                peer.user.seconds_each(True, len(ring), 0.0)
+                fetch = partial(_of_peer, peer.user.fetch_seconds, model.spare[..., :tokens, :], ring)
+                fetches.append((peer.name, fetch))
+        fetches += _bare(stack, bench, tokens)
         if bench.sockets is None:
-            missing.append(_missing("bare C sockets", bench.no_sockets))
+            missing["bare C sockets"] = bench.no_sockets
         samples = [_Sample(name, model, tokens, fetch, wanted) for name, fetch in fetches]
         for sample in samples:
             sample.take()
             sample.times.clear()
         works: list[Callable[[], float]] = [partial(model.seconds, tokens), *(sample.take for sample in samples)]
-        recompute = in_turn(works, settings.rounds_for(tokens), f"{tokens} tokens", bench.progress)[0]
-    rows = (*(one.row(recompute) for one in samples), *missing)
-    return Row(tokens=tokens, nbytes=model.token_bytes * tokens, recompute=recompute, rows=rows)
+        recompute = in_turn(works, rounds, f"{tokens} tokens", bench.progress)[0]
+    nothing = dict.fromkeys(("seconds", "fetching", "speedup", "share", "equal"))
+    rows = [one.row(recompute) for one in samples]
+    rows += [Row(name=name, **nothing, remark=remark) for name, remark in missing.items()]
+    return Row(tokens=tokens, nbytes=model.token_bytes * tokens, recompute=recompute, rows=tuple(rows))
 
 
 def _own(stack: ExitStack, model: Model, node: str, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Save a prefix, and return for each transport the work of getting it back, which takes its own time."""
-    prompt = model.prompt[0, : tokens + 1].tolist()
+    prompt, kv = model.prompt[0, : tokens + 1].tolist(), model.kv[..., :tokens, :]
     ways: tuple[Transport, ...] = ("mapped", "tcp")
     for way in ways:
         cache = PrefixCache(
@@ -186,45 +171,35 @@ def _own(stack: ExitStack, model: Model, node: str, tokens: int) -> Iterator[tup
             timeout=_CALL_TIMEOUT_S,
         )
         stack.callback(cache.close)
-        memory = model.memory(tokens)
+        memory = TensorMemory([(keys, values) for keys, values in kv])
         cache.save(prompt[:tokens], memory)
-
-        def fetch(cache: PrefixCache = cache, memory: TensorMemory = memory) -> float:
-            model.kv[..., :tokens, :].zero_()
-            start = time.perf_counter()
-            loaded = cache.fetch(prompt, memory).tokens
-            taken = time.perf_counter() - start
-            if loaded != tokens:
-                raise FarpoolError(f"farpool: {loaded} of {tokens} tokens were loaded")
-            return taken
-
-        yield f"farpool, {'TCP' if way == 'tcp' else way}", fetch
+        yield f"farpool, {'TCP' if way == 'tcp' else way}", partial(_timed, kv, partial(_load, cache, prompt, memory))
 
 
-def _bare(
-    stack: ExitStack, model: Model, sockets: Path | None, tokens: int
-) -> Iterator[tuple[str, Callable[[], float]]]:
+def _load(cache: PrefixCache, prompt: list[int], memory: TensorMemory) -> None:
+    loaded = cache.fetch(prompt, memory).tokens
+    if loaded != len(prompt) - 1:
+        raise FarpoolError(f"farpool: {loaded} of {len(prompt) - 1} tokens were loaded")
+
+
+def _bare(stack: ExitStack, bench: Any, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield works that move as many bytes in one piece, without looking them up, checking or scattering them."""
-    nbytes = model.token_bytes * tokens
-    target = model.spare.view(-1).view(torch.uint8)[:nbytes]
+    nbytes = bench.model.token_bytes * tokens
+    target = bench.model.spare.view(-1).view(torch.uint8)[:nbytes]
     into, source = memoryview(cast("Buffer", target.numpy())), memoryview(bytearray(nbytes))
+    yield "bare memcpy", partial(_timed, target, partial(into.__setitem__, slice(None), source))
+    if bench.sockets is not None:
+        server = stack.enter_context(Sockets(bench.sockets, nbytes, 1))
+        work = partial(read, stack.enter_context(server.connect()), into)
+        yield "bare C sockets", partial(_timed, target, work)
 
-    def copy() -> None:
-        into[:] = source
 
-    works = {"bare memcpy": copy}
-    if sockets is not None:
-        server = stack.enter_context(Sockets(sockets, nbytes, 1))
-        works["bare C sockets"] = partial(read, stack.enter_context(server.connect()), into)
-    for name, work in works.items():
-
-        def taken(work: Callable[[], None] = work) -> float:
-            target.zero_()
-            start = time.perf_counter()
-            work()
-            return time.perf_counter() - start
-
-        yield name, taken
+def _timed(target: torch.Tensor, work: Callable[[], Any]) -> float:
+    """Seconds of a work that fills a target, which is cleared before."""
+    target.zero_()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _of_peer(fetch: Callable[[], float], kv: torch.Tensor, ring: Ring) -> float:

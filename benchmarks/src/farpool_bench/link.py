@@ -6,7 +6,8 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice, pairwise
@@ -16,11 +17,14 @@ from typing import Literal, Self
 import torch
 
 from farpool import Dram, Pool, Throttled
-from farpool.memory.pager.belady import BlockAccess, Moved, Operand, belady_moves, total_of
+from farpool.memory.pager.belady import Moved, belady_moves, total_of
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import Stats
-from farpool.memory.tape import Content, Create, Free, TapeFile
+from farpool.memory.tape import TapeFile
 from farpool.memory.tiers import Extent
+from farpool.observe.tape_trace import read_trace
+from farpool_bench.harness import Row
+from farpool_bench.measure import Rival, median_ratio
 
 
 @contextmanager
@@ -155,6 +159,26 @@ class Pooled:
         moves = self.read if direction == "read" else self.written
         return round(statistics.median(sum(one[phase]) for one in moves))
 
+    def row(
+        self, transfer: float, resident: Sequence[float], with_copies: Sequence[float], rivals: Sequence[Rival]
+    ) -> Row:
+        """Make the part of a row that compares the pool and its rivals with the limit of each round.
+
+        The limit is the time on the link, or of the resident model while as many bytes are copied, if that is longer.
+        """
+        limits = [max(seconds, transfer) for seconds in with_copies or resident]
+        return Row(
+            moved_bytes=self.moved("read"),
+            transfer_seconds=transfer,
+            resident_seconds=tuple(resident),
+            paged_seconds=tuple(self.seconds),
+            stall_seconds=statistics.median(self.stalled),
+            efficiency=median_ratio(limits, self.seconds),
+            equal=True,
+            peers=tuple(rival.row(self.seconds, limits) for rival in rivals),
+            beside_copies_seconds=tuple(with_copies) or None,  # none on a GPU, where copies cost no computing
+        )
+
 
 _STEPS, _LEAD, _TAIL = 7, 2, 1
 """Numbers of steps: all recorded ones, the first ones before the steady state, the last ones after the counted ones."""
@@ -180,7 +204,7 @@ def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) ->
             for _ in range(_STEPS):
                 step(note_end)
                 note_end()
-        accesses = recorded_accesses(path)
+        accesses = read_trace(TapeFile(path)).blocks
     end_subscription()
     lengths = [end - start for start, end in pairwise(ends)]
     phases = len(lengths) // _STEPS
@@ -194,27 +218,46 @@ def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) ->
     return tuple(Moved(total.fetched // steps, total.written // steps) for total in totals)
 
 
-def recorded_accesses(path: Path) -> list[BlockAccess]:
-    """Read the accesses in a tape file, with their blocks."""
-    sizes: dict[int, int] = {}
-    created: list[int] = []
-    accesses: list[BlockAccess] = []
-    for record in TapeFile(path):
-        if isinstance(record, Create):
-            members = range(record.first, record.first + record.count)
-            sizes.update(zip(members, record.sizes(), strict=True))
-            if record.content == Content.NONE:
-                created.extend(members)
-        elif isinstance(record, Free):
-            if accesses:
-                members = range(record.first, record.first + record.count)
-                accesses[-1] = accesses[-1]._replace(freed=(*accesses[-1].freed, *members))
+_GAP_S = 1e-4
+"""Bars with less time between them are drawn as one."""
+_LANES = {"reading": "fetch", "writing": "writeback", "computing": "compute", "waiting": "stall"}
+
+
+def record_strip(pool: Pool, step: Callable[[Callable[[], None]], object], passes: int) -> Row:
+    """Record some steps in a row, after one that is left out; each is marked, and its phases as it calls its argument.
+
+    The row has the length in seconds, the seconds of the marks, and the beginning and end of each bar by lane.
+    """
+    events: list[Event] = []
+    marks: list[float] = []
+
+    def mark() -> None:
+        marks.append(time.monotonic())
+
+    step(lambda: None)
+    end_subscription = pool.subscribe(events.append)
+    for _ in range(passes):
+        mark()
+        step(mark)
+    stop = time.monotonic()
+    end_subscription()
+    start = marks[0]
+    lanes = {name: _bars(events, kind, start, stop) for name, kind in _LANES.items()}
+    return Row(
+        seconds=stop - start,
+        marks=tuple(round(one - start, 5) for one in marks),
+        lanes=Row({name: bars for name, bars in lanes.items() if bars}),
+    )
+
+
+def _bars(events: Sequence[Event], kind: str, start: float, stop: float) -> tuple[tuple[float, float], ...]:
+    bars: list[tuple[float, float]] = []
+    for event in sorted((event for event in events if event.kind == kind), key=lambda event: event.time):
+        left, right = max(event.time, start) - start, min(event.time + event.duration, stop) - start
+        if right <= left:
+            continue
+        if bars and left - bars[-1][1] < _GAP_S:
+            bars[-1] = (bars[-1][0], max(bars[-1][1], right))
         else:
-            operands = [
-                Operand(block, sizes[block], run.mode)
-                for run in record.runs
-                for block in range(run.first, run.first + run.count)
-            ]
-            accesses.append(BlockAccess(operands, tuple(created)))
-            created = []
-    return accesses
+            bars.append((left, right))
+    return tuple((round(left, 5), round(right, 5)) for left, right in bars)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import select
-import sys
 from functools import partial
 from typing import Any
 
 from farpool.errors import FarpoolError
-from farpool_bench.ring import Ring
-from farpool_bench.users import User, serve
+from farpool_bench.users import Ring, User, serve
 
 _WAIT_TIMEOUT_S = 60.0
 
@@ -150,11 +148,6 @@ def _done(answers: dict[Any, Any]) -> None:
         raise FarpoolError(f"LMCache: L1 refused an object: {', '.join(sorted(failed))}")
 
 
-def main(arguments: list[str]) -> None:
+def main(tier: str, where: str) -> None:
     """Store and load objects until the standard input ends."""
-    tier, where = arguments
     serve(partial(_FsUser, where) if tier == "fs" else partial(_L1User, int(where)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from farpool.errors import FarpoolError
+from farpool.sizes import format_size
 from farpool_bench.harness import Progress, Row
 
 _PAGE = 4096
-_T = TypeVar("_T")
-_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
+_PeerT = TypeVar("_PeerT")
 
 
 def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
@@ -82,21 +82,6 @@ def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> float:
-    """Seconds per object of `work`, which handles `objects` of them and is called until `seconds` have passed.
-
-    One call before that is not counted.
-    """
-    work()
-    calls = 0
-    start = now = time.perf_counter()
-    while now - start < seconds or not calls:
-        work()
-        calls += 1
-        now = time.perf_counter()
-    return (now - start) / (calls * objects)
-
-
 def median_call(work: Callable[[], object], seconds: float) -> float:
     """Seconds of a call of `work`, the median of as many as there are in `seconds`, after one that is not counted."""
     work()
@@ -108,16 +93,6 @@ def median_call(work: Callable[[], object], seconds: float) -> float:
         taken.append(now - before)
         before = now
     return statistics.median(taken)
-
-
-def kept(work: Callable[[], _T], timer: Callable[..., float], *how: float) -> tuple[float, _T]:
-    """Seconds of `work` by `seconds_each` or `median_call`, and the answer of its last call, which is to be checked."""
-    answers: list[_T] = []
-
-    def keep() -> None:
-        answers[:] = [work()]
-
-    return timer(keep, *how), answers[0]
 
 
 def resident_bytes(pid: int | None = None) -> int:
@@ -133,83 +108,60 @@ def warm(memory: memoryview) -> None:
 
 
 @dataclass(slots=True)
-class Entrant:
-    """A rival that is timed next to farpool; without `work` it cannot run, and `remark` is the reason."""
+class Rival:
+    """A rival that is timed in turn with farpool; without `work` it cannot run, and `remark` is the reason."""
 
     name: str
     work: Callable[[], float] | None
     remark: str = ""
+    comparable: bool = True  # it does the same work over the same link
+    samples: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        """Take a sample: seconds for one object, or NaN if it cannot run or has failed."""
-        if self.work is None:
-            return math.nan
-        try:
-            return self.work()
-        except FarpoolError as error:
-            self.work, self.remark = None, str(error)
-            return math.nan
+        """Take a sample: its seconds, or NaN if it cannot run or has failed."""
+        taken = math.nan
+        if self.work is not None:
+            try:
+                taken = self.work()
+            except (FarpoolError, OSError) as error:
+                self.work, self.remark = None, str(error)
+        self.samples.append(taken)
+        return taken
 
-    def result(self, samples: tuple[float, ...], ours: Sequence[float]) -> Row:
-        """Make its row: the ratio is the median of its times over farpool's, so above 1 farpool is faster."""
-        if self.work is None:
-            return Row(name=self.name, seconds=None, ratio=None, remark=self.remark)
-        return Row(name=self.name, seconds=samples, ratio=median_ratio(samples, ours), remark=None)
+    def row(self, ours: Sequence[float], limits: Sequence[float] | None = None) -> Row:
+        """Make its row: the median of its times over farpool's, so above 1 farpool is faster.
 
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """An operation of farpool that is timed in turn with rivals that do the same work."""
-
-    what: str  # the operation and how it is asked for
-    nbytes: int  # of an object
-    batch: int  # objects in one call
-    way: str  # the transport that farpool takes
-
-    def hold(
-        self, ours: Callable[[], float], entrants: Sequence[Entrant], rounds: int, step: str, progress: Progress
-    ) -> Row:
-        """Take `rounds` samples of farpool and each entrant, in seconds for one object."""
-        works = [ours, *(entrant.sample for entrant in entrants)]
-        mine, *theirs = in_turn(works, rounds, step, progress)
-        others = tuple(entrant.result(samples, mine) for entrant, samples in zip(entrants, theirs, strict=True))
-        return Row(what=self.what, nbytes=self.nbytes, batch=self.batch, way=self.way, ours=mine, others=others)
+        With `limits` of each round the row also has the median of the limit over its time.
+        """
+        seconds = tuple(self.samples) if self.work else None
+        ratio = median_ratio(seconds, ours) if seconds and self.comparable else None
+        remark = self.remark or None
+        if limits is None:
+            return Row(name=self.name, seconds=seconds, ratio=ratio, remark=remark)
+        efficiency = median_ratio(limits, seconds) if seconds and self.comparable else None
+        return Row(name=self.name, seconds=seconds, speedup=ratio, efficiency=efficiency, remark=remark)
 
 
-def opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
+def race(
+    bench: Any, what: str, nbytes: int, batch: int, way: str, ours: Callable[[], float], rivals: Sequence[Rival] = ()
+) -> Row:
+    """Time an operation of farpool in turn with rivals that do the same work, in seconds for one object.
+
+    `what` names the operation, `batch` is the number of objects in one call, and `way` farpool's transport.
+    """
+    step = f"{what} {format_size(nbytes)}, {way}"
+    mine = in_turn([ours, *(rival.sample for rival in rivals)], bench.rounds, step, bench.progress)[0]
+    others = tuple(rival.row(mine) for rival in rivals)
+    return Row(what=what, nbytes=nbytes, batch=batch, way=way, ours=mine, others=others)
+
+
+def opened(
+    stack: ExitStack, make: Callable[[], AbstractContextManager[_PeerT]] | None, reason: str
+) -> tuple[_PeerT | None, str]:
     """Start a peer if it is installed; None and the reason if it is not, or does not start."""
     if make is None:
         return None, reason
     try:
         return stack.enter_context(make()), ""
-    except FarpoolError as error:
+    except (FarpoolError, OSError) as error:
         return None, str(error)
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A rival of a pool: one would use it instead. Without `step` it cannot run, and `remark` is the reason."""
-
-    name: str
-    step: Callable[[], float] | None
-    remark: str = ""
-    comparable: bool = True  # it does the same work over the same link
-    samples: list[float] = field(default_factory=list)
-
-    def measure(self) -> None:
-        """Take a sample, if it can run."""
-        if self.step is None:
-            return
-        try:
-            self.samples.append(self.step())
-        except (OSError, ValueError) as error:
-            self.step, self.remark = None, str(error)
-
-    def result(self, ours: Sequence[float], limits: Sequence[float]) -> Row:
-        """Make its row: medians over the rounds of its time over the pool's, and of the limit over its time."""
-        seconds = tuple(self.samples) if self.step else None
-        speedup = efficiency = None
-        if seconds and self.comparable:
-            speedup, efficiency = median_ratio(seconds, ours), median_ratio(limits, seconds)
-        remark = self.remark or None
-        return Row(name=self.name, seconds=seconds, speedup=speedup, efficiency=efficiency, remark=remark)

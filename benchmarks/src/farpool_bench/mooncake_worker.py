@@ -13,20 +13,9 @@ from functools import partial
 from typing import Any
 
 from farpool.errors import FarpoolError
-from farpool_bench.ring import Ring
-from farpool_bench.users import User, serve
+from farpool_bench.users import Ring, User, serve
 
 _BUFFER = 16 << 20
-
-
-def _open(master: str, lent: int) -> Any:
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    code = store.setup("127.0.0.1", "P2PHANDSHAKE", lent, _BUFFER, "tcp", "", master)
-    if code != 0:
-        raise SystemExit(f"setup failed with code {code}")
-    return store
 
 
 class _MooncakeUser(User):
@@ -74,17 +63,17 @@ class _MooncakeUser(User):
             raise FarpoolError(f"an object was not moved: codes {sorted(set(codes))}, expected {expected}")
 
 
-def main(arguments: list[str]) -> None:
+def main(role: str, master: str, lent: str = "0") -> None:
     """Lend a segment, or put and get objects, until the standard input ends."""
-    role, master, *rest = arguments
-    store = _open(master, int(rest[0]) if role == "lend" else 0)
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(lent), _BUFFER, "tcp", "", master)
+    if code != 0:
+        raise SystemExit(f"setup failed with code {code}")
     if role == "lend":
         print("ready", flush=True)
         sys.stdin.read()
     else:
         serve(partial(_MooncakeUser, store))
     store.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -14,11 +14,10 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,34 +35,17 @@ from farpool.memory.tiers import Dram, Nvme, Tier, Verified
 from farpool.memory.tiers.pool_file import HEADER_BYTES
 from farpool.sizes import format_size
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row
+from farpool_bench.harness import Figures, Option, Row
 from farpool_bench.measure import in_turn, median_ratio
 from farpool_bench.render import COLOURS, INK, Grid, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from farpool.memory.pager.storage import Storage
     from farpool.memory.pool.stats import TierStats
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _ROOM, _PAGE = _MIB, 4096
 _TRANSFER_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; the device belongs to the pool whose reservations are shown."""
-
-    folder: Annotated[Path | None, Option("On its file system; default: for temporary files.", "FOLDER")] = None
-    rounds: Annotated[int, Option("Samples of each", least=1)] = 7
-    device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
-    nbytes: int = 512 * _MIB  # of the file
-    blocks: tuple[int, ...] = (256 * _KIB, _MIB, 4 * _MIB)  # bytes of a block
-    depths: tuple[int, ...] = (1, 8)  # numbers of blocks under way
-    seconds: float = 0.4  # of a sample
-    sizes: tuple[int, ...] = (_MIB + 1, _MIB * 3 // 2 + 4 * _KIB, 3 * _MIB, 5 * _MIB + 1, 9 * _MIB + 4 * _KIB)
-    QUICK: ClassVar = {"nbytes": 8 * _MIB, "blocks": (_MIB,), "depths": (1, 2), "seconds": 0.02, "rounds": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,34 +115,42 @@ class Bench(harness.Benchmark):
 
     name = "nvme"
     limit = "fio with the same block size, depth and file system"
-    Settings = Settings
+    rows = "rows"
+    folder: Annotated[Path | None, Option("On its file system; default: for temporary files.", "FOLDER")] = None
+    rounds: Annotated[int, Option("Samples of each", least=1)] = 7
+    device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
+    nbytes: int = 512 * _MIB  # of the file
+    blocks: tuple[int, ...] = (256 * _KIB, _MIB, 4 * _MIB)  # bytes of a block
+    depths: tuple[int, ...] = (1, 8)  # numbers of blocks under way
+    seconds: float = 0.4  # of a sample
+    # Bytes of storages in a pool, whose reservations are shown.
+    sizes: tuple[int, ...] = (_MIB + 1, _MIB * 3 // 2 + 4 * _KIB, 3 * _MIB, 5 * _MIB + 1, 9 * _MIB + 4 * _KIB)
+    QUICK: ClassVar = {"nbytes": 8 * _MIB, "blocks": (_MIB,), "depths": (1, 2), "seconds": 0.02, "rounds": 2}
 
     def open(self) -> None:
-        settings = self.settings
         default = "/var/tmp" if Path("/var/tmp").is_dir() else None  # /tmp may be memory
-        if settings.folder is not None and not os.access(settings.folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"--folder {settings.folder}: no folder that can be written; choose another")
-        folder = tempfile.TemporaryDirectory(prefix="farpool-", dir=settings.folder or default)
+        if self.folder is not None and not os.access(self.folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"--folder {self.folder}: no folder that can be written; choose another")
+        folder = tempfile.TemporaryDirectory(prefix="farpool-", dir=self.folder or default)
         self._folder = Path(self.stack.enter_context(folder))
-        self._nvme = Nvme(self._folder / "pool", settings.nbytes)
+        self._nvme = Nvme(self._folder / "pool", self.nbytes)
         self._verified = self.stack.enter_context(Verified(self._nvme))
-        self._verified.reserve(settings.nbytes)
+        self._verified.reserve(self.nbytes)
         # The first write to a block of the file costs the file system more than the others.
-        first = _Sequential(True, max(settings.blocks), 1, settings.nbytes)
+        first = _Sequential(True, max(self.blocks), 1, self.nbytes)
         first.fill(self._nvme.port, first.memory())
         self._fio, self._reason = find_fio(Path(self._nvme.path))
 
     def cases(self) -> Iterable[_Sequential]:
-        settings = self.settings
         return [
-            _Sequential(write, block, depth, settings.nbytes)
-            for block in settings.blocks
-            for depth in settings.depths
+            _Sequential(write, block, depth, self.nbytes)
+            for block in self.blocks
+            for depth in self.depths
             for write in (True, False)
         ]
 
     def measure(self, case: _Sequential) -> Row:
-        seconds, memory = self.settings.seconds, case.memory()
+        seconds, memory = self.seconds, case.memory()
         if not case.write:
             case.fill(self._verified.port, memory)  # verified reads are compared with it
         works = [partial(case.rate, port, memory, seconds) for port in (self._nvme.port, self._verified.port)]
@@ -168,7 +158,7 @@ class Bench(harness.Benchmark):
             job = {"offset": HEADER_BYTES, "nbytes": case.nbytes, "block": case.block, "depth": case.depth}
             works.append(partial(self._fio.rate, Path(self._nvme.path), write=case.write, seconds=seconds, **job))
         step = f"{'Write' if case.write else 'Read'} {format_size(case.block)}, {case.depth} under way"
-        raw, verified, *others = in_turn(works, self.settings.rounds, step, self.progress)
+        raw, verified, *others = in_turn(works, self.rounds, step, self.progress)
         return Row(
             write=case.write,
             block=case.block,
@@ -180,46 +170,31 @@ class Bench(harness.Benchmark):
             of_raw=median_ratio(verified, raw),
         )
 
-    def outcome(self, found: list[Row]) -> Row:
-        return Row(
-            nbytes=self.settings.nbytes,
-            direct=self._nvme.direct,  # bypassing the page cache
-            ring=self._nvme.uses_ring,  # through io_uring
-            fio=self._fio and Row(msgspec.to_builtins(self._fio)),
-            reason=self._reason,
-            rows=tuple(found),
-            sizes=tuple(_exact(nbytes, self._folder, self.settings.device) for nbytes in self.settings.sizes),
-        )
+    def facts(self) -> dict[str, Any]:
+        return {
+            "nbytes": self.nbytes,
+            "direct": self._nvme.direct,  # bypassing the page cache
+            "ring": self._nvme.uses_ring,  # through io_uring
+            "fio": self._fio and Row(msgspec.to_builtins(self._fio)),
+            "reason": self._reason,
+            "sizes": tuple(_exact(nbytes, self._folder, self.device) for nbytes in self.sizes),
+        }
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [
-            [
-                "write" if row.write else "read",
-                format_size(row.block),
-                str(row.depth),
-                _gigabytes(row.ours),
-                "-" if row.fio is None else _gigabytes(row.fio),
-                "-" if row.of_fio is None else f"{row.of_fio:.2f}",
-                _gigabytes(row.verified),
-                f"{row.of_raw:.2f}",
-            ]
-            for row in outcome.rows
-        ]
-        heads = "=|block|depth|GB/s|fio|of fio|verified|of GB/s"
-        yield Grid("GB/s, median of the rounds; depth: blocks under way", heads, rows)
+        columns = "= {write:rw}|block {block:size}|depth {depth}|GB/s {ours:1e-9*.2f}|fio {fio:1e-9*.2f}"
+        columns += "|of fio {of_fio:.2f}|verified {verified:1e-9*.2f}|of GB/s {of_raw:.2f}"
+        yield Grid.of("GB/s, median of the rounds; depth: blocks under way", columns, outcome.rows)
         peer = f"{outcome.fio.version} with {outcome.fio.engine}" if outcome.fio else f"not compared: {outcome.reason}"
         how = "round the page cache" if outcome.direct else "through the page cache"
         yield f"file of {format_size(outcome.nbytes)}, {how}{', io_uring' if outcome.ring else ''}; peer: {peer}"
-        rows = []
-        for size in outcome.sizes:
-            taken = (size.requested, size.arena, size.dram, size.dram_touched, size.nvme, size.page_locked)
-            rows.append([f"{nbytes:,}" for nbytes in (*taken, 1 << math.ceil(math.log2(size.requested)))])
+        columns = "requested {requested:,}|arena {arena:,}|dram {dram:,}|touched {dram_touched:,}|nvme {nvme:,}"
+        rows = [Row(size, power=1 << math.ceil(math.log2(size.requested))) for size in outcome.sizes]
         title = "Bytes that storages of odd sizes take; 2^n: rounded up to a power of two"
-        yield Grid(title, "requested|arena|dram|touched|nvme|locked|2^n", rows)
+        yield Grid.of(title, columns + "|locked {page_locked:,}|2^n {power:,}", rows)
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         compared = [row for row in outcome.rows if row.fio is not None]
         if not compared:
             return {}
@@ -237,10 +212,6 @@ class Bench(harness.Benchmark):
         axes.set_xticks(range(len(kinds)), [f"{format_size(block)}\n×{depth}" for block, depth in kinds])
         axes.legend()
         return {"Rate of the NVMe tier over fio's: median (bars) and each round (dots); 1 is fio.": figure}
-
-
-def _gigabytes(rates: Sequence[float]) -> str:
-    return f"{statistics.median(rates) / 1e9:.2f}"
 
 
 def _exact(nbytes: int, folder: Path, device: str) -> Row:
@@ -295,33 +266,19 @@ class Fio:
         fio gets all options that make it fast: registered buffers and files, no clock reads and no new content for each
         block, and time to get going that does not count. If fio fails, `FarpoolError` quotes its message.
         """
-        arguments = {
-            "name": "farpool",
-            "filename": str(file).replace(":", "\\:"),  # a colon would separate two files
-            "allow_file_create": 0,
-            "offset": offset,
-            "size": nbytes,
-            "rw": "write" if write else "read",
-            "bs": block,
-            "iodepth": depth,
-            "ioengine": self.engine,
-            "direct": 1,
-            "thread": 1,
-            "time_based": 1,
-            "runtime": f"{max(1, round(seconds * 1e3))}ms",
-            "ramp_time": f"{min(_RAMP_MS, max(1, round(seconds * 1e3)))}ms",
-            "gtod_reduce": 1,
-            "scramble_buffers": 0,
-            "output-format": "json",
-        }
+        way, ms = "write" if write else "read", max(1, round(seconds * 1e3))
+        words = f"--name=farpool --rw={way} --offset={offset} --size={nbytes} --bs={block} --iodepth={depth}"
+        words += f" --ioengine={self.engine} --runtime={ms}ms --ramp_time={min(_RAMP_MS, ms)}ms --output-format=json"
+        words += " --allow_file_create=0 --direct=1 --thread=1 --time_based=1 --gtod_reduce=1 --scramble_buffers=0"
         if self.engine == "io_uring":
-            arguments |= {"fixedbufs": 1, "registerfiles": 1}
-        command = [self.path, *(f"--{key}={value}" for key, value in arguments.items())]
+            words += " --fixedbufs=1 --registerfiles=1"
+        name = str(file).replace(":", "\\:")  # a colon would separate two files
+        command = [self.path, *words.split(), f"--filename={name}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         try:
             # Notes may stand before the object.
             job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-            rate = float(job["write" if write else "read"]["bw_bytes"])
+            rate = float(job[way]["bw_bytes"])
         except (ValueError, KeyError, IndexError):
             rate = 0.0
         if done.returncode != 0 or rate == 0:

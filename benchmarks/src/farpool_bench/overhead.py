@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row
-from farpool_bench.render import COLOURS, INK, Grid, new_figure, yes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from farpool_bench.harness import Figures, Option, Row
+from farpool_bench.render import COLOURS, INK, Grid, new_figure
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes of a run."""
+class Bench(harness.Benchmark):
+    """Operations, layers, training steps and random rows."""
 
+    name = "overhead"
+    limit = "the same calls with plain tensors"
+    rivals = ("a bare tensor subclass",)
+    parts = ("operations", "layers", "training", "rows")
+    measured_in = "resident"
     rounds: Annotated[int, Option("Samples of each", least=1)] = 31
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     calls: int = 200  # of an operation in a row for one sample
@@ -50,89 +50,42 @@ class Settings(harness.Settings):
         "picked": (16,),
     }
 
-
-class Bench(harness.Benchmark):
-    """Operations, layers, training steps and random rows."""
-
-    name = "overhead"
-    limit = "the same calls with plain tensors"
-    rivals = ("a bare tensor subclass",)
-    Settings = Settings
-
-    def cases(self) -> Iterable[str]:
-        return ("operations", "layers", "training", "rows")
-
-    def measure(self, case: str) -> Any:
-        from farpool_bench import resident
-
-        settings = self.settings
-        match case:
-            case "operations":
-                return resident.measure_operations(settings, self.progress)
-            case "layers":
-                return tuple(resident.measure_layers(settings, one, self.progress) for one in settings.layer_seconds)
-            case "training":
-                return resident.measure_training(settings, self.progress)
-        return tuple(resident.measure_rows(settings, picked, self.progress) for picked in settings.picked)
-
-    def outcome(self, found: list[Any]) -> Row:
+    def facts(self) -> dict[str, Any]:
         import torch
 
-        facts = {"device": self.settings.device, "threads": torch.get_num_threads()}
-        return Row(**facts, **dict(zip(self.cases(), found, strict=True)))
+        return {"device": self.device, "threads": torch.get_num_threads()}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [
-            [
-                one.name,
-                *(f"{statistics.median(samples) * 1e6:.1f}" for samples in (one.plain, one.bare, one.paged)),
-                str(one.paged_arguments),
-                f"{one.seconds_per_argument * 1e6:.1f}",
-                f"{one.seconds_over_bare * 1e6:.1f}",
-            ]
-            for one in outcome.operations
-        ]
-        heads = "<operation|plain|bare|paged|paged arguments|for each|over bare"
-        yield Grid("One call, everything resident: median, in microseconds", heads, rows)
-        rows = [
-            [
-                f"{one.layer_seconds * 1e3:.2f}",
-                f"{statistics.median(one.paged) / one.layers * 1e3:.2f}",
-                f"{one.ratio:.3f}",
-                f"{one.ratio_to_bare:.3f}",
-                *map(str, (one.layers, one.width, one.tokens)),
-                yes(one.equal),
-            ]
-            for one in outcome.layers
-        ]
-        heads = "plain, ms a layer|paged, ms a layer|paged / plain|paged / bare|layers|width|tokens|same bits"
-        yield Grid("A stack of transformer layers, everything resident", heads, rows)
+        columns = "<operation {name}|plain {plain:1e6*.1f}|bare {bare:1e6*.1f}|paged {paged:1e6*.1f}"
+        columns += "|paged arguments {paged_arguments}|for each {seconds_per_argument:1e6*.1f}"
+        columns += "|over bare {seconds_over_bare:1e6*.1f}"
+        yield Grid.of("One call, everything resident: median, in microseconds", columns, outcome.operations)
+        columns = "plain, ms a layer {layer_seconds:1e3*.2f}|paged, ms a layer {paged_layer:1e3*.2f}"
+        columns += "|paged / plain {ratio:.3f}|paged / bare {ratio_to_bare:.3f}|layers {layers}|width {width}"
+        columns += "|tokens {tokens}|same bits {equal:yes}"
+        rows = [Row(one, paged_layer=statistics.median(one.paged) / one.layers) for one in outcome.layers]
+        yield Grid.of("A stack of transformer layers, everything resident", columns, rows)
         if (training := outcome.get("training")) is not None:
-            seconds = [f"{statistics.median(samples) * 1e3:.2f}" for samples in (training.plain, training.paged)]
-            more = f"{training.seconds_per_parameter * 1e6:.0f}"
-            rows = [[str(training.parameters), *seconds, more, yes(training.equal)]]
-            heads = "parameters|plain, ms|paged, ms|µs more for each parameter|same bits"
+            columns = "parameters {parameters}|plain, ms {plain:1e3*.2f}|paged, ms {paged:1e3*.2f}"
+            columns += "|µs more for each parameter {seconds_per_parameter:1e6*.0f}|same bits {equal:yes}"
             title = "A training step of small linear layers, fused AdamW, everything resident: medians"
-            yield Grid(title, heads, rows)
+            yield Grid.of(title, columns, [training])
         if outcome.get("rows"):
+            columns = "rows a call {picked}|KiB a row {kib}|GB/s {bytes_per_second:1e-9*.2f}"
+            columns += "|µs of the thread a row {thread_seconds_per_row:1e6*.1f}|index_select, GB/s {plain:1e-9*.2f}"
             rows = [
-                [
-                    str(one.picked),
-                    str(one.row_bytes >> 10),
-                    f"{one.bytes_per_second / 1e9:.2f}",
-                    f"{one.thread_seconds_per_row * 1e6:.1f}",
-                    f"{one.picked * one.row_bytes / statistics.median(one.index_select) / 1e9:.2f}",
-                    yes(one.equal),
-                ]
+                Row(
+                    one, kib=one.row_bytes >> 10, plain=one.picked * one.row_bytes / statistics.median(one.index_select)
+                )
                 for one in outcome.rows
             ]
-            heads = "rows a call|KiB a row|GB/s|µs of the thread a row|index_select, GB/s|same bits"
-            yield Grid("Random rows of a table ten times as large as the budget: medians", heads, rows)
+            title = "Random rows of a table ten times as large as the budget: medians"
+            yield Grid.of(title, columns + "|same bits {equal:yes}", rows)
         yield f"{outcome.device}, torch with {outcome.threads} threads"
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         bars, axes = new_figure("microseconds for each paged argument", "")
         costs = {one.name: one.seconds_per_argument * 1e6 for one in outcome.operations}
         axes.barh(list(costs), list(costs.values()), color=COLOURS[0], height=0.55)

@@ -11,37 +11,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool._native import CacheSimulation, RequestTrace, policy_names
-from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_size
 from farpool_bench import harness, request_traces
-from farpool_bench.harness import Option, Row, told
+from farpool_bench.harness import Figures, Option, Row, check_known, told
 from farpool_bench.render import Grid, by_group, plot
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _CHUNK = 1 << 20
 """Requests simulated between two reports of progress; an interrupt waits for as many."""
-
-
 _SIZES = Option("Of the cache, such as 128MiB; repeatable. Default: shares of all objects.", "SIZE", "size")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Choice of trace, policies and cache sizes; policies compute nothing on a device."""
-
-    trace: Annotated[Path | None, Option("CSV (.csv) or oracleGeneral; default: by Zipf's law.", "FILE")] = None
-    sizes: Annotated[tuple[str, ...], _SIZES] = ()
-    policies: Annotated[tuple[str, ...], Option("Such as sieve; repeatable. Default: all.", "NAME", "policy")] = ()
-    rounds: Annotated[int, Option("Runs of each", least=1)] = 3
-    requests: int = 1_000_000  # of the trace that is generated
-    QUICK: ClassVar = {"rounds": 1, "requests": 20_000}
 
 
 class Bench(harness.Benchmark):
@@ -50,21 +31,25 @@ class Bench(harness.Benchmark):
     name = "policies"
     limit = "Belady's policy, which knows the future"
     rivals = ("libCacheSim's counts",)
-    Settings = Settings
+    rows = "runs"
+    trace: Annotated[Path | None, Option("CSV (.csv) or oracleGeneral; default: by Zipf's law.", "FILE")] = None
+    sizes: Annotated[tuple[str, ...], _SIZES] = ()
+    policies: Annotated[tuple[str, ...], Option("Such as sieve; repeatable. Default: all.", "NAME", "policy")] = ()
+    rounds: Annotated[int, Option("Runs of each", least=1)] = 3
+    requests: int = 1_000_000  # of the trace that is generated
+    QUICK: ClassVar = {"rounds": 1, "requests": 20_000}
 
     def open(self) -> None:
-        settings = self.settings
-        self._policies = settings.policies or policy_names()
+        self._policies = self.policies or policy_names()
         for name in self._policies:
-            if name not in policy_names():
-                raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(policy_names())}")
-        sizes = [parse_size(size, "size") for size in settings.sizes]
-        if settings.trace is not None:
-            self._name = settings.trace.name
-            (self._trace,) = map(request_traces.read, told(self.progress, "Reading the trace", [settings.trace]))
+            check_known("policy", name, policy_names())
+        sizes = [parse_size(size, "size") for size in self.sizes]
+        if self.trace is not None:
+            self._name = self.trace.name
+            (self._trace,) = map(request_traces.read, told(self.progress, "Reading the trace", [self.trace]))
         else:
             self._name = "generated: Zipf's law over 5,000 objects"
-            ids = request_traces.generate("zipf", settings.requests)
+            ids = request_traces.generate("zipf", self.requests)
             self._trace = RequestTrace(ids, request_traces.object_sizes(ids))
         self._footprint = self._trace.footprint()
         self._sizes = sizes or [max(1, self._footprint >> shift) for shift in range(7, 0, -1)]
@@ -73,7 +58,7 @@ class Bench(harness.Benchmark):
         return [(policy, size) for policy in self._policies for size in self._sizes]
 
     def measure(self, case: tuple[str, int]) -> Row:
-        (policy, size), length, rounds = case, len(self._trace), self.settings.rounds
+        (policy, size), length, rounds = case, len(self._trace), self.rounds
         seconds = []
         for done in range(rounds):
             cache = CacheSimulation(policy, size)
@@ -95,15 +80,14 @@ class Bench(harness.Benchmark):
             seconds=tuple(seconds),  # processor time of each run
         )
 
-    def outcome(self, found: list[Row]) -> Row:
-        return Row(
+    def facts(self) -> dict[str, Any]:
+        return dict(
             trace=self._name,
             requests=len(self._trace),
             objects=self._trace.objects(),
             nbytes=self._nbytes,  # of all requests
             footprint=self._footprint,  # bytes of all different objects
             left_out=self._trace.left_out,  # requests of 0 bytes: there is nothing to keep
-            runs=tuple(found),
         )
 
     @staticmethod
@@ -113,25 +97,19 @@ class Bench(harness.Benchmark):
         if outcome.left_out:
             about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
         yield about
-        rows: list[list[str]] = []
+        rows: list[Any] = []
         for size, runs in sorted(by_group(outcome.runs, lambda one: one.size).items()):
             for number, one in enumerate(runs):
-                rows.append(
-                    [
-                        format_size(size) if number == 0 else "",
-                        one.policy,
-                        f"{one.misses:,}",
-                        f"{one.misses / outcome.requests:.1%}",
-                        format_size(one.bytes_missed),
-                        f"{one.bytes_missed / outcome.nbytes:.1%}",
-                        f"{one.requests_per_second / 1e6:.1f}",
-                    ]
-                )
+                shares = {"missed": one.misses / outcome.requests, "of_bytes": one.bytes_missed / outcome.nbytes}
+                rows.append(Row(one, cache="" if number else format_size(size), **shares))
             rows.append([])
-        yield Grid("", "=cache|=policy|misses|of all|bytes missed|of all|million/s", rows)
+        columns = (
+            "=cache {cache}|=policy {policy}|misses {misses:,}|of all {missed:.1%}|bytes missed {bytes_missed:size}"
+        )
+        yield Grid.of("", columns + "|of all {of_bytes:.1%}|million/s {requests_per_second:1e-6*.1f}", rows)
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         lines = {}
         for policy, found in by_group(outcome.runs, lambda one: one.policy).items():
             runs = sorted(found, key=lambda one: one.size)

@@ -10,27 +10,25 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row
+from farpool_bench.harness import Figures, Option, Row
 from farpool_bench.measure import in_turn, median_ratio
-from farpool_bench.render import COLOURS, INK, Grid, milliseconds, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from farpool_bench.render import COLOURS, INK, Grid, new_figure
 
 _ROOM = (0.2, 0.3, 0.5, 0.7)
 """Fractions of the blocks that fit into the fast tier, of which one is chosen at random for each program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes of a run."""
+class Bench(harness.Benchmark):
+    """Each kind of program with each amount of computing."""
 
+    name = "prefetch"
+    limit = "the same programs with demand fetching"
+    rows = "programs"
     pairs: Annotated[int, Option("Programs of each kind", least=1)] = 15
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     computes: tuple[float, ...] = (0.1, 1.0)  # computing before each access, over the time of a block on the link
@@ -40,28 +38,18 @@ class Settings(harness.Settings):
     rate: float = 1e9  # bytes per second of the link
     QUICK: ClassVar = {"pairs": 1, "computes": (0.5,), "accesses": 60, "block_bytes": 64 << 10}
 
-
-class Bench(harness.Benchmark):
-    """Each kind of program with each amount of computing."""
-
-    name = "prefetch"
-    limit = "the same programs with demand fetching"
-    Settings = Settings
-
     def cases(self) -> Iterable[tuple[str, float]]:
-        return [(kind, compute) for kind in KINDS for compute in self.settings.computes]
+        return [(kind, compute) for kind in KINDS for compute in self.computes]
 
     def measure(self, case: tuple[str, float]) -> Row:
         kind, compute = case
         works = [partial(self._next, kind, compute, prefetch, count()) for prefetch in (True, False)]
-        ahead, on_demand = in_turn(works, self.settings.pairs, f"{kind}, {compute:g}x compute", self.progress)
+        ahead, on_demand = in_turn(works, self.pairs, f"{kind}, {compute:g}x compute", self.progress)
         ratio = median_ratio(ahead, on_demand)
         return Row(kind=kind, compute=compute, ahead=ahead, on_demand=on_demand, ratio=ratio)
 
-    def outcome(self, found: list[Row]) -> Row:
-        settings = self.settings
-        facts = {"device": settings.device, "block_bytes": settings.block_bytes, "rate": settings.rate}
-        return Row(**facts, programs=tuple(found))
+    def facts(self) -> dict[str, Any]:
+        return {"device": self.device, "block_bytes": self.block_bytes, "rate": self.rate}
 
     def _next(self, kind: str, compute: float, prefetch: bool, seeds: count[int]) -> float:
         """Seconds that the next program takes in a new pool, after its blocks have been filled."""
@@ -70,18 +58,17 @@ class Bench(harness.Benchmark):
         from farpool.memory.pager.use import Use
         from farpool.memory.pool.block_pool import BlockPool
 
-        settings = self.settings
         rng = random.Random(f"{kind} {next(seeds)}")
-        room = max(16, int(settings.blocks * rng.choice(_ROOM))) * settings.block_bytes
-        lower = Dram(2 * settings.blocks * settings.block_bytes)
-        link = Throttled(lower, read_bandwidth=settings.rate, write_bandwidth=settings.rate)
-        pause = compute * settings.block_bytes / settings.rate
-        with BlockPool(PoolConfig.make(room, [link], device=settings.device, prefetch=prefetch)) as pool:
-            storages = [pool.allocate(settings.block_bytes) for _ in range(settings.blocks)]
+        room = max(16, int(self.blocks * rng.choice(_ROOM))) * self.block_bytes
+        lower = Dram(2 * self.blocks * self.block_bytes)
+        link = Throttled(lower, read_bandwidth=self.rate, write_bandwidth=self.rate)
+        pause = compute * self.block_bytes / self.rate
+        with BlockPool(PoolConfig.make(room, [link], device=self.device, prefetch=prefetch)) as pool:
+            storages = [pool.allocate(self.block_bytes) for _ in range(self.blocks)]
             for storage in storages:
                 pool.release(pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)], "fill"))
             uses = [[Use(storage, 0, storage.nbytes, Mode.READ)] for storage in storages]
-            order = pattern(kind, rng, settings.blocks, settings.accesses)
+            order = pattern(kind, rng, self.blocks, self.accesses)
             start = time.perf_counter()
             for index in order:
                 until = time.perf_counter() + pause
@@ -92,16 +79,13 @@ class Bench(harness.Benchmark):
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [
-            [one.kind, f"{one.compute:g}", *map(milliseconds, (one.on_demand, one.ahead)), f"{one.ratio:.3f}"]
-            for one in outcome.programs
-        ]
+        columns = "<program {kind}|compute / transfer {compute:g}|on demand {on_demand:ms}|with prefetching {ahead:ms}"
         title = "Time with prefetching over time without: median over the programs"
-        yield Grid(title, "<program|compute / transfer|on demand|with prefetching|ratio", rows)
+        yield Grid.of(title, columns + "|ratio {ratio:.3f}", outcome.programs)
         yield f"{outcome.device}, blocks of {outcome.block_bytes >> 10} KiB over {outcome.rate / 1e9:g} GB/s"
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         figure, axes = new_figure("time with prefetching over time without", "")
         names = [f"{program.kind}, {program.compute:g}x" for program in outcome.programs]
         for row, program in enumerate(outcome.programs):
@@ -114,19 +98,9 @@ class Bench(harness.Benchmark):
         return {"Programs in pairs: median (large) and each pair (small); left of 1 prefetching is faster.": figure}
 
 
-KINDS = ("random", "strided", "looping", "branching", "pointer-chasing")
-
-
 def pattern(kind: str, rng: random.Random, blocks: int, length: int) -> list[int]:
     """Generate the numbers of the blocks that a program of a kind accesses, in order."""
-    walk = {
-        "random": _random,
-        "strided": _strided,
-        "looping": _looping,
-        "branching": _branching,
-        "pointer-chasing": _chasing,
-    }[kind]
-    return list(islice(walk(rng, blocks), length))
+    return list(islice(KINDS[kind](rng, blocks), length))
 
 
 def _random(rng: random.Random, blocks: int) -> Iterator[int]:
@@ -160,7 +134,7 @@ def _branching(rng: random.Random, blocks: int) -> Iterator[int]:
         yield from rng.choice(branches)
 
 
-def _chasing(rng: random.Random, blocks: int) -> Iterator[int]:
+def _chase(rng: random.Random, blocks: int) -> Iterator[int]:
     """Blocks along a random permutation, starting again after some hops."""
     following = rng.sample(range(blocks), blocks)
     hops = rng.choice([blocks, 20, 50, 10**9])
@@ -170,3 +144,13 @@ def _chasing(rng: random.Random, blocks: int) -> Iterator[int]:
             yield at
             at = following[at]
         at = rng.randrange(blocks)
+
+
+KINDS = {
+    "random": _random,
+    "strided": _strided,
+    "looping": _looping,
+    "branching": _branching,
+    "pointer-chasing": _chase,
+}
+"""Kinds of programs, with generators of their accesses."""

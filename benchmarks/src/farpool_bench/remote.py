@@ -18,58 +18,47 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
-from farpool._native import WINDOW, WINDOW_BYTES, tls_available
+from farpool._native import tls_available
 from farpool.cluster.node.process import running_node
 from farpool.cluster.store import Store
 from farpool.cluster.wire.authority import Authority
 from farpool.cluster.wire.certificate import TLS_VARIABLE
 from farpool.cluster.wire.channel import SPIN_SECONDS
 from farpool.sizes import format_size
-from farpool_bench import harness
-from farpool_bench import remote_works as works
+from farpool_bench import harness, kv_peers, remote_works
 from farpool_bench.harness import Option, Row
-from farpool_bench.kv_peers import MooncakePeer, find_mooncake
-from farpool_bench.measure import Entrant, Race, in_turn, opened
-from farpool_bench.redis_peer import RedisPeer, find_redis
-from farpool_bench.remote_overlap import measure_overlap
-from farpool_bench.remote_works import connect_many, grow
+from farpool_bench.kv_peers import Contender, MGetUser, RedisOneByOneUser, RedisPeer, RedisUser, WorkerUser
+from farpool_bench.measure import Rival, in_turn, median_call, opened, race
+from farpool_bench.remote_works import BytesUser, MemoryUser, OneByOneUser, StoreUser
 from farpool_bench.render import Grid, micros, races_grid
-from farpool_bench.ring import Ring
-from farpool_bench.sockets import Sockets, build_sockets
+from farpool_bench.sockets import Reference, build_sockets
+from farpool_bench.users import Ring
+from farpool_bench.worker import Worker
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _SMALL_NODE = 16 << 20
 _COPIES_NODE = 128 << 20
 _TCP: Final = "tcp"
 _MAPPED: Final = "mapped"
-_CASES = [
-    "transfers",
-    "latency",
-    "copies",
-    "overlap",
-    "lookups",
-    "mapped",
-    "view",
-    "redis",
-    "mooncake",
-    "index",
-    "crowd",
-    "secure",
-]
 Shape = tuple[int, int]  # bytes of an object, and number of objects
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; the device has no effect, because nodes lend host memory."""
+class Bench(harness.Benchmark):
+    """The nodes and rivals of a run, with a method for each comparison. Nodes lend host memory."""
 
+    name = "remote"
+    limit = "a C program on plain sockets, and memcpy for mapped memory"
+    rivals = ("Redis", "Mooncake Store")
+    parts = (
+        *("transfers", "latency", "copies", "overlap", "lookups", "mapped"),
+        *("view", "redis", "mooncake", "index", "crowd", "secure"),
+    )
     device: Annotated[str, Option("Has no effect", "cpu|cuda")] = "cpu"
     rounds: Annotated[int, Option("Samples of each", least=1)] = 7
     seconds: float = 0.25  # of a sample
@@ -88,71 +77,40 @@ class Settings(harness.Settings):
     QUICK: ClassVar = {
         "rounds": 2,
         "seconds": 0.01,
-        "transfers": ((_MIB, 4),),
-        "secure": (_MIB, 4),
+        **dict.fromkeys(("transfers", "mooncake"), ((_MIB, 4),)),
+        **dict.fromkeys(("secure", "copies", "mapped"), (_MIB, 4)),
         "small": (4 * _KIB, 8),
-        "copies": (_MIB, 4),
-        "mapped": (_MIB, 4),
         "redis": ((4 * _KIB, 8),),
-        "mooncake": ((_MIB, 4),),
         "batch": 4,
         "objects": (100, 1_000),
         "gets": 50,
         "connections": 20,
     }
 
-
-class Bench(harness.Benchmark):
-    """The nodes and rivals of a run, with a method for each comparison."""
-
-    name = "remote"
-    limit = "a C program on plain sockets, and memcpy for mapped memory"
-    rivals = ("Redis", "Mooncake Store")
-    Settings = Settings
-
     def open(self) -> None:
-        settings = self.settings
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
-        self._sockets, sockets_reason = build_sockets(folder)
-        redis, redis_reason = find_redis()
-        mooncake, mooncake_reason = find_mooncake()
-        self.peers = Row(
-            sockets=self._sockets and "C sockets",
-            sockets_reason=sockets_reason,
-            redis=redis,
-            redis_reason=redis_reason,
-            mooncake=mooncake,
-            mooncake_reason=mooncake_reason,
-        )
-        shapes = (*settings.transfers, *settings.redis, *settings.mooncake)
-        room = 4 * sum(nbytes * count for nbytes, count in shapes)
+        self._sockets = Reference(*build_sockets(folder))
+        self.peers = Row(sockets=self._sockets.program and "C sockets", sockets_reason=self._sockets.reason)
+        self.peers["redis"], self.peers["redis_reason"] = kv_peers.find_redis()
+        self.peers["mooncake"], self.peers["mooncake_reason"] = kv_peers.find_mooncake()
+        room = 4 * sum(nbytes * count for nbytes, count in (*self.transfers, *self.redis, *self.mooncake))
         self._node = self.stack.enter_context(running_node(dram=str(room)))
         self._tcp = self.stack.enter_context(Store(self._node.address, transport=_TCP))
         self._mapped = self.stack.enter_context(Store(self._node.address, transport=_MAPPED))
 
-    def cases(self) -> Iterable[str]:
-        return _CASES
+    def facts(self) -> dict[str, Any]:
+        return {"peers": self.peers}
 
-    def measure(self, case: str) -> Any:
-        return getattr(self, case)()
-
-    def outcome(self, found: list[Any]) -> Row:
-        return Row(peers=self.peers, **dict(zip(_CASES, found, strict=True)))
-
-    def transfers(self) -> tuple[Row, ...]:
+    def measure_transfers(self) -> tuple[Row, ...]:
         """Large objects over TCP, many at a time, against sockets."""
-        reason = self.peers.sockets_reason
-        return tuple(
-            race
-            for shape in self.settings.transfers
-            for race in self._transfers(self._tcp, Ring(*shape), _TCP, self._start(*shape), reason)
-        )
+        races = (self._transfers(self._tcp, Ring(*shape), _TCP, self._sockets) for shape in self.transfers)
+        return tuple(row for rows in races for row in rows)
 
-    def secure(self) -> tuple[Row, ...]:
+    def measure_secure(self) -> tuple[Row, ...]:
         """Large objects over TLS, many at a time, against sockets with TLS; nothing without TLS."""
         if not tls_available:
             return ()
-        nbytes, count = self.settings.secure
+        ring = Ring(*self.secure)
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
             authority = Authority.create(folder / "ca", "bench", 2)
@@ -162,195 +120,143 @@ class Bench(harness.Benchmark):
             keys = folder / "keys.toml"
             keys.touch(mode=0o600)
             keys.write_text('[keys.client]\nrights = ["read", "publish", "admin"]\n')
-            program, reason = build_sockets(folder, tls=True)
-            sockets = partial(Sockets, nbytes=nbytes, ring=count, certificates=folder / "sockets")
-            start = partial(sockets, program) if program else None
-            node = stack.enter_context(running_node(dram=str(4 * nbytes * count), tls=folder / "node", keys=keys))
-            stack.enter_context(_environment(TLS_VARIABLE, str(folder / "client")))
+            sockets = Reference(*build_sockets(folder, tls=True), folder / "sockets")
+            room = str(4 * ring.nbytes * len(ring))
+            node = stack.enter_context(running_node(dram=room, tls=folder / "node", keys=keys))
+            stack.callback(os.environ.update, {TLS_VARIABLE: os.environ.get(TLS_VARIABLE, "")})
+            os.environ[TLS_VARIABLE] = str(folder / "client")
             store = stack.enter_context(Store(node.address, transport=_TCP))
-            return tuple(self._transfers(store, Ring(nbytes, count), "TLS", start, reason))
+            return tuple(self._transfers(store, ring, "TLS", sockets))
 
-    def latency(self) -> tuple[Row, ...]:
+    def measure_latency(self) -> tuple[Row, ...]:
         """Small objects over TCP, one at a time: both sides spinning (farpool as by default), and both blocking."""
         races = []
-        ring = Ring(*self.settings.small)
+        ring = Ring(*self.small)
         for spin, what in ((SPIN_SECONDS, "get_into, spinning"), (0.0, "get_into, blocking")):
-            with (
-                running_node(dram=str(_SMALL_NODE), spin=spin) as node,
-                Store(node.address, transport=_TCP, spin=spin) as store,
-            ):
-                works.publish(store, ring)
-                ours = partial(works.get_into, store, ring, 1, self.settings.seconds)
-                start, reason = self._start(ring.nbytes, len(ring)), self.peers.sockets_reason
-                race = Race(what, ring.nbytes, 1, _TCP)
-                races.append(self._against(race, start, reason, False, 1, ours, (spin > 0,)))
+            with ExitStack() as stack:
+                node = stack.enter_context(running_node(dram=str(_SMALL_NODE), spin=spin))
+                store = stack.enter_context(Store(node.address, transport=_TCP, spin=spin))
+                sockets = self._sockets.rivals(stack, ring, False, self.seconds, many=False, modes=(spin > 0,))
+                races.append(self._race(what, OneByOneUser(store, ring), False, sockets))
         return tuple(races)
 
-    def copies(self) -> Row:
+    def measure_copies(self) -> Row:
         """Large objects put on two nodes, against sockets to one server after the other."""
-        seconds = self.settings.seconds
-        ring = Ring(*self.settings.copies)
+        ring = Ring(*self.copies)
         with ExitStack() as stack:
             nodes = [stack.enter_context(running_node(dram=str(_COPIES_NODE))).address for _ in range(2)]
             store = stack.enter_context(Store(*nodes, replicas=2, transport=_TCP))
-            ours = partial(works.put, store, ring, 1, seconds)
-            start = self._start(ring.nbytes, len(ring))
-            sockets, reason = opened(stack, start, self.peers.sockets_reason)
-            second, reason = opened(stack, start, reason)
-            others = []
-            for spin in (False, True):
-                work = partial(sockets.seconds_each, True, 1, seconds, spin=spin, second=second) if sockets else None
-                others.append(Entrant(f"sockets, one after the other, {_mode(spin)}", work, reason))
-            return self._hold(Race("put, two copies", ring.nbytes, 1, _TCP), ours, others)
+            sockets = self._sockets.rivals(stack, ring, True, self.seconds, many=False, two=True)
+            return self._race("put, two copies", OneByOneUser(store, ring), True, sockets)
 
-    def overlap(self) -> Row:
+    def measure_overlap(self) -> Row:
         """Amount by which the two copies of such a put overlap."""
         with running_node(dram=str(_COPIES_NODE)) as one, running_node(dram=str(_COPIES_NODE)) as other:
-            return measure_overlap([one.address, other.address])
+            return remote_works.measure_overlap([one.address, other.address])
 
-    def lookups(self) -> tuple[Row, ...]:
+    def measure_lookups(self) -> tuple[Row, ...]:
         """Many keys in one call, over TCP and mapped, against the rivals."""
-        seconds = self.settings.seconds
-        ring = Ring(*self.settings.lookups)
-        works.publish(self._tcp, ring)
+        ring, races = Ring(*self.lookups), []
         with ExitStack() as stack:
-            redis, no_redis = opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
-            mooncake, no_mooncake = opened(stack, self._mooncake(64 << 20), self.peers.mooncake_reason)
-            theirs = redis.lookups(ring, seconds) if redis else [None] * 4
-            find = partial(mooncake.lookup_seconds, ring.nbytes, len(ring), seconds) if mooncake else None
-            calls = ("EXISTS", "MGET")
-            tcp = [Entrant(f"Redis, TCP, {call}", work, no_redis) for call, work in zip(calls, theirs[:2], strict=True)]
-            unix = [
-                Entrant(f"Redis, UNIX socket, {call}", work, no_redis)
-                for call, work in zip(calls, theirs[2:], strict=True)
-            ]
-            tcp.append(Entrant("Mooncake", find, no_mooncake))
-            return tuple(
-                self._hold(
-                    Race(f"lookup of {len(ring)} keys", ring.nbytes, 1, way),
-                    partial(works.lookup, store, ring, seconds),
-                    others,
-                )
-                for way, store, others in ((_TCP, self._tcp, tcp), (_MAPPED, self._mapped, unix))
-            )
+            redis, no_redis = self._open_redis(stack)
+            there, no_mooncake = self._open_mooncake(stack)
+            for way, store, place in ((_TCP, self._tcp, "TCP"), (_MAPPED, self._mapped, "UNIX socket")):
+                others = [
+                    Contender(f"Redis, {place}, {call}", redis and redis.user(way, ring, kind), no_redis)
+                    for call, kind in (("EXISTS", RedisUser), ("MGET", MGetUser))
+                ]
+                if way == _TCP:
+                    others.append(Contender("Mooncake", there and WorkerUser(there, ring), no_mooncake))
+                ours = partial(StoreUser(store, ring).lookup_seconds, self.seconds)
+                rivals = [one.rival("lookup_seconds", self.seconds) for one in others]
+                races.append(race(self, f"lookup of {len(ring)} keys", ring.nbytes, 1, way, ours, rivals))
+        return tuple(races)
 
-    def mapped(self) -> tuple[Row, ...]:
+    def measure_mapped(self) -> tuple[Row, ...]:
         """Copies out of mapped memory: large ones against memcpy, small ones alone."""
-        store, seconds = self._mapped, self.settings.seconds
-        large, small = Ring(*self.settings.mapped), Ring(*self.settings.small)
-        for ring in (large, small):
-            works.publish(store, ring)
-        source = mmap.mmap(-1, large.nbytes * len(large))  # shared memory, as a node's
-        copy = Entrant("memcpy", partial(works.memcpy, memoryview(source), large, seconds))
+        large, small = Ring(*self.mapped), Ring(*self.small)
+        source = memoryview(mmap.mmap(-1, large.nbytes * len(large)))  # shared memory, as a node's
+        places = [source[at : at + large.nbytes] for at in range(0, source.nbytes, large.nbytes)]
+        memcpy = Contender("memcpy", MemoryUser(large, places))
+        copy = memcpy.rival("seconds_each", False, len(large), self.seconds)
         return (
-            self._hold(
-                Race("get_into", large.nbytes, 1, _MAPPED), partial(works.get_into, store, large, 1, seconds), [copy]
-            ),
-            self._hold(Race("get_into", small.nbytes, 1, _MAPPED), partial(works.get_into, store, small, 1, seconds)),
-            self._hold(Race("get", small.nbytes, 1, _MAPPED), partial(works.get, store, small, seconds)),
+            self._race("get_into", OneByOneUser(self._mapped, large), False, [copy], way=_MAPPED),
+            self._race("get_into", OneByOneUser(self._mapped, small), False, way=_MAPPED),
+            self._race("get", BytesUser(self._mapped, small), False, way=_MAPPED),
         )
 
-    def view(self) -> Row:
+    def measure_view(self) -> Row:
         """Views of pinned objects in mapped memory, without a copy: seconds, and bytes that the node sends for each."""
-        ring = Ring(*self.settings.mapped)
-        works.publish(self._mapped, ring)
-        look = partial(works.view, self._mapped, ring, self.settings.seconds)
-        step = f"view {format_size(ring.nbytes)}, mapped"
-        (seconds,) = in_turn([look], self.settings.rounds, step, self.progress)
-        before = works.counters(self._mapped)["bytes_out"]
-        works.look(self._mapped, ring)
-        sent = works.counters(self._mapped)["bytes_out"] - before
-        return Row(nbytes=ring.nbytes, seconds=seconds, sent=round(sent / len(ring)))
+        user = StoreUser(self._mapped, Ring(*self.mapped))
+        user.remove()
+        user.put(slice(None))
+        count, nbytes = len(user.ring), user.ring.nbytes
+        step = f"view {format_size(nbytes)}, mapped"
+        (seconds,) = in_turn([lambda: median_call(user.look, self.seconds) / count], self.rounds, step, self.progress)
+        before = remote_works.counters(self._mapped)["bytes_out"]
+        user.look()
+        sent = remote_works.counters(self._mapped)["bytes_out"] - before
+        return Row(nbytes=nbytes, seconds=seconds, sent=round(sent / count))
 
-    def redis(self) -> tuple[Row, ...]:
+    def measure_redis(self) -> tuple[Row, ...]:
         """Gets and puts against Redis; farpool's store is mapped, as it chooses by itself on the node's host."""
-        seconds = self.settings.seconds
         races = []
         with ExitStack() as stack:
-            peer, reason = opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
-            for shape in self.settings.redis:
-                ring = Ring(*shape)
-                works.publish(self._mapped, ring)
+            peer, reason = self._open_redis(stack)
+            for ring in (Ring(*shape) for shape in self.redis):
                 for write in (False, True):
-                    work = partial(works.put, batch=1) if write else works.get
-                    mapped, tcp = (partial(work, store, ring, seconds=seconds) for store in (self._mapped, self._tcp))
-                    theirs = peer.works(ring, write, seconds) if peer else [None, None]
-                    others = [
-                        Entrant("farpool, TCP", tcp),
-                        Entrant("Redis, TCP", theirs[0], reason),
-                        Entrant("Redis, UNIX socket", theirs[1], reason),
-                    ]
-                    race = Race("put" if write else "get", ring.nbytes, 1, _MAPPED)
-                    races.append(self._hold(race, mapped, others))
+                    others = [Contender("farpool, TCP", BytesUser(self._tcp, ring))]
+                    for way, name in ((_TCP, "Redis, TCP"), (_MAPPED, "Redis, UNIX socket")):
+                        others.append(Contender(name, peer and peer.user(way, ring, RedisOneByOneUser), reason))
+                    rivals = [one.rival("seconds_each", write, len(ring), self.seconds) for one in others]
+                    ours = BytesUser(self._mapped, ring)
+                    races.append(self._race("put" if write else "get", ours, write, rivals, way=_MAPPED))
         return tuple(races)
 
-    def mooncake(self) -> tuple[Row, ...]:
+    def measure_mooncake(self) -> tuple[Row, ...]:
         """Puts and gets against Mooncake, both over TCP."""
-        settings, seconds = self.settings, self.settings.seconds
         races = []
         with ExitStack() as stack:
-            lent = 4 * max(nbytes * count for nbytes, count in settings.mooncake)
-            peer, reason = opened(stack, self._mooncake(lent), self.peers.mooncake_reason)
-            for nbytes, count in settings.mooncake:
-                ring = Ring(nbytes, count)
-                works.publish(self._tcp, ring)
+            lent = 4 * max(nbytes * count for nbytes, count in self.mooncake)
+            peer, reason = self._open_mooncake(stack, lent)
+            for ring in (Ring(*shape) for shape in self.mooncake):
+                theirs = Contender("Mooncake", peer and WorkerUser(peer, ring), reason)
                 for write, what in ((False, "get_into"), (True, "put")):
-                    for batch, many in ((1, ""), (settings.batch, "_many")):
-                        theirs = partial(peer.seconds_each, write, nbytes, count, batch, seconds) if peer else None
-                        ours = partial(works.put if write else works.get_into, self._tcp, ring, batch, seconds)
-                        race = Race(what + many, nbytes, batch, _TCP)
-                        races.append(self._hold(race, ours, [Entrant("Mooncake", theirs, reason)]))
+                    for batch, ours in ((1, OneByOneUser), (self.batch, StoreUser)):
+                        rival = theirs.rival("seconds_each", write, batch, self.seconds)
+                        many = "" if batch == 1 else "_many"
+                        races.append(self._race(what + many, ours(self._tcp, ring), write, [rival], batch=batch))
         return tuple(races)
 
-    def index(self) -> Row:
+    def measure_index(self) -> Row:
         """Gets among more and more objects on a new node."""
-        return grow(self.settings.objects, self.settings.rounds, self.settings.gets, self.progress)
+        return remote_works.grow(self)
 
-    def crowd(self) -> Row:
+    def measure_crowd(self) -> Row:
         """Many connections to one node."""
-        return connect_many(self._node, self.settings.connections, self.progress)
+        return remote_works.connect_many(self._node, self.connections, self.progress)
 
-    def _start(self, nbytes: int, count: int) -> Callable[[], Sockets] | None:
-        return partial(Sockets, self._sockets, nbytes, count) if self._sockets else None
+    def _open_redis(self, stack: ExitStack) -> tuple[RedisPeer | None, str]:
+        return opened(stack, kv_peers.redis_peer if self.peers.redis else None, self.peers.redis_reason)
 
-    def _mooncake(self, lent: int) -> Callable[[], MooncakePeer] | None:
-        return partial(MooncakePeer, max(lent, 64 << 20)) if self.peers.mooncake else None
+    def _open_mooncake(self, stack: ExitStack, lent: int = 0) -> tuple[Worker | None, str]:
+        make = partial(kv_peers.mooncake_peer, lent) if self.peers.mooncake else None
+        return opened(stack, make, self.peers.mooncake_reason)
 
-    def _transfers(
-        self, store: Store, ring: Ring, way: str, start: Callable[[], Sockets] | None, reason: str
-    ) -> Iterator[Row]:
+    def _transfers(self, store: Store, ring: Ring, way: str, sockets: Reference) -> Iterator[Row]:
         """Races of gets and puts, many at a time, against sockets that are started for each."""
-        window = max(1, min(WINDOW, WINDOW_BYTES // ring.nbytes))  # as a store's
-        works.publish(store, ring)
         for write, what in ((False, "get_into_many"), (True, "put_many")):
-            ours = partial(works.put if write else works.get_into, store, ring, len(ring), self.settings.seconds)
-            race = Race(what, ring.nbytes, len(ring), way)
-            yield self._against(race, start, reason, write, window, ours, (False, True))
+            with ExitStack() as stack:
+                rivals = sockets.rivals(stack, ring, write, self.seconds)
+                yield self._race(what, StoreUser(store, ring), write, rivals, way=way, batch=len(ring))
 
-    def _hold(self, race: Race, ours: Callable[[], float], others: Sequence[Entrant] = ()) -> Row:
-        step = f"{race.what} {format_size(race.nbytes)}, {race.way}"
-        return race.hold(ours, others, self.settings.rounds, step, self.progress)
-
-    def _against(
-        self,
-        race: Race,
-        start: Callable[[], Sockets] | None,
-        reason: str,
-        write: bool,
-        window: int,
-        ours: Callable[[], float],
-        modes: Sequence[bool],
+    def _race(
+        self, what: str, ours: StoreUser, write: bool, rivals: Sequence[Rival] = (), *, way: str = _TCP, batch: int = 1
     ) -> Row:
-        """Race against a client of the reference program in each mode, with `window` requests under way."""
-        with ExitStack() as stack:
-            sockets, reason = opened(stack, start, reason)
-            others = []
-            for spin in modes:
-                each = (
-                    partial(sockets.seconds_each, write, window, self.settings.seconds, spin=spin) if sockets else None
-                )
-                others.append(Entrant(f"sockets, {_mode(spin)}", each, reason))
-            return self._hold(race, ours, others)
+        """Race of a user that puts or gets its ring, `batch` objects in a call."""
+        several = len(ours.ring) if isinstance(ours, OneByOneUser) else batch
+        work = partial(ours.seconds_each, write, several, self.seconds)
+        return race(self, what, ours.ring.nbytes, batch, way, work, rivals)
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
@@ -387,20 +293,3 @@ class Bench(harness.Benchmark):
             f"{crowd.connections:,} connections to one node: {crowd.open_seconds * 1e6:.0f} µs to open one, "
             f"{crowd.answer_seconds * 1e6:.0f} µs for an answer on each in turn"
         )
-
-
-def _mode(spin: bool) -> str:
-    return "spinning" if spin else "blocking"
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -1,11 +1,15 @@
-"""Operations of farpool for the remote memory benchmark; most take a sample, in seconds for one object."""
+"""Users of a store and of plain memory, and the parts of the benchmark of remote memory that have no rivals."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,8 +21,8 @@ from farpool.cluster.wire.dial import dial
 from farpool.cluster.wire.frames import Op
 from farpool.errors import FarpoolError
 from farpool_bench.harness import Progress, Row, told
-from farpool_bench.measure import kept, median_call, resident_bytes, seconds_each
-from farpool_bench.ring import Ring
+from farpool_bench.measure import resident_bytes
+from farpool_bench.users import Ring, User
 
 
 def counters(store: Store) -> dict[str, Any]:
@@ -29,113 +33,90 @@ def counters(store: Store) -> dict[str, Any]:
     return node.stats
 
 
-def publish(store: Store, ring: Ring) -> None:
-    """Put the ring's objects into the store."""
-    store.put_many(list(zip(ring.keys, ring.payloads, strict=True)))
+class StoreUser(User):
+    """A user of a store that moves several objects in a call."""
 
+    def __init__(self, store: Store, ring: Ring) -> None:
+        super().__init__("farpool", ring)
+        self.store = store
 
-def get(store: Store, ring: Ring, seconds: float) -> float:
-    """Get the ring's objects one by one, as bytes."""
-    taken, found = kept(lambda: [store.get(key) for key in ring.keys], seconds_each, len(ring), seconds)
-    ring.check("farpool", found)
-    return taken
+    def remove(self) -> None:
+        for key in self.ring.keys:
+            self.store.drop(key)
 
+    def put(self, part: slice) -> None:
+        self.check(self.store.put_many(zip(self.ring.keys[part], self.ring.payloads[part], strict=True)))
 
-def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """Get objects into the ring's buffers, one by one (batch 1) or in calls with `batch` objects."""
-    ring.wipe()
-    taken = seconds_each(_reading(store, ring, batch), len(ring), seconds)
-    ring.check("farpool")
-    return taken
+    def get(self, part: slice) -> None:
+        self.store.get_into_many(zip(self.ring.keys[part], self.ring.buffers[part], strict=True))
 
+    def find(self) -> int:
+        return self.store.lookup(self.ring.keys).leading
 
-def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """Put the ring's objects, which are dropped before each turn, off the clock, and read back at the end."""
-    pairs = list(zip(ring.keys, ring.payloads, strict=True))
-    taken, turns = 0.0, -1  # the first turn is not counted
-    while taken < seconds or turns < 1:
-        for key in ring.keys:
-            store.drop(key)
-        start = time.perf_counter()
-        if batch == 1:
-            outcomes = [store.put(key, payload) for key, payload in pairs]
-        else:
-            outcomes = []
-            for at in range(0, len(pairs), batch):
-                outcomes += store.put_many(pairs[at : at + batch])
-        turns += 1
-        taken = 0.0 if turns == 0 else taken + time.perf_counter() - start
+    def check(self, outcomes: Sequence[PutOutcome]) -> None:
+        """Raise FarpoolError unless all objects were put."""
         if any(outcome is not PutOutcome.STORED for outcome in outcomes):
             raise FarpoolError("farpool: an object that was dropped before is still there")
-    ring.wipe()
-    store.get_into_many(zip(ring.keys, ring.buffers, strict=True))
-    ring.check("farpool")
-    return taken / (turns * len(ring))
+
+    def look(self) -> None:
+        """Pin each object once, and check its last byte without a copy."""
+        for key, payload in zip(self.ring.keys, self.ring.payloads, strict=True):
+            with self.store.pin(key) as pinned:
+                if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
+                    raise FarpoolError(f"farpool: the pinned object {key!r} is not the one that was put, or not mapped")
 
 
-def lookup(store: Store, ring: Ring, seconds: float) -> float:
-    """Look up all of the ring's keys in one call; seconds of a call in the median."""
-    taken, found = kept(lambda: store.lookup(ring.keys), median_call, seconds)
-    if found.leading != len(ring) or set(found.sizes) != {ring.nbytes}:
-        raise FarpoolError("farpool: an object that was put is missing, or has another size")
-    return taken
+class OneByOneUser(StoreUser):
+    """A user that moves one object in a call."""
+
+    def put(self, part: slice) -> None:
+        pairs = zip(self.ring.keys[part], self.ring.payloads[part], strict=True)
+        self.check([self.store.put(key, payload) for key, payload in pairs])
+
+    def get(self, part: slice) -> None:
+        for key, buffer in zip(self.ring.keys[part], self.ring.buffers[part], strict=True):
+            self.store.get_into(key, buffer)
 
 
-def view(store: Store, ring: Ring, seconds: float) -> float:
-    """Pin each object, look at it without a copy, and let go of it."""
-    return seconds_each(partial(look, store, ring), len(ring), seconds)
+class BytesUser(OneByOneUser):
+    """A user that gets each object as bytes of its own."""
+
+    def get(self, part: slice) -> None:
+        self.keep(part, [self.store.get(key) for key in self.ring.keys[part]])
 
 
-def look(store: Store, ring: Ring) -> None:
-    """Pin each object once and check its last byte."""
-    for key, payload in zip(ring.keys, ring.payloads, strict=True):
-        with store.pin(key) as pinned:
-            if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
-                raise FarpoolError(f"farpool: the pinned object {key!r} is not the one that was put, or not mapped")
+class MemoryUser(User):
+    """A user of plain memory with places for the objects, between which and the ring one thread copies."""
 
+    def __init__(self, ring: Ring, places: Sequence[memoryview]) -> None:
+        super().__init__("memcpy", ring)
+        self._places = places
 
-def memcpy(source: memoryview, ring: Ring, seconds: float) -> float:
-    """Copy the ring's payloads, which are put into `source` one after another, to its buffers."""
-    parts = [source[at : at + ring.nbytes] for at in range(0, len(ring) * ring.nbytes, ring.nbytes)]
-    for part, payload in zip(parts, ring.payloads, strict=True):
-        part[:] = payload
-    pairs = list(zip(ring.buffers, parts, strict=True))
+    def remove(self) -> None:
+        pass
 
-    def work() -> None:
-        for buffer, part in pairs:
-            buffer[:] = part
+    def put(self, part: slice) -> None:
+        for place, payload in zip(self._places[part], self.ring.payloads[part], strict=True):
+            place[:] = payload
 
-    ring.wipe()
-    taken = seconds_each(work, len(ring), seconds)
-    ring.check("memcpy")
-    return taken
+    def get(self, part: slice) -> None:
+        for buffer, place in zip(self.ring.buffers[part], self._places[part], strict=True):
+            buffer[:] = place
 
-
-def _reading(store: Store, ring: Ring, batch: int) -> Callable[[], object]:
-    pairs = list(zip(ring.keys, ring.buffers, strict=True))
-    parts = [pairs[at : at + batch] for at in range(0, len(pairs), batch)]
-
-    def one_by_one() -> None:
-        for key, buffer in pairs:
-            store.get_into(key, buffer)
-
-    def together() -> None:
-        for part in parts:
-            store.get_into_many(part)
-
-    return one_by_one if batch == 1 else together
+    def find(self) -> int:
+        return len(self._places)
 
 
 _PAYLOAD = 64
 _BATCH = 1000
-_DEADLINE = 30.0
+_TIMEOUT_S = 30.0
 _ROOM = 512
 """Bytes of the node's memory for each object, which is more than enough."""
 
 
-def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Progress) -> Row:
+def grow(bench: Any) -> Row:
     """Publish more and more objects on a new node, and time gets after each step."""
-    capacity = (16 << 20) + _ROOM * sizes[-1]
+    capacity = (16 << 20) + _ROOM * bench.objects[-1]
     with running_node(dram=str(capacity)) as node:
         address = node.address
         with Store(address, transport="tcp") as tcp, Store(address, transport="mapped") as mapped:
@@ -145,11 +126,19 @@ def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Progress) -> 
             before = resident_bytes(node.pid)
             points = []
             published = 0
-            for objects in told(progress, "Many objects", sizes):
-                _publish(tcp, published, objects)
+            for objects in told(bench.progress, "Many objects", bench.objects):
+                for at in range(published, objects, _BATCH):
+                    tcp.put_many([(_key(one), _payload(one)) for one in range(at, min(objects, at + _BATCH))])
                 published = objects
-                _warm(mapped, objects)
-                points.append(_time(mapped, tcp, objects, rounds, gets))
+                for number in range(objects):  # so that no page is mapped for the first time while the clock runs
+                    mapped.get(_key(number))
+                source = random.Random(objects)
+                samples = []
+                for _ in range(bench.rounds):
+                    numbers = [source.randrange(objects) for _ in range(2 * bench.gets)]
+                    samples.append([_gets(store, numbers) for store in (mapped, tcp)])
+                on_mapped, on_tcp = zip(*samples, strict=True)
+                points.append(Row(objects=objects, mapped=on_mapped, tcp=on_tcp))
             grown = resident_bytes(node.pid) - before
             counted = counters(tcp)["index_bytes"]
     key = len(_key(0))
@@ -173,7 +162,7 @@ def connect_many(node: RunningNode, count: int, progress: Progress) -> Row:
     try:
         start = time.perf_counter()
         for _ in range(count):
-            dialled = dial(address, "data", session=session, deadline=time.monotonic() + _DEADLINE)
+            dialled = dial(address, "data", session=session, deadline=time.monotonic() + _TIMEOUT_S)
             session = dialled.welcome.session
             fd = dialled.socket.detach()
             connections.append(
@@ -182,7 +171,7 @@ def connect_many(node: RunningNode, count: int, progress: Progress) -> Row:
             progress("Many connections", len(connections), count)
         opened = time.perf_counter()
         for connection in (*connections, *connections):
-            connection.exchange(Op.PING, b"", time.monotonic() + _DEADLINE)
+            connection.exchange(Op.PING, b"", time.monotonic() + _TIMEOUT_S)
         answered = time.perf_counter()
     finally:
         for connection in connections:
@@ -199,27 +188,6 @@ def _payload(number: int) -> bytes:
     return number.to_bytes(8, "little") * (_PAYLOAD // 8)
 
 
-def _publish(store: Store, start: int, end: int) -> None:
-    for at in range(start, end, _BATCH):
-        store.put_many([(_key(number), _payload(number)) for number in range(at, min(end, at + _BATCH))])
-
-
-def _warm(mapped: Store, objects: int) -> None:
-    """Read all objects once, so that no page is mapped for the first time while the clock runs."""
-    for number in range(objects):
-        mapped.get(_key(number))
-
-
-def _time(mapped: Store, tcp: Store, objects: int, rounds: int, gets: int) -> Row:
-    source = random.Random(objects)
-    samples: dict[str, list[float]] = {"mapped": [], "tcp": []}
-    for _ in range(rounds):
-        numbers = [source.randrange(objects) for _ in range(2 * gets)]
-        for name, store in (("mapped", mapped), ("tcp", tcp)):
-            samples[name].append(_gets(store, numbers))
-    return Row(objects=objects, mapped=tuple(samples["mapped"]), tcp=tuple(samples["tcp"]))
-
-
 def _gets(store: Store, numbers: list[int]) -> float:
     """Seconds for a get; the first half of the gets, which finds caches filled by others, does not count."""
     keys = [_key(number) for number in numbers]
@@ -231,3 +199,93 @@ def _gets(store: Store, numbers: list[int]) -> float:
     if found != [_payload(number) for number in numbers]:
         raise FarpoolError("farpool: an object was read with other bytes than were put")
     return taken / (len(keys) - half)
+
+
+_NBYTES = 32 << 20
+"""Bytes of the value, more than sockets buffer."""
+_RESTS_AT = 256 << 10
+_REST_TIMEOUT_S = 5.0
+_CHUNK = 64 << 10
+
+
+def measure_overlap(nodes: Sequence[str]) -> Row:
+    """Put a value with copies on two nodes, and measure how these overlap, by relays in front of both that count bytes.
+
+    The relay of the node that gets bytes first rests after a few of them, until the other one gets its first byte. So a
+    put that finished one node before it began with the next waits for as long as the relay rests, and is found out.
+    """
+    meter = _Meter()
+    with ExitStack() as stack:
+        relays = [_relay(stack, node, partial(meter.note, number)) for number, node in enumerate(nodes)]
+        store = stack.enter_context(Store(*relays, replicas=2, transport="tcp", timeout=60.0))
+        store.put("warm", b"connections are open")
+        meter.start()
+        store.put("overlap", bytes(_NBYTES))
+    return Row(nbytes=_NBYTES, before=meter.before)  # bytes that one node had when the other got its first
+
+
+class _Meter:
+    """Counter of the bytes that the two relays receive.
+
+    `before`: bytes that one relay had received when the other one received its first.
+    """
+
+    def __init__(self) -> None:
+        self.before = 0
+        self._received: list[int] | None = None
+        self._rests = True
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start counting the bytes that the relays receive."""
+        with self._changed:
+            self._received = [0, 0]
+
+    def note(self, number: int, nbytes: int) -> None:
+        """Count bytes that a relay has received; block until it may take more."""
+        with self._changed:
+            received = self._received
+            if received is None:
+                return
+            other = 1 - number
+            if received[number] == 0:
+                self.before = received[other]
+            received[number] += nbytes
+            self._changed.notify_all()
+            if self._rests and received[number] > _RESTS_AT:
+                self._rests = self._changed.wait_for(lambda: received[other] > 0, _REST_TIMEOUT_S)
+
+
+def _relay(stack: ExitStack, node: str, note: Callable[[int], None]) -> str:
+    """Run a TCP relay in front of a node, which reports the bytes sent to the node; return its address."""
+    there = parse_address(node)
+    server = socket.create_server(("127.0.0.1", 0))
+    sockets = [server]
+
+    def pass_on(source: socket.socket, target: socket.socket, report: Callable[[int], None]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK):
+                report(len(data))
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = server.accept()[0], socket.create_connection((there.host, there.port))
+                sockets.extend(ends)
+                for one in ends:
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for way in ((*ends, note), (*ends[::-1], lambda nbytes: None)):
+                    threading.Thread(target=pass_on, args=way, daemon=True).start()
+
+    def close() -> None:
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    stack.callback(close)
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"

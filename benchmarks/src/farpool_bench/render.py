@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import re
 import statistics
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -35,33 +37,7 @@ COLOURS = ("#3b82d0", "#e0872a", "#2f9e74", "#d05a3f", "#9a6fc4", "#3aa7b8")
 DOTTED: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": (0, (1, 2))}
 
 _SIZE = (6.6, 3.7)
-_STYLE = """
-:root { color-scheme: light dark; --ground: #fbfbfa; --ink: #1d2023; --soft: #62676d; --rule: #e1e2e0; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #15171a; --ink: #e6e7e8; --soft: #9da3a9; --rule: #2c3035; --card: #1b1e22; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.25rem 4rem; background: var(--ground); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 .25rem; letter-spacing: -.01em; }
-h2 { font-size: 1.3rem; line-height: 1.25; margin: 3rem 0 .5rem; }
-p { max-width: 46rem; }
-.soft, figcaption, caption { color: var(--soft); }
-nav a { color: inherit; margin-right: 1.2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: 1.25rem 0; font-size: .92rem; font-variant-numeric: tabular-nums;
-  min-width: 60%; }
-caption { text-align: left; padding: 0 0 .4rem; font-weight: 600; color: var(--ink); }
-th, td { padding: .35rem .9rem .35rem 0; text-align: left; border-bottom: 1px solid var(--rule); vertical-align: top; }
-th { color: var(--soft); font-weight: 600; }
-.right { text-align: right; }
-figure { margin: 1.5rem 0; padding: 1rem 1rem .75rem; background: var(--card); border: 1px solid var(--rule);
-  border-radius: 8px; }
-figure svg { display: block; width: 100%; height: auto; }
-figcaption { margin-top: .5rem; font-size: .9rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; font-size: .88rem; color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-"""
+_STYLE = Path(__file__).with_name("page.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +52,18 @@ class Grid:
     heads: str
     rows: Iterable[Sequence[str]]
     caption: str = ""
+
+    @classmethod
+    def of(cls, title: str, columns: str, rows: Iterable[Any], caption: str = "") -> Grid:
+        """Make a table of rows of a result, of which an empty one becomes a rule.
+
+        Each column is its head and a format string for its cells, whose fields are the row's, such as
+        ``block {nbytes:size}``. A form of `_FORMS` may stand behind the colon, or ``FACTOR*FORMAT``, which multiplies
+        the value; the median stands for several samples, and "-" for None.
+        """
+        parts = [column.partition("{") for column in columns.split("|")]
+        texts = [[_CELLS.vformat(brace + text, (), row) for _, brace, text in parts] if row else [] for row in rows]
+        return cls(title, "|".join(head.strip() for head, _, _ in parts), texts, caption)
 
     def render(self) -> Table:
         """Make the table for the terminal."""
@@ -114,25 +102,15 @@ def table_of(benchmark: type[Benchmark], outcome: Any) -> Group:
     return Group(*(part.render() if isinstance(part, Grid) else Text(part) for part in parts))
 
 
-def milliseconds(samples: Sequence[float]) -> str:
-    """Format the median of samples in seconds as milliseconds."""
-    return f"{statistics.median(samples) * 1e3:.0f} ms"
+def middle(samples: float | Sequence[float]) -> float:
+    """Median of samples; a number stands for itself."""
+    return samples if isinstance(samples, int | float) else statistics.median(samples)
 
 
 def micros(samples: Sequence[float]) -> str:
     """Format the median of samples in seconds as microseconds, without the unit."""
-    median = statistics.median(samples) * 1e6
+    median = middle(samples) * 1e6
     return f"{median:.1f}" if median < 100 else f"{median:,.0f}"
-
-
-def megabytes(nbytes: float) -> str:
-    """Format bytes as MB."""
-    return f"{nbytes / 1e6:.0f} MB"
-
-
-def times(part: float, whole: float) -> str:
-    """Format a ratio, as ``1.23x``."""
-    return f"{part / max(1, whole):.2f}x"
 
 
 def rate_text(rate: float) -> str:
@@ -140,9 +118,30 @@ def rate_text(rate: float) -> str:
     return f"{rate / 1e9:.3g} GB/s"
 
 
-def yes(value: bool) -> str:
-    """Format a check that should be true."""
-    return "yes" if value else "NO"
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "us": micros,
+    "ms": lambda seconds: f"{middle(seconds) * 1e3:.0f} ms",
+    "size": format_size,
+    "MB": lambda nbytes: f"{nbytes / 1e6:.0f} MB",
+    "rate": rate_text,
+    "yes": lambda value: "yes" if value else "NO",
+    "rw": lambda write: "write" if write else "read",
+}
+
+
+class _Cells(string.Formatter):
+    """Formats the fields of a row as `Grid.of` describes."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if value is None:
+            return "-"
+        if spec in _FORMS:
+            return _FORMS[spec](value)
+        factor, _, spec = spec.rpartition("*")
+        return format(middle(value) * float(factor) if factor else value, spec)
+
+
+_CELLS = _Cells()
 
 
 def by_group(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -202,6 +201,24 @@ def plot(
     return figure, axes
 
 
+def draw_strip(strip: Any) -> Figure:
+    """Draw a timeline with one row for each lane and the share of the time that it was busy."""
+    figure, axes = new_figure("milliseconds", "")
+    for row, (bars, colour) in enumerate(zip(strip.lanes.values(), COLOURS, strict=False)):
+        axes.broken_barh(
+            [(left * 1e3, (right - left) * 1e3) for left, right in bars], (row - 0.36, 0.72), color=colour, linewidth=0
+        )
+    busy = {name: sum(right - left for left, right in bars) / strip.seconds for name, bars in strip.lanes.items()}
+    axes.set_yticks(range(len(busy)), [f"{name}\n{share:.0%}" for name, share in busy.items()])
+    axes.set_ylim(len(busy) - 0.4, -0.6)
+    axes.set_xlim(0, strip.seconds * 1e3)
+    axes.grid(visible=False)
+    for mark in strip.marks:
+        axes.axvline(mark * 1e3, zorder=0, **DOTTED)
+    figure.set_size_inches(6.6, 1.0 + 0.55 * len(busy))
+    return figure
+
+
 def svg(figure: Figure, number: int = 0) -> str:
     """Render a figure as an ``<svg>`` element without references to anything outside.
 
@@ -238,7 +255,7 @@ def page(title: str, results: Sequence[Result]) -> str:
         '<html lang="en">',
         '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title>",
-        f"<style>{_STYLE}</style></head>",
+        f"<style>\n{_STYLE.read_text()}</style></head>",
         "<body>",
         f"<h1>{escape(title)}</h1>",
     ]
@@ -286,26 +303,22 @@ def _origin(origin: Provenance) -> str:
     return "<dl>" + "".join(f"<dt>{key}</dt><dd>{escape(value)}</dd>" for key, value in facts.items()) + "</dl>"
 
 
-def against_limit(title: str, heads: str, cases: Sequence[Any], cells: Callable[[Any], list[str]]) -> list[Grid | str]:
+def against_limit(title: str, columns: str, cases: Sequence[Any]) -> list[Grid | str]:
     """Make the table of limit over measured time, with the rivals that ran, and lines about the others.
 
-    `heads` and `cells` make farpool's own columns.
+    `columns` are farpool's own.
     """
     rivals = [number for number, rival in enumerate(cases[0].peers) if rival.efficiency is not None]
     for number in rivals:
-        heads += f"|{cases[0].peers[number].name}|farpool is"
-    rows = []
-    for case in cases:
-        row = cells(case)
-        for rival in (case.peers[number] for number in rivals):
-            row += [f"{rival.efficiency:.0%}", f"{rival.speedup:.2f}x as fast"]
-        rows.append(row)
+        peer = f"peers[{number}]"
+        columns += f"|{cases[0].peers[number].name} {{{peer}.efficiency:.0%}}"
+        columns += f"|farpool is {{{peer}.speedup:.2f}}x as fast"
     remarks = [
-        f"{one.name}: {milliseconds(one.seconds) + '; ' if one.seconds else ''}{one.remark}"
+        _CELLS.vformat("{name}: {seconds:ms}; {remark}" if one.seconds else "{name}: {remark}", (), one)
         for one in cases[0].peers
         if one.remark
     ]
-    return [Grid(title, heads, rows), *remarks]
+    return [Grid.of(title, columns, cases), *remarks]
 
 
 def by_ratio(cases: Sequence[Any], rivals: bool) -> Figure:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from farpool._native import RequestTrace
 from farpool.errors import ConfigError
+from farpool_bench.harness import check_known
 from farpool_bench.kv_request_lines import GZIP_MAGIC, ZSTD_MAGIC
 
 
@@ -51,8 +52,7 @@ def generate(kind: str, requests: int, seed: int = 1) -> list[int]:
 
     `kind`: one of `KINDS`. `requests`: length of the trace. `seed`: the same seed gives the same trace.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"trace {kind!r} is not known; expected one of {', '.join(KINDS)}")
+    check_known("trace", kind, KINDS)
     return KINDS[kind](requests, random.Random(seed))
 
 
@@ -99,10 +99,6 @@ def _popularity(objects: int, exponent: float, dice: random.Random) -> Callable[
     return lambda: names[min(bisect.bisect(bounds, dice.random() * bounds[-1]), objects - 1)]
 
 
-KINDS: dict[str, Callable[[int, random.Random], list[int]]] = {
-    "zipf": _zipf,
-    "scan": _scan,
-    "loop": _loop,
-    "shifting": _shifting,
-}
+_Generator = Callable[[int, random.Random], list[int]]
+KINDS: dict[str, _Generator] = {"zipf": _zipf, "scan": _scan, "loop": _loop, "shifting": _shifting}
 """Generators by the names of their patterns."""

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,10 +15,7 @@ from torch.nn import functional
 from farpool import Pool, offload, restore
 from farpool_bench.harness import Row, told
 from farpool_bench.measure import in_turn, mean_seconds, median_difference, median_ratio
-from farpool_bench.stack import Stack, seconds_of, synchronize, tokens_for
-
-if TYPE_CHECKING:
-    from farpool_bench.harness import Progress
+from farpool_bench.stack import Stack, Trainer, seconds_of, synchronize, tokens_for
 
 _WIDTH = 64
 _ROWS = 8
@@ -42,15 +39,21 @@ class _Case(NamedTuple):
     calls: tuple[Callable[[], object], ...]
 
 
-def measure_operations(settings: Any, progress: Progress) -> tuple[Row, ...]:
+def measure_case(bench: Any, case: str) -> Any:
+    """Measure a part of the result."""
+    measures = {"operations": _operations, "layers": _layers, "training": _training, "rows": _rows}
+    return measures[case](bench)
+
+
+def _operations(bench: Any) -> tuple[Row, ...]:
     """Measure the seconds of a call of each operation: plain, bare and paged in turn."""
-    device, rows = settings.device, []
+    device, rows = bench.device, []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
         for case in _cases(pool, device):
-            works = [partial(_calls, work, settings.calls, device) for work in case.calls]
+            works = [partial(_calls, work, bench.calls, device) for work in case.calls]
             for work in works * _WARM:
                 work()
-            plain, bare, paged = in_turn(works, settings.rounds, case.name, progress)
+            plain, bare, paged = in_turn(works, bench.rounds, case.name, bench.progress)
             rows.append(
                 Row(
                     name=case.name,
@@ -91,11 +94,7 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     added, moment = tensors(_WIDTH, _WIDTH), tensors(_WIDTH, _WIDTH)
     yield case("add_", lambda one: one.add_(weight[0]), added)
 
-    def decay_and_add(one: torch.Tensor, other: torch.Tensor) -> None:
-        one.mul_(0.9)
-        one.add_(other, alpha=0.1)
-
-    yield case("mul_, add_ (moment)", decay_and_add, moment, added, paged=3)
+    yield case("mul_, add_ (moment)", lambda one, other: one.mul_(0.9).add_(other, alpha=0.1), moment, added, paged=3)
     table = torch.randn(_VOCABULARY, _WIDTH, generator=generator).to(device)
     words, bare, paged = (torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table.clone()) for _ in range(3))
     wrap_parameters(bare)
@@ -105,9 +104,13 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
     restore(paged)
 
 
-def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
-    """Measure passes through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
-    device, layers, width = settings.device, settings.layers, settings.width
+def _layers(bench: Any) -> tuple[Row, ...]:
+    """Measure passes through stacks whose layers take about so many seconds each: plain, bare and paged in turn."""
+    return tuple(_stack(bench, seconds) for seconds in bench.layer_seconds)
+
+
+def _stack(bench: Any, seconds: float) -> Row:
+    device, layers, width = bench.device, bench.layers, bench.width
     plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
     wrap_parameters(bare)
     tokens = tokens_for(lambda count: seconds_of(plain, plain.inputs(count), device)[0], seconds * layers)
@@ -121,7 +124,7 @@ def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
         for _ in range(_WARM):
             expected, _, got = (seconds_of(model, inputs, device)[1] for model in (plain, bare, paged))
         works = [partial(one_pass, model) for model in (plain, bare, paged)]
-        on_plain, on_bare, on_paged = in_turn(works, settings.rounds, f"Layers of {seconds * 1e3:g} ms", progress)
+        on_plain, on_bare, on_paged = in_turn(works, bench.rounds, f"Layers of {seconds * 1e3:g} ms", bench.progress)
         restore(paged)
     return Row(
         layer_seconds=statistics.median(on_plain) / layers,
@@ -137,86 +140,82 @@ def measure_layers(settings: Any, seconds: float, progress: Progress) -> Row:
     )
 
 
-def measure_training(settings: Any, progress: Progress) -> Row:
+def _training(bench: Any) -> Row:
     """Measure training steps of small linear layers with fused AdamW: plain and paged in turn, all resident."""
-    device = settings.device
+    device = bench.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         plain = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LINEAR))).to(device)
         inputs = torch.randn(_ROWS, _WIDTH).to(device)
     paged = copy.deepcopy(plain)
-    losses: dict[int, list[torch.Tensor]] = {id(plain): [], id(paged): []}
+    losses: list[list[torch.Tensor]] = [[], []]
 
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        losses[id(model)].append(loss.detach())
-        return seconds
+    def step(trainer: Trainer, kept: list[torch.Tensor]) -> float:
+        done = trainer.step()
+        kept.append(done.loss)
+        return done.seconds
 
     with Pool(fast="64MiB", dram="64MiB", device=device) as pool:
         offload(paged, pool)
-        works = [partial(step, model, torch.optim.AdamW(model.parameters(), fused=True)) for model in (plain, paged)]
+        models = zip((plain, paged), losses, strict=True)
+        works = [partial(step, Trainer(model, inputs), kept) for model, kept in models]
         for work in works * _WARM:
             work()
-        on_plain, on_paged = in_turn(works, settings.rounds, "Training steps", progress)
+        on_plain, on_paged = in_turn(works, bench.rounds, "Training steps", bench.progress)
         restore(paged)
-        equal = all(map(torch.equal, *losses.values()))
+        equal = all(map(torch.equal, *losses))
         del work, works  # the optimizer's state must not outlive the pool
     parameters = len(list(plain.parameters()))
     more = median_difference(on_paged, on_plain) / parameters
     return Row(parameters=parameters, plain=on_plain, paged=on_paged, seconds_per_parameter=more, equal=equal)
 
 
-def measure_rows(settings: Any, picked: int, progress: Progress) -> Row:
-    """Pick rows of a large table at random, `picked` in a call, paged and plain in turn, with one thread."""
-    device, count = settings.device, settings.table_rows
+def _rows(bench: Any) -> tuple[Row, ...]:
+    """Pick rows of a large table at random, so many in a call, paged and plain in turn, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return tuple(_picked(bench, picked) for picked in bench.picked)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _picked(bench: Any, picked: int) -> Row:
+    device, count = bench.device, bench.table_rows
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(count, _ROW_WIDTH, generator=generator)
     table = torch.nn.Embedding(count, _ROW_WIDTH, _weight=weight.clone()).requires_grad_(False)
     plain, buffer = weight.to(device), torch.empty(picked, _ROW_WIDTH, device=device)
     nbytes = weight.nbytes
-    seconds: list[float] = []
-    thread_seconds: list[float] = []
-    index_select: list[float] = []
+    samples: list[tuple[float, float, float]] = []
     equal = True
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with Pool(fast=nbytes // _SHARE, dram=nbytes + nbytes // 4, device=device) as pool:
-            offload(table, pool)
-            step = f"{picked} random rows of {_ROW_WIDTH * 4 >> 10} KiB"
-            for _ in told(progress, step, range(_WARM_CALLS + _CALLS)):
-                rows = torch.randint(count, (picked,), generator=generator).to(device)
-                synchronize(device)
-                start, busy = time.perf_counter(), time.thread_time()
-                result = functional.embedding(rows, table.weight)
-                synchronize(device)
-                seconds.append(time.perf_counter() - start)
-                thread_seconds.append(time.thread_time() - busy)
-                start = time.perf_counter()
-                torch.index_select(plain, 0, rows, out=buffer)
-                synchronize(device)
-                index_select.append(time.perf_counter() - start)
-                equal = equal and torch.equal(result, buffer)
-            del table
-    finally:
-        torch.set_num_threads(threads)
+    with Pool(fast=nbytes // _SHARE, dram=nbytes + nbytes // 4, device=device) as pool:
+        offload(table, pool)
+        step = f"{picked} random rows of {_ROW_WIDTH * 4 >> 10} KiB"
+        for _ in told(bench.progress, step, range(_WARM_CALLS + _CALLS)):
+            rows = torch.randint(count, (picked,), generator=generator).to(device)
+            synchronize(device)
+            start, busy = time.perf_counter(), time.thread_time()
+            result = functional.embedding(rows, table.weight)
+            synchronize(device)
+            taken, thread_taken = time.perf_counter() - start, time.thread_time() - busy
+            start = time.perf_counter()
+            torch.index_select(plain, 0, rows, out=buffer)
+            synchronize(device)
+            samples.append((taken, thread_taken, time.perf_counter() - start))
+            equal = equal and torch.equal(result, buffer)
+        del table
+    seconds, thread_seconds, index_select = zip(*samples[_WARM_CALLS:], strict=True)
     return Row(
         row_bytes=_ROW_WIDTH * 4,
         table_bytes=nbytes,
         budget_bytes=nbytes // _SHARE,
         picked=picked,
-        seconds=tuple(seconds[_WARM_CALLS:]),  # of a call of `embedding` on the paged table
-        thread_seconds=tuple(thread_seconds[_WARM_CALLS:]),  # of the calling thread in these calls
-        index_select=tuple(index_select[_WARM_CALLS:]),  # from a plain table into a buffer
-        bytes_per_second=picked * _ROW_WIDTH * 4 / statistics.median(seconds[_WARM_CALLS:]),
-        thread_seconds_per_row=statistics.median(thread_seconds[_WARM_CALLS:]) / picked,
+        seconds=seconds,  # of a call of `embedding` on the paged table
+        thread_seconds=thread_seconds,  # of the calling thread in these calls
+        index_select=index_select,  # from a plain table into a buffer
+        bytes_per_second=picked * _ROW_WIDTH * 4 / statistics.median(seconds),
+        thread_seconds_per_row=statistics.median(thread_seconds) / picked,
         equal=equal,
     )
 

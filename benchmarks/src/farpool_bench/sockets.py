@@ -7,10 +7,17 @@ import shutil
 import socket
 import struct
 import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
 
+from farpool._native import WINDOW, WINDOW_BYTES
+from farpool.closing import Closing
 from farpool.errors import FarpoolError
+from farpool_bench.measure import Rival, opened
+from farpool_bench.users import Ring
 
 _SOURCE = Path(__file__).with_name("sockets.c")
 _TIMEOUT = 60.0
@@ -44,7 +51,7 @@ def read(connection: socket.socket, into: memoryview) -> None:
         into = into[got:]
 
 
-class Sockets:
+class Sockets(Closing):
     """A server of the reference program with objects of one size, in a process of its own.
 
     `program`: the program that `build_sockets` compiled. `nbytes`, `ring`: bytes of an object; number of objects.
@@ -62,12 +69,6 @@ class Sockets:
         if not self._port:
             self.close()
             raise FarpoolError("the reference program for sockets could not listen on a port of 127.0.0.1")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def seconds_each(
         self, write: bool, window: int, seconds: float, *, spin: bool, second: Sockets | None = None
@@ -101,3 +102,38 @@ class Sockets:
         """Stop the server."""
         self._server.kill()
         self._server.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The compiled program, or the reason why there is none, and the certificates of one with TLS."""
+
+    program: Path | None
+    reason: str
+    certificates: Path | None = None
+
+    def rivals(
+        self,
+        stack: ExitStack,
+        ring: Ring,
+        write: bool,
+        seconds: float,
+        *,
+        many: bool = True,
+        modes: Sequence[bool] = (False, True),
+        two: bool = False,
+    ) -> list[Rival]:
+        """Start a server of a ring's objects, and make a rival of a client in each mode: blocking, or spinning if true.
+
+        `many`: as many requests are under way as a store has, or one. `two`: objects are put on another server, too.
+        """
+        window = max(1, min(WINDOW, WINDOW_BYTES // ring.nbytes)) if many else 1
+        start = partial(Sockets, self.program, ring.nbytes, len(ring), self.certificates) if self.program else None
+        server, reason = opened(stack, start, self.reason)
+        second, reason = opened(stack, start, reason) if two else (None, reason)
+        rivals = []
+        for spin in modes:
+            name = f"sockets, {'one after the other, ' if two else ''}{'spinning' if spin else 'blocking'}"
+            work = partial(server.seconds_each, write, window, seconds, spin=spin, second=second) if server else None
+            rivals.append(Rival(name, work, reason))
+        return rivals

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -107,14 +108,19 @@ def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
         measured = measure(tokens)
     if measured > shorter:
         share = min(1.0, max(0.0, (seconds - shorter) / (measured - shorter)))
-        tokens = before + _rounded(share * (tokens - before))
+        tokens = before + round(share * (tokens - before) / 8) * 8
     for _ in range(_CORRECTIONS):
-        tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, _rounded(tokens * seconds / measure(tokens))))
+        tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, round(tokens * seconds / measure(tokens) / 8) * 8))
     return tokens
 
 
-def _rounded(tokens: float) -> int:
-    return round(tokens / 8) * 8
+def llama(**config: Any) -> Any:
+    """Make a model of Llama's shape with weights by seed, for inference."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**config)).eval()  # type: ignore[no-untyped-call]
 
 
 LEARNING_RATE = 1e-4
@@ -122,17 +128,15 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Loss of a training step, and the seconds of its phases."""
+    """Loss of a training step, and the seconds of its phases: forward, backward and optimizer."""
 
     loss: torch.Tensor
-    forward: float
-    backward: float
-    optimizer: float
+    phases: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.forward + self.backward + self.optimizer
+        return sum(self.phases)
 
 
 class Trainer:
@@ -144,12 +148,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: Stack,
-        inputs: torch.Tensor,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        in_backward: bool = False,
+        self, model: torch.nn.Module, inputs: torch.Tensor, optimizer: Any = None, in_backward: bool = False
     ) -> None:
         self.model = model
         self.inputs = inputs
@@ -159,21 +158,24 @@ class Trainer:
 
     def step(self, between: Callable[[], None] = lambda: None) -> Step:
         """Do one step; `between` is called between its phases, and not timed."""
-        device = self.inputs.device.type
-        synchronize(device)
-        start = time.perf_counter()
-        loss = torch.nn.functional.mse_loss(self.model(self.inputs), self.targets)
-        synchronize(device)
-        forward = time.perf_counter() - start
+        phases: list[float] = []
+
+        def timed(work: Callable[[], Any]) -> Any:
+            synchronize(self.inputs.device.type)
+            start = time.perf_counter()
+            result = work()
+            synchronize(self.inputs.device.type)
+            phases.append(time.perf_counter() - start)
+            return result
+
+        loss = timed(lambda: torch.nn.functional.mse_loss(self.model(self.inputs), self.targets))
         between()
-        start = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        synchronize(device)
-        backward = time.perf_counter() - start
+        timed(loss.backward)
         between()
-        start = time.perf_counter()
+        timed(self._optimize)
+        return Step(loss.detach(), tuple(phases))
+
+    def _optimize(self) -> None:
         if self._in_backward is None:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        synchronize(device)
-        return Step(loss.detach(), forward, backward, time.perf_counter() - start)

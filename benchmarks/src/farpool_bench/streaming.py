@@ -15,22 +15,23 @@ be equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row
-from farpool_bench.render import Grid, against_limit, by_group, by_ratio, megabytes, milliseconds, rate_text, times
-from farpool_bench.strip import draw_strip
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from farpool_bench.harness import Figures, Option, Row
+from farpool_bench.render import Grid, against_limit, by_group, by_ratio, draw_strip, rate_text
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; on the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device."""
+class Bench(harness.Benchmark):
+    """Each rate of the link with each ratio of transfer to compute.
 
+    On the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device.
+    """
+
+    name = "streaming"
+    limit = "computing while as many bytes are copied, or the fewest bytes over the link, whichever takes longer"
+    rivals = ("demand fetching", "accelerate")
+    measured_in = "streaming_cases"
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     rates: tuple[float, ...] = (0.5e9, 2e9)  # bytes per second of the throttled link
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)  # time on the link over time to compute
@@ -48,66 +49,31 @@ class Settings(harness.Settings):
         "gpu_share": 128,
     }
 
-
-class Bench(harness.Benchmark):
-    """Each rate of the link with each ratio of transfer to compute."""
-
-    name = "streaming"
-    limit = "computing while as many bytes are copied, or the fewest bytes over the link, whichever takes longer"
-    rivals = ("demand fetching", "accelerate")
-    Settings = Settings
-
     def open(self) -> None:
         from farpool_bench.link import core_for_link
 
-        self.threads = self.stack.enter_context(core_for_link(self.settings.device))
+        self.threads = self.stack.enter_context(core_for_link(self.device))
 
     def cases(self) -> Iterable[tuple[float | None, float]]:
-        rates = (None,) if self.settings.device == "cuda" else self.settings.rates
-        return [(rate, ratio) for rate in rates for ratio in self.settings.ratios]
+        rates = (None,) if self.device == "cuda" else self.rates
+        return [(rate, ratio) for rate in rates for ratio in self.ratios]
 
-    def measure(self, case: tuple[float | None, float]) -> Row:
-        from farpool_bench.streaming_cases import measure_case
-
-        rate, ratio = case
-        link = f"{rate_text(rate)}, " if rate else ""
-        return measure_case(self.settings, rate, ratio, f"{link}transfer {ratio:g}x compute", self.progress)
-
-    def outcome(self, found: list[Row]) -> Row:
-        return Row(device=self.settings.device, threads=self.threads, cases=tuple(found))
+    def facts(self) -> dict[str, Any]:
+        return {"device": self.device, "threads": self.threads}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        title = "Limit over measured time, and how much faster farpool is"
-        first, *remarks = against_limit(
-            title,
-            "=link|transfer / compute|farpool|first pass",
-            outcome.cases,
-            lambda case: [
-                rate_text(case.rate),
-                f"{case.ratio:.2f}",
-                f"{case.efficiency:.0%}",
-                f"{case.first_efficiency:.0%}",
-            ],
-        )
-        heads = "<link|<model|<tokens|resident|farpool|waiting|fewest bytes|bytes moved"
-        rows = [
-            [
-                rate_text(case.rate),
-                f"{case.layers} x {case.width}, {megabytes(case.weight_bytes)}",
-                str(case.tokens),
-                milliseconds(case.resident_seconds),
-                milliseconds(case.paged_seconds),
-                milliseconds([case.stall_seconds]),
-                megabytes(case.fewest_bytes),
-                times(case.moved_bytes, case.fewest_bytes),
-            ]
-            for case in outcome.cases
-        ]
-        return [first, Grid("One pass, in steady state", heads, rows), *remarks]
+        own = "=link {rate:rate}|transfer / compute {ratio:.2f}|farpool {efficiency:.0%}"
+        own += "|first pass {first_efficiency:.0%}"
+        first, *remarks = against_limit("Limit over measured time, and how much faster farpool is", own, outcome.cases)
+        columns = "<link {rate:rate}|<model {layers} x {width}, {weight_bytes:MB}|<tokens {tokens}|"
+        columns += "resident {resident_seconds:ms}|farpool {paged_seconds:ms}|waiting {stall_seconds:ms}|"
+        columns += "fewest bytes {fewest_bytes:MB}|bytes moved {moved:.2f}x"
+        rows = [Row(case, moved=case.moved_bytes / max(1, case.fewest_bytes)) for case in outcome.cases]
+        return [first, Grid.of("One pass, in steady state", columns, rows), *remarks]
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         result = {}
         for rate, cases in by_group(outcome.cases, lambda case: case.rate).items():
             result[f"Efficiency over a link of {rate_text(rate)}; 1 is the limit."] = by_ratio(cases, rivals=True)

@@ -14,11 +14,11 @@ import torch
 
 from farpool import Dram, Pool, offload
 from farpool.memory.pager.storage import cut
-from farpool_bench.harness import Progress, Row, told
-from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier
-from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.harness import Row, told
+from farpool_bench.link import Copier, Pooled, fewest_by_phase, link_rate, lower_tier, record_strip
+from farpool_bench.measure import Rival
+from farpool_bench.render import rate_text
 from farpool_bench.stack import Stack, block_bytes, seconds_of, tokens_for
-from farpool_bench.strip import record_strip
 
 _SHARE = 4
 """The weights are this many times as large as the budget."""
@@ -31,14 +31,15 @@ _PROBE_TOKENS = 8
 class _Model:
     """The resident model of a case, with its inputs and the outputs that all others have to give."""
 
-    def __init__(self, settings: Any, rate: float | None, ratio: float) -> None:
-        self.device = settings.device
-        self.link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
-        self.plain = Stack(*_shape(settings, self.link, ratio)).to(self.device).eval()
+    def __init__(self, bench: Any, rate: float | None, ratio: float) -> None:
+        self.device = bench.device
+        self.link = rate if rate is not None else link_rate(cut(_most_bytes(bench) // _SHARE).largest)
+        self.plain = Stack(*_shape(bench, self.link, ratio)).to(self.device).eval()
         self.budget = self.plain.nbytes // _SHARE
         self.fewest = self._fewest()
         self.transfer = self.fewest / self.link
-        self.tokens = tokens_for(self._seconds, self.transfer / ratio)
+        one_pass = lambda tokens: seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]  # noqa: E731
+        self.tokens = tokens_for(one_pass, self.transfer / ratio)
         self.inputs = self.plain.inputs(self.tokens)
         seconds_of(self.plain, self.inputs, self.device)
         self.seconds, self._expected = seconds_of(self.plain, self.inputs, self.device)
@@ -49,9 +50,6 @@ class _Model:
         if not torch.equal(outputs, self._expected):
             raise RuntimeError(f"{name}: the outputs differ from the resident model's outputs")
         return seconds
-
-    def _seconds(self, tokens: int) -> float:
-        return seconds_of(self.plain, self.plain.inputs(tokens), self.device)[0]
 
     def _fewest(self) -> int:
         """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
@@ -68,25 +66,27 @@ class _Model:
             return fewest.fetched
 
 
-def _shape(settings: Any, rate: float, ratio: float) -> tuple[int, int]:
+def _shape(bench: Any, rate: float, ratio: float) -> tuple[int, int]:
     """Choose layers and width so that a layer computes long enough and everything fits into memory."""
-    wanted = settings.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
+    wanted = bench.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
     width = _WIDTHS
     while block_bytes(width) < wanted:
         width += _WIDTHS
-    layers = min(settings.layers, _most_bytes(settings) // block_bytes(width))
+    layers = min(bench.layers, _most_bytes(bench) // block_bytes(width))
     return max(_SHARE, layers // _SHARE * _SHARE), width
 
 
-def _most_bytes(settings: Any) -> int:
-    if settings.device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory // settings.gpu_share)
-    return int(settings.weight_bytes)
+def _most_bytes(bench: Any) -> int:
+    if bench.device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory // bench.gpu_share)
+    return int(bench.weight_bytes)
 
 
-def measure_case(settings: Any, rate: float | None, ratio: float, step: str, progress: Progress) -> Row:
+def measure_case(bench: Any, case: tuple[float | None, float]) -> Row:
     """Measure the pool and its rivals in turn with the resident model; without a rate the link is the real one."""
-    model = _Model(settings, rate, ratio)
+    rate, ratio = case
+    model = _Model(bench, rate, ratio)
+    link = f"{rate_text(rate)}, " if rate else ""
     plain, device = model.plain, model.device
     capacity = plain.nbytes * 5 // 4
     rival = _accelerate(model, rate)
@@ -98,27 +98,27 @@ def measure_case(settings: Any, rate: float | None, ratio: float, step: str, pro
     ):
         paged: torch.nn.Module = offload(copy.deepcopy(plain), pool)
         demand: torch.nn.Module = offload(copy.deepcopy(plain), demand_pool)
-        on_demand = Candidate("demand fetching", lambda: model.run(demand, "demand fetching"))
+        on_demand = Rival("demand fetching", lambda: model.run(demand, "demand fetching"))
         ours = Pooled(pool, lambda between: model.run(paged, "farpool"))
         first = ours.step(lambda: None)
         for _ in range(_SETTLE):
             model.run(paged, "farpool")
         for _ in range(_SETTLE if device == "cuda" else 1):  # page-locking its memory must not disturb what counts
             model.run(demand, "demand fetching")
-        if rival.step is not None:
-            rival.step()
-        for _ in told(progress, step, range(settings.rounds)):
+        if rival.work is not None:
+            rival.work()
+        for _ in told(bench.progress, f"{link}transfer {ratio:g}x compute", range(bench.rounds)):
             resident.append(model.run(plain, "resident"))
             if copier is not None:
                 with_copies.append(copier.while_copying(lambda: model.run(plain, "resident"), model.fewest))
             ours.measure()
-            on_demand.measure()
-            rival.measure()
+            on_demand.sample()
+            rival.sample()
         strip = record_strip(pool, lambda mark: ours.step(mark), passes=2)
         stats = pool.stats()
         paged = demand = plain  # the copies' weights must not outlive the pools
-    limits = [max(seconds, model.transfer) for seconds in with_copies or resident]
     return Row(
+        ours.row(model.transfer, resident, with_copies, (on_demand, rival)),
         rate=model.link,
         wanted=ratio,  # time on the link over time to compute: as asked for, and measured
         ratio=model.transfer / statistics.median(resident),
@@ -129,27 +129,18 @@ def measure_case(settings: Any, rate: float | None, ratio: float, step: str, pro
         budget_bytes=model.budget,
         peak_bytes=stats.fast.peak,
         fewest_bytes=model.fewest,  # that a pass has to bring in
-        moved_bytes=ours.moved("read"),
-        transfer_seconds=model.transfer,
-        resident_seconds=tuple(resident),
-        paged_seconds=tuple(ours.seconds),
-        stall_seconds=statistics.median(ours.stalled),
-        efficiency=median_ratio(limits, ours.seconds),
         first_efficiency=max(model.seconds, model.transfer) / first,  # of the very first pass, without copies
-        equal=True,
-        peers=tuple(one.result(ours.seconds, limits) for one in (on_demand, rival)),
         strip=strip,
         prefetches_used=stats.prefetches_used,
         prefetches_wasted=stats.prefetches_wasted,
-        beside_copies_seconds=tuple(with_copies) or None,  # none on a GPU, where copies cost no computing
     )
 
 
-def _accelerate(model: _Model, rate: float | None) -> Candidate:
+def _accelerate(model: _Model, rate: float | None) -> Rival:
     try:
         copied = accelerated(model.plain, model.device, rate)
     except ModuleNotFoundError as error:
-        return Candidate("accelerate", None, f"the package {error.name!r} is not installed")
+        return Rival("accelerate", None, f"the package {error.name!r} is not installed")
 
     def step() -> float:
         seconds = model.run(copied, "accelerate")
@@ -158,7 +149,7 @@ def _accelerate(model: _Model, rate: float | None) -> Candidate:
             raise RuntimeError(f"accelerate: {', '.join(held[:3])} are still there after a pass: it measures nothing")
         return seconds
 
-    return Candidate(f"accelerate {importlib.metadata.version('accelerate')}", step)
+    return Rival(f"accelerate {importlib.metadata.version('accelerate')}", step)
 
 
 class PacedWeights(Mapping[str, torch.Tensor]):

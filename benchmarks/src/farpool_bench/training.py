@@ -21,22 +21,24 @@ otherwise the pool could move bytes, unmeasured, while the other runs. All losse
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row, told
-from farpool_bench.render import Grid, against_limit, by_ratio, megabytes, milliseconds, rate_text, times
-from farpool_bench.strip import draw_strip
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from farpool_bench.harness import Figures, Option, Row, told
+from farpool_bench.render import Grid, against_limit, by_ratio, draw_strip, rate_text
 
 
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; on the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device."""
+class Bench(harness.Benchmark):
+    """Each ratio of transfer to compute.
 
+    On the CPU the link is a throttled DRAM tier, on a GPU it is the one between host and device.
+    """
+
+    name = "training"
+    limit = "the resident step, or the fewest bytes over the link in either direction, whichever takes longest"
+    rivals = ("DeepSpeed ZeRO-Offload", "torchao's CPUOffloadOptimizer", "bitsandbytes' PagedAdamW")
+    over = "ratios"
+    measured_in = "training_cases"
     device: Annotated[str, Option("Where the fast tier is", "cpu|cuda")] = "cpu"
     rate: float = 0.5e9  # bytes per second of the throttled link, in each direction
     ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 8.0)  # time on the link over time to compute
@@ -46,96 +48,50 @@ class Settings(harness.Settings):
     gpu_share: int = 32  # on a GPU the weights take this fraction of its memory, which the rivals share
     QUICK: ClassVar = {"ratios": (1.0,), "rounds": 1, "layers": 4, "width": 128, "gpu_share": 256}
 
-
-class Bench(harness.Benchmark):
-    """Each ratio of transfer to compute."""
-
-    name = "training"
-    limit = "the resident step, or the fewest bytes over the link in either direction, whichever takes longest"
-    rivals = ("DeepSpeed ZeRO-Offload", "torchao's CPUOffloadOptimizer", "bitsandbytes' PagedAdamW")
-    Settings = Settings
-
     def open(self) -> None:
-        from farpool_bench import training_cases
         from farpool_bench.link import core_for_link
+        from farpool_bench.training_cases import fewest_of, link_of
 
-        self.rate = training_cases.link_of(self.settings)
-        fewest = [
-            training_cases.fewest_of(self.settings, in_backward=one)
-            for one in told(self.progress, "Fewest bytes", (False, True))
-        ]
-        self.fewest = fewest[0], fewest[1]
-        self.threads = self.stack.enter_context(core_for_link(self.settings.device))
+        self.link = link_of(self)
+        self.fewest = [fewest_of(self, in_backward=one) for one in told(self.progress, "Fewest bytes", (False, True))]
+        self.threads = self.stack.enter_context(core_for_link(self.device))
 
-    def cases(self) -> Iterable[float]:
-        return self.settings.ratios  # type: ignore[no-any-return]
-
-    def measure(self, case: float) -> Row:
-        from farpool_bench.training_cases import Case
-
-        with Case(self.settings, self.rate, self.fewest, case) as one:
-            one.run(f"Transfer {case:g}x compute", self.progress)
-        return one.row
-
-    def outcome(self, found: list[Row]) -> Row:
+    def facts(self) -> dict[str, Any]:
         from farpool_bench.training_cases import shape_of
 
-        settings, (layers, width) = self.settings, shape_of(self.settings)
-        facts = {"device": settings.device, "threads": self.threads, "rate": self.rate}
-        return Row(**facts, layers=layers, width=width, cases=tuple(found))
+        layers, width = shape_of(self)
+        return {"device": self.device, "threads": self.threads, "rate": self.link, "layers": layers, "width": width}
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        def shares(case: Any) -> list[str]:
-            stepped = case.get("in_backward")
-            found = [case.efficiency, case.efficiency_by_phases, stepped and stepped.efficiency, case.first_efficiency]
-            return [f"{case.ratio:.2f}", *("" if share is None else f"{share:.0%}" for share in found)]
-
-        first, *remarks = against_limit(
-            f"Limit over measured time; {rate_text(outcome.rate)} in each direction",
-            "transfer / compute|farpool|of the limit by phases|in backward|first step",
-            outcome.cases,
-            shares,
+        own = (
+            "transfer / compute {ratio:.2f}|farpool {efficiency:.0%}|of the limit by phases {efficiency_by_phases:.0%}|"
         )
+        own += "in backward {in_backward.efficiency:.0%}|first step {first_efficiency:.0%}"
+        title = f"Limit over measured time; {rate_text(outcome.rate)} in each direction"
+        first, *remarks = against_limit(title, own, outcome.cases)
         yield first
         title = f"One step of {outcome.layers} blocks of width {outcome.width}, in steady state"
+        columns = "tokens {tokens}|resident {resident_seconds:ms}|farpool {paged_seconds:ms}|waiting {stall_seconds:ms}"
+        yield Grid.of(title, columns + _MOVES, map(_with_moves, outcome.cases))
+        columns = (
+            "transfer / compute {ratio:.2f}|phase {name}|resident {resident_seconds:ms}|farpool {paged_seconds:ms}"
+        )
+        columns += "|read {read:MB}|needed {fewest_read:MB}|written {written:MB}|needed {fewest_written:MB}"
+        phases = [Row(phase, ratio=case.ratio) for case in outcome.cases for phase in case.phases]
+        yield Grid.of("Phases of a step", columns, phases)
         rows = [
-            [
-                str(case.tokens),
-                *map(milliseconds, (case.resident_seconds, case.paged_seconds, [case.stall_seconds])),
-                *_moves(case),
-            ]
-            for case in outcome.cases
-        ]
-        yield Grid(title, f"tokens|resident|farpool|waiting|{_MOVES}", rows)
-        rows = [
-            [
-                f"{case.ratio:.2f}",
-                phase.name,
-                *(milliseconds([seconds]) for seconds in (phase.resident_seconds, phase.paged_seconds)),
-                *map(megabytes, (phase.read, phase.fewest_read, phase.written, phase.fewest_written)),
-            ]
-            for case in outcome.cases
-            for phase in case.phases
-        ]
-        heads = "transfer / compute|phase|resident|farpool|read|needed|written|needed"
-        yield Grid("Phases of a step", heads, rows)
-        rows = [
-            [
-                f"{stepped.link_seconds / case.link_seconds * case.ratio:.2f}",
-                milliseconds(stepped.paged_seconds),
-                *_moves(stepped),
-            ]
+            Row(_with_moves(stepped), ratio=stepped.link_seconds / case.link_seconds * case.ratio)
             for case in outcome.cases
             if (stepped := case.get("in_backward")) is not None
         ]
         if rows:
             title = "One step inside the backward pass (farpool.step_in_backward)"
-            yield Grid(title, f"transfer / compute|farpool|{_MOVES}", rows)
+            yield Grid.of(title, "transfer / compute {ratio:.2f}|farpool {paged_seconds:ms}" + _MOVES, rows)
         yield from remarks
 
     @staticmethod
-    def figures(outcome: Any) -> dict[str, Figure]:
+    def figures(outcome: Any) -> Figures:
         middle = outcome.cases[len(outcome.cases) // 2]
         about = f"AdamW steps with a sixth of their bytes resident, {rate_text(outcome.rate)} each way"
         return {
@@ -144,9 +100,10 @@ class Bench(harness.Benchmark):
         }
 
 
-_MOVES = "read at least|read|written at least|written"
+_MOVES = "|read at least {fewest_read:MB}|read {r:.2f}x|written at least {fewest_written:MB}|written {w:.2f}x"
 
 
-def _moves(step: Any) -> tuple[str, ...]:
-    read, written = times(step.moved_read, step.fewest_read), times(step.moved_written, step.fewest_written)
-    return megabytes(step.fewest_read), read, megabytes(step.fewest_written), written
+def _with_moves(step: Any) -> Row:
+    """Row of a step with the bytes that it moved, over the fewest ones."""
+    read, written = step.moved_read / max(1, step.fewest_read), step.moved_written / max(1, step.fewest_written)
+    return Row(step, r=read, w=written)

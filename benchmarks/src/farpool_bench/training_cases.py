@@ -8,18 +8,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from farpool import Dram, Pool, offload
+from farpool.errors import FarpoolError
 from farpool.memory.pager.belady import Moved, total_of
 from farpool.memory.pager.storage import cut
-from farpool_bench.harness import Progress, Row, told
-from farpool_bench.link import Pooled, fewest_by_phase, link_rate, lower_tier
-from farpool_bench.measure import Candidate, median_ratio
+from farpool_bench.harness import Row, told
+from farpool_bench.link import Pooled, fewest_by_phase, link_rate, lower_tier, record_strip
+from farpool_bench.measure import Rival, median_ratio
 from farpool_bench.stack import LEARNING_RATE, Stack, Step, Trainer, block_bytes, tokens_for
-from farpool_bench.strip import record_strip
 from farpool_bench.worker import Worker
 
 _STATE, _SHARE = 4, 6
@@ -35,26 +35,26 @@ _GPU_ONLY = "needs a GPU: it keeps the optimizer's state in page-locked or manag
 _NO_LINK = "not comparable: host and device are the same memory here, it moves nothing over the link"
 
 
-def shape_of(settings: Any) -> tuple[int, int]:
+def shape_of(bench: Any) -> tuple[int, int]:
     """Number of layers and width of the stack."""
-    if settings.device != "cuda":
-        return settings.layers, settings.width
+    if bench.device != "cuda":
+        return bench.layers, bench.width
     memory = int(torch.cuda.get_device_properties(0).total_memory)
-    return max(1, memory // settings.gpu_share // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
+    return max(1, memory // bench.gpu_share // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
 
 
-def link_of(settings: Any) -> float:
+def link_of(bench: Any) -> float:
     """Bytes per second of the link, in each direction."""
-    if settings.device != "cuda":
-        return float(settings.rate)
-    return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
+    if bench.device != "cuda":
+        return float(bench.rate)
+    return link_rate(cut(_budget(Stack(*shape_of(bench)))).largest)
 
 
-def fewest_of(settings: Any, *, in_backward: bool) -> tuple[Moved, ...]:
+def fewest_of(bench: Any, *, in_backward: bool) -> tuple[Moved, ...]:
     """Fewest bytes that each phase of a step has to move, in steady state; the tokens make no difference."""
-    model = Stack(*shape_of(settings)).to(settings.device)
+    model = Stack(*shape_of(bench)).to(bench.device)
     inputs = model.inputs(_PROBE_TOKENS)
-    with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=settings.device, prefetch=False) as pool:
+    with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=bench.device, prefetch=False) as pool:
         offload(model, pool)
         trainer = Trainer(model, inputs, in_backward=in_backward)
         for _ in range(2):
@@ -68,36 +68,37 @@ def _budget(model: Stack) -> int:
     return model.nbytes * _STATE // _SHARE
 
 
-class _Paged:
-    """A trainer in a pool of its own, with the losses of all its steps."""
+class _Kept:
+    """A trainer whose steps are kept."""
 
-    def __init__(
-        self, settings: Any, plain: Stack, inputs: torch.Tensor, fewest: Moved, rate: float, *, in_backward: bool
-    ) -> None:
-        self.fewest = fewest
-        self.link_seconds = max(fewest.fetched, fewest.written) / rate
-        self.losses: list[torch.Tensor] = []
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Trainer | None = trainer
         self.steps: list[Step] = []
-        lower = lower_tier(_LOWER * plain.nbytes, settings.rate if settings.device == "cpu" else None)
-        self.pool = Pool(_budget(plain), [lower], device=settings.device)
-        model = copy.deepcopy(plain)
-        offload(model, self.pool)
-        self._trainer: Trainer | None = Trainer(model, inputs, in_backward=in_backward)
-        self.timed = Pooled(self.pool, self.step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._trainer = None  # its tensors must not outlive the pool
-        self.pool.__exit__(None, None, None)
 
     def step(self, between: Callable[[], None] = lambda: None) -> float:
         """Do a step; returns its seconds."""
-        assert self._trainer is not None
-        self.steps.append(self._trainer.step(between))
-        self.losses.append(self.steps[-1].loss)
+        assert self.trainer is not None
+        self.steps.append(self.trainer.step(between))
         return self.steps[-1].seconds
+
+
+class _Paged(_Kept):
+    """A trainer in a pool of its own."""
+
+    def __init__(self, bench: Any, plain: Stack, inputs: torch.Tensor, fewest: Moved, *, in_backward: bool) -> None:
+        self.fewest = fewest
+        self.link_seconds = max(fewest.fetched, fewest.written) / bench.link
+        lower = lower_tier(_LOWER * plain.nbytes, bench.rate if bench.device == "cpu" else None)
+        self.pool = Pool(_budget(plain), [lower], device=bench.device)
+        model = copy.deepcopy(plain)
+        offload(model, self.pool)
+        super().__init__(Trainer(model, inputs, in_backward=in_backward))
+        self.timed = Pooled(self.pool, self.step)
+
+    def close(self) -> None:
+        """Close the pool."""
+        self.trainer = None  # its tensors must not outlive the pool
+        self.pool.__exit__(None, None, None)
 
     def row(self, resident: Sequence[float]) -> Row:
         """Make the part of a row that both ways of training have."""
@@ -113,106 +114,90 @@ class _Paged:
         )
 
 
-class Case:
-    """One case: the resident model, the pools and the rivals; a context manager that closes them.
+def measure_case(bench: Any, ratio: float) -> Row:
+    """Measure the pools and the rivals in turn with the resident model."""
+    with ExitStack() as stack:
+        return _Case(stack, bench, ratio).run()
 
-    `fewest` has the fewest bytes that each phase of a step can move, stepped after the backward pass and inside it.
+
+class _Case:
+    """One case: the resident model, the pools and the rivals, which `stack` closes.
+
     `ratio` is the time on the link over the time to compute.
     """
 
-    def __init__(
-        self, settings: Any, rate: float, fewest: tuple[Sequence[Moved], Sequence[Moved]], ratio: float
-    ) -> None:
-        self._settings, self._rate, self._phases, self._ratio = settings, rate, fewest[0], ratio
-        after, inside = map(total_of, fewest)
-        self._plain = Stack(*shape_of(settings)).to(settings.device)
-        self._link_seconds = max(after.fetched, after.written) / rate
-        self._inputs = inputs = self._plain.inputs(_tokens(self._plain, self._link_seconds / ratio))
-        self._stack = ExitStack()
-        self._candidates = open_candidates(self._stack, self._plain, inputs)
-        self._paged = self._stack.enter_context(_Paged(settings, self._plain, inputs, after, rate, in_backward=False))
-        self._inside = self._stack.enter_context(_Paged(settings, self._plain, inputs, inside, rate, in_backward=True))
-        self._resident = Trainer(self._plain, inputs)
-        self._steps: list[Step] = []
-        self._losses: list[torch.Tensor] = []
+    def __init__(self, stack: ExitStack, bench: Any, ratio: float) -> None:
+        self._bench, self._ratio = bench, ratio
+        after, inside = map(total_of, bench.fewest)
+        plain = self._plain = Stack(*shape_of(bench)).to(bench.device)
+        self._inputs = plain.inputs(_tokens(plain, max(after.fetched, after.written) / bench.link / ratio))
+        self._rivals = open_rivals(stack, plain, self._inputs)
+        self._paged = _Paged(bench, plain, self._inputs, after, in_backward=False)
+        stack.callback(self._paged.close)
+        self._inside = _Paged(bench, plain, self._inputs, inside, in_backward=True)
+        stack.callback(self._inside.close)
+        self._resident = _Kept(Trainer(plain, self._inputs))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(None, None, None)
-
-    def run(self, step: str, progress: Progress) -> None:
-        """Take all samples, and put them together in `row`."""
-        first = self._step(), self._paged.step()
+    def run(self) -> Row:
+        """Take all samples, and put them together."""
+        trainers = self._resident, self._paged, self._inside
+        first = max(self._resident.step(), self._paged.link_seconds) / self._paged.step()
         self._inside.step()
-        for _ in range(_SETTLE[self._settings.device]):
-            self._step()
-            self._paged.step()
-            self._inside.step()
+        for _ in range(_SETTLE[self._bench.device]):
+            for trainer in trainers:
+                trainer.step()
         timed: list[tuple[Step, Step]] = []
-        for _ in told(progress, step, range(self._settings.rounds)):
-            self._step()
-            resident = self._step()
+        for _ in told(self._bench.progress, f"Transfer {self._ratio:g}x compute", range(self._bench.rounds)):
+            self._resident.step()
+            self._resident.step()
             self._paged.timed.measure()
-            timed.append((resident, self._paged.steps[-1]))
+            timed.append((self._resident.steps[-1], self._paged.steps[-1]))
             self._inside.timed.measure()
-            for candidate in self._candidates:
-                candidate.measure()
-        for kept in (self._paged.losses, self._inside.losses):
-            for number, (loss, other) in enumerate(zip(self._losses, kept, strict=True)):
+            for rival in self._rivals:
+                rival.sample()
+        for number, steps in enumerate(zip(*(trainer.steps for trainer in trainers), strict=True)):
+            loss, *others = (step.loss for step in steps)
+            for other in others:
                 if not torch.equal(loss, other):
                     raise RuntimeError(
                         f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}"
                     )
-        self.row = self._row(timed, max(first[0].seconds, self._link_seconds) / first[1])
-
-    def _step(self) -> Step:
-        done = self._resident.step()
-        self._losses.append(done.loss)
-        return done
+        return self._row(timed, first)
 
     def _row(self, timed: list[tuple[Step, Step]], first_efficiency: float) -> Row:
-        resident, ours = [plain.seconds for plain, _ in timed], self._paged.timed.seconds
+        resident = [plain.seconds for plain, _ in timed]
         strip = record_strip(self._paged.pool, self._paged.step, passes=1)
-        limits = [max(seconds, self._link_seconds) for seconds in resident]
-        needs = [max(needed.fetched, needed.written) / self._rate for needed in self._phases]
-        by_phases = [sum(map(max, _seconds(plain), needs)) for plain, _ in timed]
+        needs = [max(needed.fetched, needed.written) / self._bench.link for needed in self._bench.fewest[0]]
+        by_phases = [sum(map(max, plain.phases, needs)) for plain, _ in timed]
+        compared = self._paged.timed.row(self._paged.link_seconds, resident, (), self._rivals)
         return Row(
             self._paged.row(resident),
             wanted=self._ratio,  # time on the link over time to compute: as asked for, and measured
-            ratio=self._link_seconds / statistics.median(resident),
+            ratio=self._paged.link_seconds / statistics.median(resident),
             tokens=self._inputs.shape[1],
             state_bytes=_STATE * self._plain.nbytes,  # of weights, gradients and moments
             budget_bytes=_budget(self._plain),
             peak_bytes=self._paged.pool.stats().fast.peak,
-            resident_seconds=tuple(resident),
-            stall_seconds=statistics.median(self._paged.timed.stalled),
             first_efficiency=first_efficiency,  # of the very first step
-            efficiency_by_phases=median_ratio(by_phases, ours),
+            efficiency_by_phases=median_ratio(by_phases, self._paged.timed.seconds),
             phases=tuple(self._phase(timed, index) for index in range(len(_PHASES))),
-            equal=True,
-            peers=tuple(candidate.result(ours, limits) for candidate in self._candidates),
             strip=strip,
             in_backward=self._inside.row(resident),
+            **{name: compared[name] for name in ("resident_seconds", "stall_seconds", "equal", "peers")},
         )
 
     def _phase(self, timed: list[tuple[Step, Step]], index: int) -> Row:
         """Medians of a phase; bytes count when their transfer ends, and the fewest count its own accesses alone."""
-        part = slice(index, index + 1)
+        part, fewest = slice(index, index + 1), self._bench.fewest[0][index]
         return Row(
             name=_PHASES[index],
-            resident_seconds=statistics.median(_seconds(plain)[index] for plain, _ in timed),
-            paged_seconds=statistics.median(_seconds(paged)[index] for _, paged in timed),
+            resident_seconds=statistics.median(plain.phases[index] for plain, _ in timed),
+            paged_seconds=statistics.median(paged.phases[index] for _, paged in timed),
             read=self._paged.timed.moved("read", part),
             written=self._paged.timed.moved("written", part),
-            fewest_read=self._phases[index].fetched,
-            fewest_written=self._phases[index].written,
+            fewest_read=fewest.fetched,
+            fewest_written=fewest.written,
         )
-
-
-def _seconds(step: Step) -> tuple[float, float, float]:
-    return step.forward, step.backward, step.optimizer
 
 
 def _tokens(plain: Stack, seconds: float) -> int:
@@ -227,7 +212,7 @@ def _tokens(plain: Stack, seconds: float) -> int:
     return tokens_for(seconds_with, seconds)
 
 
-def open_candidates(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> list[Candidate]:
+def open_rivals(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> list[Rival]:
     """Start the rivals, ready to step; `stack` closes them."""
     return [
         _deepspeed(stack, plain, inputs),
@@ -236,47 +221,44 @@ def open_candidates(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> lis
     ]
 
 
-def _in_process(
-    name: str, package: str, make: Callable[[Stack], torch.optim.Optimizer], plain: Stack, inputs: torch.Tensor
-) -> Candidate:
+def _in_process(name: str, package: str, make: Callable[[Any], Any], plain: Stack, inputs: torch.Tensor) -> Rival:
     if inputs.device.type != "cuda":
-        return Candidate(name, None, _GPU_ONLY)
+        return Rival(name, None, _GPU_ONLY)
     if importlib.util.find_spec(package) is None:
-        return Candidate(name, None, f"the package {package!r} is not installed")
+        return Rival(name, None, f"the package {package!r} is not installed")
     model = copy.deepcopy(plain)
-    trainer = Trainer(model, inputs, make(model))
+    trainer = Trainer(model, inputs, make(model.parameters()))
 
     def step() -> float:
         trainer.step()
         return trainer.step().seconds
 
     step()
-    return Candidate(name, step)
+    return Rival(name, step)
 
 
-def _torchao(model: Stack) -> torch.optim.Optimizer:
+def _torchao(parameters: Any) -> Any:
     from torchao.optim import CPUOffloadOptimizer
 
-    made = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE)
-    return made  # type: ignore[no-any-return]
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE)
 
 
-def _bitsandbytes(model: Stack) -> torch.optim.Optimizer:
+def _bitsandbytes(parameters: Any) -> Any:
     from bitsandbytes.optim import PagedAdamW32bit
 
-    return PagedAdamW32bit(model.parameters(), lr=LEARNING_RATE)  # type: ignore[no-any-return]
+    return PagedAdamW32bit(parameters, lr=LEARNING_RATE)
 
 
-def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Candidate:
+def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Rival:
     name = "DeepSpeed ZeRO-Offload"
     if importlib.util.find_spec("deepspeed") is None:
-        return Candidate(name, None, "the package 'deepspeed' is not installed")
+        return Rival(name, None, "the package 'deepspeed' is not installed")
     name = f"DeepSpeed {version('deepspeed')} ZeRO-Offload"
     arguments = [str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type]
     try:
         worker = Worker("deepspeed_worker", arguments).started(stack)
-    except (OSError, ValueError) as error:
-        return Candidate(name, None, str(error))
+    except (FarpoolError, OSError) as error:
+        return Rival(name, None, str(error))
     on_cpu = inputs.device.type == "cpu"
     step = lambda: float(worker.ask("step", "seconds"))  # noqa: E731 - a step after an untimed one
-    return Candidate(name, step, _NO_LINK if on_cpu else "", comparable=not on_cpu)
+    return Rival(name, step, _NO_LINK if on_cpu else "", comparable=not on_cpu)

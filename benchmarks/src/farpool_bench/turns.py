@@ -9,40 +9,25 @@ connections. The flooding processes have a lower priority than the node.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.node.process import running_node
 from farpool.cluster.wire.frames import Op, pack_frame
 from farpool_bench import harness
 from farpool_bench.harness import Option, Row, told
 from farpool_bench.measure import median_ratio
 from farpool_bench.render import Grid
 from farpool_bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
-from farpool_bench.worker import command_of
-
-if TYPE_CHECKING:
-    import socket
+from farpool_bench.worker import Worker
 
 _FLOODING, _VICTIM = "flooding:0123456789abcdef", "victim:0123456789abcdef"
 _BEGINNING_S = 0.5
 """Time until a flood is under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(harness.Settings):
-    """Sizes; a node computes nothing on a device."""
-
-    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
-    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
-    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
-    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
 
 
 class Bench(harness.Benchmark):
@@ -50,25 +35,29 @@ class Bench(harness.Benchmark):
 
     name = "turns"
     limit = "the same gets alone, and next to a process that only uses a processor"
-    Settings = Settings
+    seconds: Annotated[float, Option("Seconds of each measurement", "S", least=0.05)] = 1.0
+    rounds: Annotated[int, Option("Measurements of each", least=1)] = 3
+    connections: Annotated[int, Option("Connections of the larger floods", least=1)] = 64
+    QUICK: ClassVar = {"seconds": 0.1, "rounds": 1, "connections": 4}
 
     def open(self) -> None:
-        self._node = self.stack.enter_context(_node())
+        keys = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")), "keys.toml")
+        keys.touch(mode=0o600)
+        for tenant, (name, secret) in enumerate((key.split(":") for key in (_FLOODING, _VICTIM)), 1):
+            access = f'secret = "{secret}"\nrights = ["read", "publish"]\ntenant = {tenant}\n'
+            keys.write_text(f"{keys.read_text()}[keys.{name}]\n{access}")
+        self._node = self.stack.enter_context(running_node("512MiB", keys=str(keys), ephemeral=True))
         self._victim = self.stack.enter_context(connected(self._node.address, _VICTIM))
 
     def cases(self) -> Iterable[tuple[str, int]]:
         """Kinds and connections of the floods, once for each round; an empty kind measures the shares."""
-        counts = (1, self.settings.connections)
+        counts = (1, self.connections)
         kinds = [("processor", 1), *((kind, count) for kind in (*KINDS, "") for count in counts)]
-        return told(self.progress, "Waiting", kinds * self.settings.rounds)
+        return told(self.progress, "Waiting", kinds * self.rounds)
 
     def measure(self, case: tuple[str, int]) -> tuple[tuple[str, int], tuple[float, ...]]:
-        kind, connections = case
-        _fill(self._node, self._victim)
-        seconds = self.settings.seconds
-        if not kind:
-            return case, (_share(self._node, connections, seconds),)
-        return case, _wait(self._node, self._victim, kind, connections, seconds)
+        self._fill()
+        return case, self._wait(*case) if case[0] else (self._share(case[1]),)
 
     def outcome(self, found: list[tuple[tuple[str, int], tuple[float, ...]]]) -> Row:
         waited, shared = [], []
@@ -81,106 +70,58 @@ class Bench(harness.Benchmark):
                 shared.append(Row(connections=connections, shares=columns[0]))
         return Row(waited=tuple(waited), shared=tuple(shared))
 
+    def _fill(self) -> None:
+        """Put the objects that the floods read, in case other floods have evicted them."""
+        with connected(self._node.address, _FLOODING) as flooding:
+            for key, nbytes in ((b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)):
+                for stream in (flooding, self._victim):
+                    stream.sendall(put_of(key, bytes(nbytes)))
+                    received_whole(stream)
+            for number in range(KEYS):
+                flooding.sendall(put_of(b"found %d" % number, b"x"))
+                received_whole(flooding)
+        self._victim.sendall(put_of(b"4 KiB", bytes(4 << 10)))
+        received_whole(self._victim)
+
+    def _median_get(self) -> float:
+        request, times, end = pack_frame(Op.GET, b"4 KiB"), list[float](), time.perf_counter() + self.seconds
+        while not times or times[-1] < end:
+            start = time.perf_counter()
+            self._victim.sendall(request)
+            received_whole(self._victim)
+            times += [start, time.perf_counter()]
+        return statistics.median(after - before for before, after in zip(times[::2], times[1::2], strict=True))
+
+    def _wait(self, kind: str, connections: int) -> tuple[float, float, float]:
+        """Median seconds of a get alone and next to a flood, and the processors that the node used then."""
+        alone = self._median_get()
+        with ExitStack() as stack:
+            self._flood(stack, _FLOODING, kind, connections)
+            time.sleep(_BEGINNING_S)
+            clock = ~self._node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
+            start, used = time.monotonic(), time.clock_gettime(clock)
+            flooded = self._median_get()
+            processors = (time.clock_gettime(clock) - used) / (time.monotonic() - start)
+        return alone, flooded, processors
+
+    def _share(self, connections: int) -> float:
+        with ExitStack() as stack:
+            many = self._flood(stack, _FLOODING, "gets of 8 MiB", connections)
+            one = self._flood(stack, _VICTIM, "gets of 8 MiB", 1)
+            time.sleep(_BEGINNING_S)
+            before = [int(flood.ask("", "received")) for flood in (one, many)]
+            time.sleep(3 * self.seconds)
+            got = [int(flood.ask("", "received")) - first for flood, first in zip((one, many), before, strict=True)]
+        return got[0] / sum(got)
+
+    def _flood(self, stack: ExitStack, key: str, kind: str, connections: int) -> Worker:
+        return Worker("turns_flood", [self._node.address, key, kind, str(connections)]).started(stack)
+
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [
-            [
-                row.kind,
-                str(row.connections),
-                *(f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded)),
-                f"{median_ratio(row.flooded, row.alone):.1f}",
-                f"{statistics.median(row.node):.2f}",
-            ]
-            for row in outcome.waited
-        ]
-        heads = "<flood of another tenant|connections|alone, µs|next to it, µs|times|processors of the node"
-        yield Grid("A get of 4 KiB, median", heads, rows)
-        rows = [[str(one.connections), f"{statistics.median(one.shares):.2f}"] for one in outcome.shared]
-        yield Grid("Bytes of a tenant with one connection", "connections of the other tenant|share", rows)
-
-
-@contextmanager
-def _node() -> Iterator[RunningNode]:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys.toml")
-        keys.touch(mode=0o600)
-        keys.write_text(
-            "".join(
-                f'[keys.{name}]\nsecret = "{secret}"\nrights = ["read", "publish"]\ntenant = {tenant}\n'
-                for tenant, (name, secret) in enumerate((key.split(":") for key in (_FLOODING, _VICTIM)), 1)
-            )
-        )
-        with running_node("512MiB", keys=str(keys), ephemeral=True) as node:
-            yield node
-
-
-def _fill(node: RunningNode, victim: socket.socket) -> None:
-    """Put the objects that the floods read, in case other floods have evicted them."""
-    with connected(node.address, _FLOODING) as flooding:
-        objects = [(b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)]
-        for key, nbytes in objects:
-            for stream in (flooding, victim):
-                stream.sendall(put_of(key, bytes(nbytes)))
-                received_whole(stream)
-        for number in range(KEYS):
-            flooding.sendall(put_of(b"found %d" % number, b"x"))
-            received_whole(flooding)
-    victim.sendall(put_of(b"4 KiB", bytes(4 << 10)))
-    received_whole(victim)
-
-
-def _median_get(victim: socket.socket, seconds: float) -> float:
-    request, times, end = pack_frame(Op.GET, b"4 KiB"), list[float](), time.perf_counter() + seconds
-    while not times or times[-1] < end:
-        start = time.perf_counter()
-        victim.sendall(request)
-        received_whole(victim)
-        times += [start, time.perf_counter()]
-    return statistics.median(after - before for before, after in zip(times[::2], times[1::2], strict=True))
-
-
-def _wait(
-    node: RunningNode, victim: socket.socket, kind: str, connections: int, seconds: float
-) -> tuple[float, float, float]:
-    """Median seconds of a get alone and next to a flood, and the processors that the node used then."""
-    alone = _median_get(victim, seconds)
-    with _flood(node, _FLOODING, kind, connections):
-        time.sleep(_BEGINNING_S)
-        clock = ~node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
-        start, used = time.monotonic(), time.clock_gettime(clock)
-        flooded = _median_get(victim, seconds)
-        processors = (time.clock_gettime(clock) - used) / (time.monotonic() - start)
-    return alone, flooded, processors
-
-
-def _share(node: RunningNode, connections: int, seconds: float) -> float:
-    with (
-        _flood(node, _FLOODING, "gets of 8 MiB", connections) as many,
-        _flood(node, _VICTIM, "gets of 8 MiB", 1) as one,
-    ):
-        time.sleep(_BEGINNING_S)
-        before = [_received(process) for process in (one, many)]
-        time.sleep(3 * seconds)
-        got = [_received(process) - first for process, first in zip((one, many), before, strict=True)]
-    return got[0] / sum(got)
-
-
-@contextmanager
-def _flood(node: RunningNode, key: str, kind: str, connections: int) -> Iterator[subprocess.Popen[str]]:
-    command = command_of("turns_flood", [node.address, key, kind, str(connections)])
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            if process.stdout is None or process.stdout.readline() != "begun\n":
-                raise RuntimeError(f"a process that floods the node with {kind} did not begin")
-            yield process
-        finally:
-            process.kill()
-
-
-def _received(process: subprocess.Popen[str]) -> int:
-    """Ask a flood for the bytes that it has received so far."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
+        columns = "<flood of another tenant {kind}|connections {connections}|alone, µs {alone:1e6*.0f}"
+        columns += "|next to it, µs {flooded:1e6*.0f}|times {times:.1f}|processors of the node {node:1*.2f}"
+        rows = [Row(row, times=median_ratio(row.flooded, row.alone)) for row in outcome.waited]
+        yield Grid.of("A get of 4 KiB, median", columns, rows)
+        columns = "connections of the other tenant {connections}|share {shares:1*.2f}"
+        yield Grid.of("Bytes of a tenant with one connection", columns, outcome.shared)

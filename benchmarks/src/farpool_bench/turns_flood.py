@@ -1,7 +1,7 @@
 """Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
 
-With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints a line when it has begun and goes on until
-its standard input ends. For each line that it reads from there it prints how many bytes it has received.
+With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints ``ready`` when it has begun and goes on
+until its standard input ends. For each line that it reads from there it prints how many bytes it has received.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import os
 import select
 import socket
 import struct
-import sys
+import time
+from collections.abc import Iterator
 from itertools import count
 
 from farpool._native import crc32c
 from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.dial import dial
 from farpool.cluster.wire.frames import HEAD, LOOKUP, VERSION, Op, pack_frame
-from farpool.cluster.wire.handshake import ClientHandshake
 
 KINDS = ("lookups found", "lookups missing", "gets of 64 KiB", "gets of 8 MiB", "puts of 4 KiB", "puts of 64 MiB")
 """Kinds of floods, and ``processor``, which asks the node for nothing."""
@@ -31,16 +33,11 @@ _REPLY = struct.Struct("<24xQ")
 
 def connected(address: str, key: str) -> socket.socket:
     """Open an authenticated data connection; the key is ``NAME:SECRET``."""
-    host, port = address.removeprefix("tcp://").rsplit(":", 1)
     name, secret = key.split(":")
-    stream = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
-    handshake = ClientHandshake(address, "data", AccessKey(name, secret.encode()), 0, secure=False)
-    stream.sendall(handshake.start())
-    while handshake.welcome is None:
-        answer = stream.recv(handshake.needed)
-        if not answer:
-            raise ConnectionError(f"the node at {address} hung up in the handshake")
-        stream.sendall(handshake.feed(answer))
+    access, deadline = AccessKey(name, secret.encode()), time.monotonic() + _TIMEOUT_S
+    stream = dial(parse_address(address, "node"), "data", key=access, deadline=deadline).socket
+    assert isinstance(stream, socket.socket)
+    stream.settimeout(_TIMEOUT_S)
     return stream
 
 
@@ -78,75 +75,55 @@ def _some(stream: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _request_of(kind: str) -> bytes:
-    if kind.startswith("lookups"):
-        return lookup_of(kind.partition(" ")[2])
-    return pack_frame(Op.GET, kind.removeprefix("gets of ").encode())
+def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.socket, int, bool]]:
+    """Receive until the standard input ends, and answer its lines with the bytes received so far.
+
+    Yields each connection that is ready, the number of bytes received, and whether it can send.
+    """
+    poll, of = _poll(streams, events), {stream.fileno(): stream for stream in streams}
+    buffer, total = bytearray(1 << 20), 0
+    while True:
+        for descriptor, found in poll.poll():
+            if descriptor == 0:
+                if not os.read(0, 1):
+                    return
+                print(f"received {total}", flush=True)
+                continue
+            got = of[descriptor].recv_into(buffer) if found & select.POLLIN else 0
+            total += got
+            yield of[descriptor], got, bool(found & select.POLLOUT)
 
 
 def _read_all_the_time(streams: list[socket.socket], kind: str) -> None:
     """Keep two requests under way on each connection until the standard input ends."""
-    request = _request_of(kind)
+    sort, _, what = kind.partition(" ")
+    request = lookup_of(what) if sort == "lookups" else pack_frame(Op.GET, what.removeprefix("of ").encode())
     streams[0].sendall(request)
     nbytes = received_whole(streams[0])
-    buffer, total, poll = bytearray(1 << 20), 0, _poll(streams, select.POLLIN)
-    of = {stream.fileno(): stream for stream in streams}
-    left = dict.fromkeys(of, nbytes)
+    left = dict.fromkeys(streams, nbytes)
     for stream in streams:
         stream.sendall(request * 2)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor == 0:
-                if not _reported(total):
-                    return
-                continue
-            got = of[descriptor].recv_into(buffer)
-            total += got
-            left[descriptor] -= got
-            while left[descriptor] <= 0:
-                left[descriptor] += nbytes
-                of[descriptor].sendall(request)
+    for stream, got, _ in _ready(streams, select.POLLIN):
+        left[stream] -= got
+        while left[stream] <= 0:
+            left[stream] += nbytes
+            stream.sendall(request)
 
 
 def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
     """Put new objects on all connections until the standard input ends."""
     payload = bytes(4096 if kind.endswith("4 KiB") else 64 << 20)
     together = _PUT_TOGETHER if len(payload) == 4096 else 1
-    poll, buffer, numbers = _poll(streams, select.POLLIN | select.POLLOUT), bytearray(1 << 16), count()
-    waiting = {stream.fileno(): memoryview(b"") for stream in streams}
-    of = {stream.fileno(): stream for stream in streams}
-    total = 0
+    numbers, waiting = count(), dict.fromkeys(streams, memoryview(b""))
     for stream in streams:
         stream.setblocking(False)
-    while True:
-        for descriptor, events in poll.poll():
-            if descriptor == 0:
-                if not _reported(total):
-                    return
-                continue
-            if events & select.POLLIN:
-                total += of[descriptor].recv_into(buffer)
-            if events & select.POLLOUT:
-                if not waiting[descriptor]:
-                    requests = [put_of(b"new %d" % next(numbers), payload) for _ in range(together)]
-                    waiting[descriptor] = memoryview(b"".join(requests))
-                sent = of[descriptor].send(waiting[descriptor][: 1 << 20])
-                waiting[descriptor] = waiting[descriptor][sent:]
-
-
-def _burn_all_the_time() -> None:
-    """Use the processor alone until the standard input ends."""
-    poll = _poll([], 0)
-    while not poll.poll(0):
-        sum(range(10_000))
-
-
-def _reported(total: int) -> bool:
-    """Answer a line of the standard input with the bytes received so far; return False at the end of the input."""
-    if not os.read(0, 1):
-        return False
-    print(total, flush=True)
-    return True
+    for stream, _, can_send in _ready(streams, select.POLLIN | select.POLLOUT):
+        if can_send:
+            if not waiting[stream]:
+                requests = [put_of(b"new %d" % next(numbers), payload) for _ in range(together)]
+                waiting[stream] = memoryview(b"".join(requests))
+            sent = stream.send(waiting[stream][: 1 << 20])
+            waiting[stream] = waiting[stream][sent:]
 
 
 def _poll(streams: list[socket.socket], events: int) -> select.poll:
@@ -157,19 +134,16 @@ def _poll(streams: list[socket.socket], events: int) -> select.poll:
     return poll
 
 
-def main() -> None:
-    """Flood the node that the arguments name."""
-    address, key, kind, connections = sys.argv[1:]
+def main(address: str, key: str, kind: str, connections: str) -> None:
+    """Flood a node."""
     os.nice(5)  # the benchmark measures the node, and not how long it waits for a processor that this program uses
     streams = [connected(address, key) for _ in range(int(connections))]
-    print("begun", flush=True)
+    print("ready", flush=True)
     if kind == "processor":
-        _burn_all_the_time()
+        poll = _poll([], 0)
+        while not poll.poll(0):
+            sum(range(10_000))
     elif kind.startswith("puts"):
         _put_all_the_time(streams, kind)
     else:
         _read_all_the_time(streams, kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,57 @@
-"""Users of a store: they put, get and look up a ring's objects, timed in the same way for farpool and its peers."""
+"""Objects that benchmarks move, and users of a store, which are timed in the same way for farpool and its peers."""
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+from farpool._native import Memory
+from farpool.closing import Closing
 from farpool.errors import FarpoolError
-from farpool_bench.measure import kept, median_call
-from farpool_bench.ring import Ring
+from farpool.sizes import format_size
+from farpool_bench.measure import median_call, warm
+
+_ALIGNMENT = 4096
 
 
-class User(ABC):
+class Ring:
+    """A set of objects of one size with random payloads by seed, and buffers to read them into.
+
+    `payloads` are their contents; `buffers` is page-aligned memory to read them into, at `addresses`.
+    """
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        source = random.Random(nbytes)
+        stride = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = nbytes
+        self.keys = [f"bench/{nbytes}/{index}" for index in range(count)]
+        self.payloads = [source.randbytes(nbytes) for _ in range(count)]
+        self._memory = Memory(stride * count)
+        self._memory.touch()
+        whole = memoryview(self._memory)
+        self.buffers = [whole[index * stride :][:nbytes] for index in range(count)]
+        self.addresses = [self._memory.address + index * stride for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def wipe(self) -> None:
+        """Clear a byte of each page of the buffers, so that an earlier read's bytes cannot pass for this one's."""
+        warm(memoryview(self._memory))
+
+    def check(self, who: str, read: Sequence[bytes | None] | None = None) -> None:
+        """Raise FarpoolError, with the name `who`, unless the buffers, or `read`, have the bytes written."""
+        found = [bytes(buffer) for buffer in self.buffers] if read is None else read
+        for key, payload, got in zip(self.keys, self.payloads, found, strict=True):
+            if got != payload:
+                raise FarpoolError(f"{who}: object {key!r} of {format_size(self.nbytes)} was read with other bytes")
+
+
+class User(Closing, ABC):
     """A user of a store that moves the objects of a ring, in calls with one or several.
 
     `name`: name of the store, for messages. `ring`: the objects, which are read into the ring's own buffers.
@@ -21,6 +59,8 @@ class User(ABC):
 
     gets_what_is_there: ClassVar[bool] = False
     """True if a call that gets many objects reports which are missing, so that it needs no lookup before it."""
+    values: list[Any] | None = None
+    """The objects of the ring that were got last, by a user that does not read them into the ring's buffers."""
 
     def __init__(self, name: str, ring: Ring) -> None:
         self.name = name
@@ -46,6 +86,11 @@ class User(ABC):
         """Let go of everything."""
         self.remove()
 
+    def keep(self, part: slice, found: list[Any]) -> None:
+        """Keep these objects of the ring in `values`."""
+        self.values = self.values or [None] * len(self.ring)
+        self.values[part] = found
+
     def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
         """Seconds per object, `batch` of them in a call, in passes over the ring of which the first does not count."""
         self._put(batch)
@@ -58,14 +103,15 @@ class User(ABC):
         if write:
             self._read_back(batch)
         else:
-            self.ring.check(self.name)
+            self.ring.check(self.name, self.values)
         return taken / (passes * len(self.ring))
 
     def lookup_seconds(self, seconds: float) -> float:
         """Seconds of a call that looks up all keys, in the median."""
         self._put(len(self.ring))
-        taken, found = kept(self.find, median_call, seconds)
-        self._check_found(found)
+        found: list[int] = []
+        taken = median_call(lambda: found.append(self.find()), seconds)
+        self._check_found(found[-1])
         return taken
 
     def fetch_seconds(self) -> float:
@@ -79,7 +125,7 @@ class User(ABC):
         self.get(slice(None))
         taken = time.perf_counter() - start
         self._check_found(found)
-        self.ring.check(self.name)
+        self.ring.check(self.name, self.values)
         return taken
 
     def _check_found(self, found: int) -> None:
@@ -93,7 +139,7 @@ class User(ABC):
     def _read_back(self, batch: int) -> None:
         self.ring.wipe()
         self._timed(self.get, batch)
-        self.ring.check(self.name)
+        self.ring.check(self.name, self.values)
 
     def _timed(self, work: Callable[[slice], None], batch: int) -> float:
         parts = [slice(at, at + batch) for at in range(0, len(self.ring), batch)]
@@ -115,12 +161,10 @@ def serve(make: Callable[[Ring], User]) -> None:
                 user.close()
             user = make(Ring(nbytes, count))
         try:
-            if kind == "find":
-                taken = user.lookup_seconds(float(seconds))
-            elif kind == "fetch":
-                taken = user.fetch_seconds()
-            else:
+            if kind in ("put", "get"):
                 taken = user.seconds_each(kind == "put", batch, float(seconds))
+            else:
+                taken = user.lookup_seconds(float(seconds)) if kind == "find" else user.fetch_seconds()
         except FarpoolError as error:
             raise SystemExit(str(error)) from error
         print(f"seconds {taken!r}", flush=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -22,18 +24,25 @@ _ANSWER_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 1800.0
 # Another interpreter need not have this package; with PYTHONPATH it would get all the others of this one's.
 _START = """
-import importlib.util, runpy, sys
-folder, sys.argv = sys.argv[1], sys.argv[2:]
+import importlib.util, sys
+folder, module, *arguments = sys.argv[1:]
 places = {"submodule_search_locations": [folder]}
 spec = importlib.util.spec_from_file_location("farpool_bench", folder + "/__init__.py", **places)
 sys.modules["farpool_bench"] = importlib.util.module_from_spec(spec)
-runpy.run_module("farpool_bench." + sys.argv[0], run_name="__main__")
+importlib.import_module("farpool_bench." + module).main(*arguments)
 """
 
 
 def command_of(module: str, arguments: Sequence[str], python: str = sys.executable) -> list[str]:
-    """Command line of a process that runs a module of this package, with another interpreter if one is named."""
+    """Command line of a process that runs `main` of a module here, with another interpreter if one is named."""
     return [python or sys.executable, "-c", _START, str(Path(__file__).parent), module, *arguments]
+
+
+def free_port() -> int:
+    """Find a TCP port of 127.0.0.1 that is free at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def run_child(module: str, *arguments: int) -> Any:
@@ -53,11 +62,15 @@ def run_child(module: str, *arguments: int) -> Any:
 
 
 class Worker:
-    """A worker process; its module prints ``ready``, then a line for each line on its standard input."""
+    """A worker process; its module prints ``ready``, then a line for each line on its standard input.
+
+    FarpoolError has its last words if it ends.
+    """
 
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, python: str = ""
     ) -> None:
+        self._module = module
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command_of(module, arguments, python),
@@ -69,22 +82,17 @@ class Worker:
         )
 
     def started(self, stack: ExitStack) -> Self:
-        """Wait until the worker is ready, and return it; `stack` closes it. ValueError has its last words."""
+        """Wait until the worker is ready, and return it; `stack` closes it."""
         stack.callback(self.close)
         self._answer("ready")
         return self
 
     def ask(self, question: str, word: str) -> str:
-        """Ask a question, and return the text after `word` in the next line that begins with it.
-
-        Raises
-        ------
-        OSError, ValueError
-            It has ended; the message of the latter has its last words.
-        """
+        """Ask a question, and return the text after `word` in the next line that begins with it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{question}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the missing answer tells why
+            self._process.stdin.write(f"{question}\n")
+            self._process.stdin.flush()
         return self._answer(word)
 
     def close(self) -> None:
@@ -105,49 +113,4 @@ class Worker:
             watchdog.cancel()
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
-        raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
-
-
-class StorePeer:
-    """A rival in which a worker puts, gets and looks up objects; a context manager that stops its processes.
-
-    `start` starts them and returns the worker, which runs `farpool_bench.users.serve`. FarpoolError tells which of them
-    did not start, or failed later.
-    """
-
-    def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
-        self._name = name
-        with ExitStack() as stack:
-            try:
-                self._worker = start(stack)
-            except (OSError, ValueError) as error:
-                raise FarpoolError(f"{name} did not start: {error}") from error
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        """Seconds per object to put or get `count` objects, `batch` of them in a call."""
-        return self._ask("put" if write else "get", nbytes, count, batch, seconds)
-
-    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds of a call that looks up `count` keys, in the median."""
-        return self._ask("find", nbytes, count, count, seconds)
-
-    def fetch_seconds(self, nbytes: int, count: int) -> float:
-        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`."""
-        return self._ask("fetch", nbytes, count, count, 0.0)
-
-    def close(self) -> None:
-        """Stop the processes."""
-        self._stack.close()
-
-    def _ask(self, what: str, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        try:
-            return float(self._worker.ask(f"{what} {nbytes} {count} {batch} {seconds!r}", "seconds"))
-        except (OSError, ValueError) as error:
-            raise FarpoolError(f"{self._name} failed: {error}") from error
+        raise FarpoolError(f"the process of {self._module} ended: {lines[-1] if lines else 'no message'}")

@@ -22,7 +22,8 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
-from farpool_bench.kv_peers import LMCachePeer, Tier
+from farpool_bench.kv_peers import Tier, WorkerUser, lmcache_peer
+from farpool_bench.users import Ring
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 from tests.nodes import PATIENCE
 
@@ -297,11 +298,12 @@ def test_the_server_returns_the_bytes_that_it_received(
 
 @pytest.mark.parametrize("tier", ["fs", "L1"])
 def test_the_benchmarks_use_its_tiers_and_check_the_bytes(engine_python: Callable[[str], str], tier: Tier) -> None:
-    with LMCachePeer(engine_python("lmcache"), tier, 64 << 20) as peer:
+    with lmcache_peer(engine_python("lmcache"), tier, 64 << 20) as worker:
+        user = WorkerUser(worker, Ring(100_000, 7))
         for batch in (1, 7):
-            assert peer.seconds_each(True, 100_000, 7, batch, 1e-9) > 0
-            assert peer.seconds_each(False, 100_000, 7, batch, 1e-9) > 0
-        assert peer.lookup_seconds(100_000, 7, 1e-9) > 0
+            assert user.seconds_each(True, batch, 1e-9) > 0
+            assert user.seconds_each(False, batch, 1e-9) > 0
+        assert user.lookup_seconds(1e-9) > 0
         if tier == "L1":
-            with pytest.raises(FarpoolError, match=r"LMCache failed: .*OUT_OF_MEMORY"):
-                peer.seconds_each(True, 40 << 20, 2, 2, 1e-9)
+            with pytest.raises(FarpoolError, match=r"lmcache_worker ended: .*OUT_OF_MEMORY"):
+                WorkerUser(worker, Ring(40 << 20, 2)).seconds_each(True, 2, 1e-9)
