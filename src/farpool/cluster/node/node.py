@@ -16,7 +16,7 @@ from typing import Literal
 
 from farpool._native import NodeServer, tls_available
 from farpool.available import available_memory
-from farpool.checks import require_package
+from farpool.checks import require_package, require_seconds
 from farpool.cluster.node.access import NodeAccess
 from farpool.cluster.node.control import ControlService
 from farpool.cluster.node.exposures import Exposures
@@ -156,8 +156,7 @@ class Node:
         if self.name:
             check_name(self.name)
         for setting, seconds in (("grace", self._grace), ("spin", self._spin)):
-            if not 0 <= seconds < float("inf"):
-                raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
+            require_seconds(seconds, f"--{setting}", setting=setting)
         if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
             raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
         if self.metrics_address is not None:
