@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from farpool import forks
 from farpool._native import Driver as NativeDriver
 from farpool._native import Grant
 from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
@@ -127,6 +128,12 @@ class BlockPool:
         )
         self.closed = False
         _POOLS.add(self)
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Count as closed in a forked child: native threads are gone there, and locks may never be released."""
+        self.closed = True
+        self.driver.forget_parent()
 
     def _make_driver(self) -> Driver:
         executor, timeout = self._executor, self.config.timeout
@@ -542,18 +549,10 @@ def open_pools() -> list[BlockPool]:
     return [pool for pool in _POOLS if not pool.closed]
 
 
-def _forked() -> None:
-    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may never be released."""
-    for pool in _POOLS:
-        pool.closed = True
-        pool.driver.forget_parent()
-
-
 def _close_all() -> None:
     """Close all pools when the interpreter exits, after which no thread may call into it."""
     for pool in open_pools():
         pool.shut(_LAST_CHANCE)
 
 
-os.register_at_fork(after_in_child=_forked)
 atexit.register(_close_all)
