@@ -57,6 +57,8 @@ def test_seconds_outside_their_limits_are_refused_with_both_limits() -> None:
 
 def test_a_choice_that_is_not_known_is_refused_with_all_choices() -> None:
     require_choice("cpu", "device", ("cpu", "cuda"))
-    with pytest.raises(ConfigError, match=r"^device: 'tpu' is not known; expected one of cpu, cuda, or none$") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^device: 'tpu' is not known; expected one of cpu, cuda, or none$"
+    ) as refused:
         require_choice("tpu", "device", ("cpu", "cuda"), ", or none")
     assert refused.value.setting == "device"
