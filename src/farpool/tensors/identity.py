@@ -27,12 +27,12 @@ __all__ = [
     "swap",
 ]
 
-_INTERNAL = frozenset(("_footprint", "_gradient_hook"))
+_INTERNAL_ATTRIBUTES = frozenset(("_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that the program has set on a tensor, without farpool's own."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL}
+    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL_ATTRIBUTES}
 
 
 def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.__dict__.clear()
     other.__dict__.clear()
     other.__dict__.update(kept)
-    tensor.__dict__.update({name: value for name, value in tensor_dict.items() if name in _INTERNAL})
+    tensor.__dict__.update({name: value for name, value in tensor_dict.items() if name in _INTERNAL_ATTRIBUTES})
     tensor.__dict__.update(attributes)
     if is_param and type(tensor) is PagedTensor:
         tensor.__dict__["_is_param"] = True

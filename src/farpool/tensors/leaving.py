@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
-_SHARE = 0.8
+_MEMORY_SHARE_MAX = 0.8
 """Fraction of the available memory that tensors may take; the program needs the rest."""
 
 
@@ -103,7 +103,7 @@ def take_along(pool: StorageOwner) -> str:
     gradients = _gradients(leaves)
     needed = sum({id(tensor._storage): tensor._storage.nbytes for tensor in leaves}.values())
     available = _available(leaves[0].device)
-    limit = int(available * _SHARE)
+    limit = int(available * _MEMORY_SHARE_MAX)
     parameters = sum(isinstance(tensor, torch.nn.Parameter) for tensor in leaves)
     what = f"{len(leaves)} live tensors ({parameters} of them parameters, {format_size(needed)} altogether)"
     if needed > limit:

@@ -26,9 +26,9 @@ from farpool.cluster.wire.handshake import Accepted
 from farpool.cluster.wire.refusals import status_of
 from farpool.errors import FarpoolError, ProtocolError
 
-__all__ = ["STALL_SECONDS", "ControlService"]
+__all__ = ["STALL_TIMEOUT_S", "ControlService"]
 
-STALL_SECONDS = 10.0
+STALL_TIMEOUT_S = 10.0
 """Longest time a client may take to send the rest of a frame that it began, or to receive one."""
 
 
@@ -101,7 +101,7 @@ class ControlService:
         finally:
             for file in files:
                 os.close(file)
-        async with patience(STALL_SECONDS):
+        async with patience(STALL_TIMEOUT_S):
             await connection.send(reply[sent:])
 
     async def _outcome(
@@ -146,7 +146,7 @@ async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
     data = await connection.receive(reader.needed)
     if not data:
         return None
-    async with patience(STALL_SECONDS):
+    async with patience(STALL_TIMEOUT_S):
         while (frame := reader.feed(data)) is None:
             data = await connection.receive(reader.needed)
             if not data:

@@ -36,7 +36,7 @@ from farpool.sizes import format_size
 
 __all__ = ["Node"]
 
-_BACKLOG = 1024
+_BACKLOG_CONNECTIONS = 1024
 
 
 class Node:
@@ -297,7 +297,7 @@ class Node:
         server = self._server_in(folder)
         undo.callback(server.stop)
         _expect(server, self._keys)
-        local = undo.enter_context(folder.listen(_BACKLOG))
+        local = undo.enter_context(folder.listen(_BACKLOG_CONNECTIONS))
         undo.callback(folder.socket_path.unlink, missing_ok=True)
         server.start()
         own = folder.identity(kept=not self._ephemeral)
@@ -405,7 +405,7 @@ def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Ad
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
-        listening.listen(_BACKLOG)
+        listening.listen(_BACKLOG_CONNECTIONS)
     except OSError as error:
         listening.close()
         advice = "another process listens there; choose another port" if error.errno == errno.EADDRINUSE else ""

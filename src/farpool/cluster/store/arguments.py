@@ -9,7 +9,7 @@ from farpool._native import Slices, target_sizes
 from farpool._native import as_keys as native_keys
 from farpool.abc.objects import Payload
 from farpool.checks import require_seconds
-from farpool.cluster.wire.frames import LARGEST_KEY
+from farpool.cluster.wire.frames import KEY_BYTES_MAX
 from farpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
         data = text
     else:
         raise TypeError(f"a {what} is a str or bytes, this one is a {type(text).__name__}: {text!r}")
-    if not fewest <= len(data) <= LARGEST_KEY:
+    if not fewest <= len(data) <= KEY_BYTES_MAX:
         raise ConfigError(
-            f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {LARGEST_KEY}", setting=what
+            f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {KEY_BYTES_MAX}", setting=what
         )
     return data
 

@@ -28,7 +28,7 @@ from farpool.memory.pager.use import Use
 
 __all__ = ["Watch"]
 
-_LOOK = 1 << 18
+_COMPARED_BYTES = 1 << 18
 """Free bytes that are compared with poison at each release; each release goes on after the bytes of the last one."""
 
 
@@ -325,7 +325,7 @@ class Watch:
                 self._remember(self._tenants[block])
             self._last_op[block] = held.op
         self.executor.let_go(grant)
-        self._check_free(_LOOK)
+        self._check_free(_COMPARED_BYTES)
 
     def _undisturbed(self, held: _Held, block: int) -> bool:
         """Return True if no other access could write to the block during this one."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockPool", "open_pools"]
 
-_LAST_CHANCE = 5.0
+_EXIT_TIMEOUT_S = 5.0
 """Seconds that transfers get to end when the interpreter exits."""
 
 
@@ -552,7 +552,7 @@ def open_pools() -> list[BlockPool]:
 def _close_all() -> None:
     """Close all pools when the interpreter exits, after which no thread may call into it."""
     for pool in open_pools():
-        pool.shut(_LAST_CHANCE)
+        pool.shut(_EXIT_TIMEOUT_S)
 
 
 atexit.register(_close_all)
