@@ -140,8 +140,8 @@ def invalidate_guards(module: torch.nn.Module) -> None:
     tensors in place.
     """
     for part in module.modules():
-        held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for tensors in held:
+        groups: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in groups:
             for name, tensor in list(tensors.items()):
                 tensors[name] = None
                 tensors[name] = tensor

@@ -124,16 +124,16 @@ class TierConformance:
 
     def test_many_extents_do_not_disturb_each_other(self, tier: Tier) -> None:
         draw = random.Random(1)
-        held: dict[Extent, bytearray] = {}
+        contents: dict[Extent, bytearray] = {}
         for number in range(200):
             extent = tier.reserve(draw.choice([1, 63, 64, 100, 4095, 4096, 4097, 20_000]))
-            held[extent] = _pattern(extent.nbytes, number)
-            self.write(tier, extent, held[extent])
+            contents[extent] = _pattern(extent.nbytes, number)
+            self.write(tier, extent, contents[extent])
             if number % 3 == 0:
-                gone = draw.choice(list(held))
+                gone = draw.choice(list(contents))
                 tier.free(gone)
-                del held[gone]
-        for extent, data in held.items():
+                del contents[gone]
+        for extent, data in contents.items():
             assert self.read(tier, extent) == data
 
     def test_reserved_counts_what_is_reserved(self, tier: Tier) -> None:

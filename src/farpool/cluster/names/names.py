@@ -335,11 +335,11 @@ class Names(Closing):
         deadline = time.monotonic() + self._timeout
         while record is not None and record.publication:
             first = publication_key(quoted, record.publication, 0)
-            held = self._registry.get(first, timeout=self._timeout)
-            if held is None:
+            part = self._registry.get(first, timeout=self._timeout)
+            if part is None:
                 break
             # A sweep removes the entry before it releases objects.
-            unswept = [Condition(first, held.revision), Condition(SWEEPER, 0)]
+            unswept = [Condition(first, part.revision), Condition(SWEEPER, 0)]
             release = self._holds.hold(quoted, record.publication, unswept, self._timeout)
             if release is not None:
                 return self._opened(name, record, release)

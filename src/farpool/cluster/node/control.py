@@ -68,7 +68,7 @@ class ControlService:
     async def serve(self, connection: Arrival, client: Accepted) -> None:
         """Answer calls until the connection ends. The caller closes it, and holds the client's session until then."""
         if self._exposures is not None:
-            self._exposures.hold(client.session)
+            self._exposures.connect(client.session)
         try:
             reader = FrameReader("")
             while (frame := await _received(connection, reader)) is not None:
@@ -79,7 +79,7 @@ class ControlService:
             pass  # the client went, or stood still for too long
         finally:
             if self._exposures is not None:
-                self._exposures.drop(client.session)
+                self._exposures.disconnect(client.session)
 
     def refusals(self) -> dict[tuple[int, int], int]:
         """Calls that were refused so far, by tenant and status."""

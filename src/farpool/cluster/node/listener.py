@@ -201,7 +201,7 @@ class Listener:
                 rights = int(client.rights)
                 self._server.adopt(arrival.detach(), client.session, client.tenant, rights, client.key)
         finally:
-            self._server.drop(client.session)
+            self._server.disconnect(client.session)
 
     async def _shake_hands(self, arrival: Arrival) -> Accepted | None:
         try:
@@ -226,7 +226,7 @@ class Listener:
     async def _introduced(
         self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
     ) -> Accepted:
-        """Do the handshake, refuse a `stranger` at its end, and hold the session of an accepted client."""
+        """Do the handshake, refuse a `stranger` at its end, and count a connection to an accepted client's session."""
         while True:
             data = await arrival.receive(handshake.needed)
             if not data:
@@ -240,7 +240,7 @@ class Listener:
                     if not self._access.still_grants(handshake):
                         raise AccessDeniedError("its access key has just been changed")
                     # Before the welcome: this refuses a session that belongs to another key or tenant.
-                    self._server.hold(client.session, client.tenant, client.key)
+                    self._server.connect(client.session, client.tenant, client.key)
             except NodeError as error:
                 raise _Refused(str(error), refused_frame(error)) from error
             if handshake.accepted is None:
@@ -249,7 +249,7 @@ class Listener:
             try:
                 await arrival.send(to_send)
             except BaseException:
-                self._server.drop(handshake.accepted.session)
+                self._server.disconnect(handshake.accepted.session)
                 raise
             return handshake.accepted
 

@@ -387,9 +387,11 @@ class Node:
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
     """Tell the data loop which tenants and keys may come, and which of them can hold memory."""
-    holders = Right.READ | Right.WRITE | Right.PUBLISH
-    grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
-    server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})
+    memory_rights = Right.READ | Right.WRITE | Right.PUBLISH
+    grants = {
+        name: (grant.tenant, bool(grant.rights & memory_rights), grant.bytes) for name, grant in (keys or {}).items()
+    }
+    server.expect_tenants({tenant for tenant, has_memory, _ in grants.values() if has_memory})
     server.expect_keys(grants)
 
 

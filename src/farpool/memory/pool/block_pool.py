@@ -212,9 +212,9 @@ class BlockPool:
     def check_unused(self) -> None:
         """Raise `PoolClosedError` if an open pool holds storages that are in use."""
         if not self.closed and self.live:
-            held = self.allocation
+            used = self.allocation
             raise PoolClosedError(
-                f"the pool still holds {held.storages} live storages ({format_size(sum(held.live.values()))}): "
+                f"the pool still holds {used.storages} live storages ({format_size(sum(used.live.values()))}): "
                 "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
             )
 
@@ -312,11 +312,13 @@ class BlockPool:
         storage.loose = not storage.adopted
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
-        held = self.allocation.written
-        if held + nbytes <= self.fast:
+        written = self.allocation.written
+        if written + nbytes <= self.fast:
             return
-        if nbytes > self.fast + self._lower.capacity - held:
-            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
+        if nbytes > self.fast + self._lower.capacity - written:
+            raise does_not_fit(
+                name or cls, nbytes, written, self.fast, self._lower.tiers, self.allocation.sizes.largest
+            )
 
     # ---- acquiring ----------------------------------------------------------------------------------------------
 
@@ -520,8 +522,8 @@ class BlockPool:
             self._collect_dropped()
             self.driver.note_ends()
             # The native core allocates this memory and has no access to the ledger.
-            self.ledger.hold("host", "tape", self.pager.tape_bytes)
-            self.ledger.hold("host", "block tables", self.pager.table_bytes)
+            self.ledger.set_bytes("host", "tape", self.pager.tape_bytes)
+            self.ledger.set_bytes("host", "block tables", self.pager.table_bytes)
             return census.take(
                 self.pager,
                 self.arena.kind,
