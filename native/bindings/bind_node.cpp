@@ -124,8 +124,8 @@ another tenant's or another access key's.)")
             [](Server& self, const std::map<std::string, std::tuple<std::uint32_t, bool, std::uint64_t>>& keys) {
                 std::map<std::string, Server::ExpectedKey> expected;
                 for (const auto& [name, key] : keys) {
-                    const auto& [tenant, holds, nbytes] = key;
-                    expected.emplace(name, Server::ExpectedKey{tenant, {holds, nbytes}});
+                    const auto& [tenant, has_memory, nbytes] = key;
+                    expected.emplace(name, Server::ExpectedKey{tenant, {has_memory, nbytes}});
                 }
                 nb::gil_scoped_release release;
                 self.expect_keys(expected);
@@ -137,14 +137,14 @@ the bytes that it may hold, 0 for the node's own limit.)")
             "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released(),
             "Close all connections that were opened with this access key.")
         .def(
-            "hold",
+            "connect",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, const std::string& key) {
-                refusing([&] { self.hold(session, tenant, key); });
+                refusing([&] { self.connect(session, tenant, key); });
             },
             nb::arg("session"), nb::arg("tenant"), nb::arg("key"),
             R"(Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
 `adopt`, QuotaExceededError where the key or its tenant has too many connections.)")
-        .def("drop", &Server::drop, nb::arg("session"), Released())
+        .def("disconnect", &Server::disconnect, nb::arg("session"), Released())
         .def(
             "lend",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {

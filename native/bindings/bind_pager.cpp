@@ -37,7 +37,7 @@ struct Names {
     }
 };
 
-Failure hold(nb::handle error) {
+Failure failure_of(nb::handle error) {
     std::shared_ptr<PyObject> exception(error.inc_ref().ptr(), [](PyObject* object) {
         if (Py_IsInitialized()) {
             const nb::gil_scoped_acquire lock;
@@ -356,7 +356,8 @@ ValueError
             nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0,
             "Report that a transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`.")
         .def(
-            "failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
+            "failed",
+            [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, failure_of(error)); },
             nb::arg("transfer"), nb::arg("error"), nb::sig("def failed(self, transfer: int, error: BaseException) -> None"),
             "Report that a transfer has failed. Transfers ordered after it are undone; do not report their ends.")
         .def(
@@ -449,9 +450,10 @@ NoRoomError
             "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes(); },
             "Bytes prefetched, or on their way, that have not been accessed yet.")
         .def_prop_ro(
-            "tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); }, "Bytes of memory that the tape holds.")
+            "tape_bytes", [](BoundPager& self) { return self->tape().allocated_bytes(); },
+            "Bytes of memory that the tape holds.")
         .def_prop_ro(
-            "table_bytes", [](BoundPager& self) { return self->held_bytes(); },
+            "table_bytes", [](BoundPager& self) { return self->allocated_bytes(); },
             "Bytes of memory that the pager holds to know its blocks, in addition to the tape.")
         .def_prop_ro(
             "divergences", [](BoundPager& self) { return self->tape().divergences(); },

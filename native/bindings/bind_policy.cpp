@@ -90,17 +90,18 @@ room, then `insert`. Deterministic. ValueError for a slot that is not in, or is 
             "Note that the object was inserted; `cost` of fetching it, for ``gdsf`` and ``node``.")
         .def(
             "victim",
-            [](Named& self, std::uint64_t key, std::uint64_t size, const nb::set& held) {
-                const auto is_held = [&](Slot slot) { return held.contains(slot); };
-                const Slot slot = self.policy->victim({key, size}, is_held);
+            [](Named& self, std::uint64_t key, std::uint64_t size, const nb::set& in_use) {
+                const auto is_in_use = [&](Slot slot) { return in_use.contains(slot); };
+                const Slot slot = self.policy->victim({key, size}, is_in_use);
                 if (slot == no_slot) {
                     throw nb::index_error(("policy " + self.name + " has nothing that may leave").c_str());
                 }
                 return slot;
             },
-            nb::arg("key"), nb::arg("size") = 1, nb::arg("held") = nb::set(),
-            nb::sig("def victim(self, key: int, size: int = 1, held: set[int] = set()) -> int"),
-            "Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go.")
+            nb::arg("key"), nb::arg("size") = 1, nb::arg("in_use") = nb::set(),
+            nb::sig("def victim(self, key: int, size: int = 1, in_use: set[int] = set()) -> int"),
+            "Return the slot to evict next so that `key` can come in, none of `in_use`; it stays in. IndexError if none may "
+            "go.")
         .def(
             "remove",
             [](Named& self, Slot slot, bool evicted) {

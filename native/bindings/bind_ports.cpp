@@ -19,17 +19,17 @@ using farpool::VerifiedPort;
 namespace {
 
 template <typename Base>
-struct Held final : Base {
+struct Referring final : Base {
     template <typename... Args>
-    explicit Held(nb::object what, Args&&... args) : Base(std::forward<Args>(args)...), held(std::move(what)) {}
-    nb::object held;
+    explicit Referring(nb::object what, Args&&... args) : Base(std::forward<Args>(args)...), reference(std::move(what)) {}
+    nb::object reference;
 };
 
 template <typename Base>
 int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (nb::inst_ready(self)) {
-        Py_VISIT(nb::inst_ptr<Held<Base>>(self)->held.ptr());
+        Py_VISIT(nb::inst_ptr<Referring<Base>>(self)->reference.ptr());
     }
     return 0;
 }
@@ -37,15 +37,15 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 template <typename Base>
 int clear(PyObject* self) {
     if (nb::inst_ready(self)) {
-        nb::inst_ptr<Held<Base>>(self)->held.reset();
+        nb::inst_ptr<Referring<Base>>(self)->reference.reset();
     }
     return 0;
 }
 
 template <typename Base>
-PyType_Slot held_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<Base>)},
-                            {Py_tp_clear, reinterpret_cast<void*>(clear<Base>)},
-                            {0, nullptr}};
+PyType_Slot referring_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<Base>)},
+                                 {Py_tp_clear, reinterpret_cast<void*>(clear<Base>)},
+                                 {0, nullptr}};
 
 }  // namespace
 
@@ -65,11 +65,12 @@ void bind_ports(nb::module_& m) {
             },
             nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
 
-    nb::class_<Held<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(held_slots<MemoryPort>), "Reads and writes a Memory.")
+    nb::class_<Referring<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(referring_slots<MemoryPort>),
+                                            "Reads and writes a Memory.")
         .def(
             "__init__",
-            [](Held<MemoryPort>* self, nb::handle_t<Memory> memory) {
-                new (self) Held<MemoryPort>(nb::borrow(memory), *nb::inst_ptr<Memory>(memory));
+            [](Referring<MemoryPort>* self, nb::handle_t<Memory> memory) {
+                new (self) Referring<MemoryPort>(nb::borrow(memory), *nb::inst_ptr<Memory>(memory));
             },
             nb::arg("memory"));
 
@@ -88,64 +89,64 @@ file's size or time of modification has changed since construction.)")
             nb::arg("ring") = true, nb::arg("read_only") = false)
         .def_prop_ro("uses_ring", &FilePort::uses_ring);
 
-    nb::class_<Held<PythonPort>, Port>(
-        m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
+    nb::class_<Referring<PythonPort>, Port>(
+        m, "PythonPort", nb::type_slots(referring_slots<PythonPort>),
         R"(Port over a Python tier: calls ``tier.read_into(Extent(offset, nbytes), view)``, with the interpreter lock for that call
 only.)")
         .def(
             "__init__",
-            [](Held<PythonPort>* self, nb::object tier) {
+            [](Referring<PythonPort>* self, nb::object tier) {
                 nb::object extent = nb::module_::import_("farpool.abc.tier").attr("Extent");
                 PyObject* tier_pointer = tier.ptr();
                 PyObject* extent_pointer = extent.ptr();
-                new (self) Held<PythonPort>(nb::make_tuple(tier, extent), tier_pointer, extent_pointer);
+                new (self) Referring<PythonPort>(nb::make_tuple(tier, extent), tier_pointer, extent_pointer);
             },
             nb::arg("tier"));
 
-    nb::class_<Held<VerifiedPort>, Port>(
-        m, "VerifiedPort", nb::type_slots(held_slots<VerifiedPort>),
+    nb::class_<Referring<VerifiedPort>, Port>(
+        m, "VerifiedPort", nb::type_slots(referring_slots<VerifiedPort>),
         R"(Port over another that keeps the CRC32C of each extent at its write and compares it at its read; ChecksumError names tier
 and offset.)")
         .def(
             "__init__",
-            [](Held<VerifiedPort>* self, nb::handle_t<Port> inner, std::string name) {
-                new (self) Held<VerifiedPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), std::move(name));
+            [](Referring<VerifiedPort>* self, nb::handle_t<Port> inner, std::string name) {
+                new (self) Referring<VerifiedPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), std::move(name));
             },
             nb::arg("inner"), nb::arg("name"))
         .def("forget", &VerifiedPort::forget, nb::arg("offset"), "Forget the checksum of an extent that was freed.")
         .def_prop_ro("tracked", &VerifiedPort::tracked, "Number of extents with a checksum.");
 
-    nb::class_<Held<ThrottledPort>, Port>(
-        m, "ThrottledPort", nb::type_slots(held_slots<ThrottledPort>),
+    nb::class_<Referring<ThrottledPort>, Port>(
+        m, "ThrottledPort", nb::type_slots(referring_slots<ThrottledPort>),
         R"(Port over another, slowed down to a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds).
 With `shared` both directions are on one link. The rates are above 0.)")
         .def(
             "__init__",
-            [](Held<ThrottledPort>* self, nb::handle_t<Port> inner, double read_rate, double write_rate, double latency,
+            [](Referring<ThrottledPort>* self, nb::handle_t<Port> inner, double read_rate, double write_rate, double latency,
                bool shared) {
-                new (self)
-                    Held<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate, latency, shared);
+                new (self) Referring<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate,
+                                                    latency, shared);
             },
             nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"), nb::arg("shared"))
         .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>(),
              "Stop throttling, and end the transfers that are held back.");
 
-    nb::class_<Held<StripedPort>, Port>(
-        m, "StripedPort", nb::type_slots(held_slots<StripedPort>),
+    nb::class_<Referring<StripedPort>, Port>(
+        m, "StripedPort", nb::type_slots(referring_slots<StripedPort>),
         R"(Port over several ports, which hold stripes of `stripe` bytes in turn and work at the same time.
 
 Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripes follow one another from offset 0. With
 `placed` each extent is told by `place`, and a transfer moves a whole extent; errors name the inner tier.)")
         .def(
             "__init__",
-            [](Held<StripedPort>* self, std::string name, nb::object ports, std::uint64_t stripe, std::uint64_t share,
+            [](Referring<StripedPort>* self, std::string name, nb::object ports, std::uint64_t stripe, std::uint64_t share,
                bool placed) {
-                const nb::tuple held(ports);
+                const nb::tuple inner_ports(ports);
                 std::vector<Port*> inner;
-                for (const nb::handle port : held) {
+                for (const nb::handle port : inner_ports) {
                     inner.push_back(&nb::cast<Port&>(port));
                 }
-                new (self) Held<StripedPort>(held, std::move(name), std::move(inner), stripe, share, placed);
+                new (self) Referring<StripedPort>(inner_ports, std::move(name), std::move(inner), stripe, share, placed);
             },
             nb::arg("name"), nb::arg("ports"), nb::kw_only(), nb::arg("stripe"), nb::arg("share"), nb::arg("placed") = false,
             nb::sig("def __init__(self, name: str, ports: collections.abc.Sequence[Port], *, stripe: int, share: int, placed: "

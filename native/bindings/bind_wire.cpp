@@ -452,11 +452,11 @@ private:
 };
 
 // A RemotePort with its end, which it keeps alive.
-struct HeldRemotePort final : RemotePort {
-    HeldRemotePort(std::string name, nb::object end, double timeout)
-        : RemotePort(std::move(name), nb::cast<const End&>(end).native(), timeout), held(std::move(end)) {}
+struct OwningRemotePort final : RemotePort {
+    OwningRemotePort(std::string name, nb::object end, double timeout)
+        : RemotePort(std::move(name), nb::cast<const End&>(end).native(), timeout), reference(std::move(end)) {}
 
-    nb::object held;
+    nb::object reference;
 };
 
 // Keys as bytes; empty where one of them is not a valid key.
@@ -648,15 +648,15 @@ connections. `dial` returns the descriptor of a new authenticated stream, which 
              nb::sig("def __init__(self, node: str, lease: int, nbytes: int, *, memory: object | None, dial: "
                      "collections.abc.Callable[[], int | Stream], tenant: int, credential: int, spin: float) -> None"));
 
-    nb::class_<HeldRemotePort, Port>(m, "RemotePort",
-                                     R"(Port over memory that one node has lent.
+    nb::class_<OwningRemotePort, Port>(m, "RemotePort",
+                                       R"(Port over memory that one node has lent.
 
 `timeout`: seconds that the node may take for a piece. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError,
 ChecksumError. Keeps the end alive.)")
         .def(
             "__init__",
-            [](HeldRemotePort* self, std::string name, nb::object end, double timeout) {
-                new (self) HeldRemotePort(std::move(name), std::move(end), timeout);
+            [](OwningRemotePort* self, std::string name, nb::object end, double timeout) {
+                new (self) OwningRemotePort(std::move(name), std::move(end), timeout);
             },
             nb::arg("name"), nb::arg("end"), nb::kw_only(), nb::arg("timeout"),
             nb::sig("def __init__(self, name: str, end: RemoteEnd, *, timeout: float) -> None"));

@@ -70,10 +70,10 @@ struct Grant {
     }
 };
 
-// Takes or drops the reference to a port's owner for the queue. Needs the interpreter lock, which every caller that starts
+// Takes or releases the reference to a port's owner for the queue. Needs the interpreter lock, which every caller that starts
 // transfers or notes their ends holds.
-inline void keep_object(PyObject* owner, bool hold) {
-    if (hold) {
+inline void keep_object(PyObject* owner, bool take) {
+    if (take) {
         Py_INCREF(owner);
     } else {
         Py_DECREF(owner);
@@ -136,13 +136,13 @@ public:
         Granted granted{nullptr, std::move(runs.places), 0.0, false};
         const std::uint64_t pauses = pause_.pauses + PythonSpace::calls;
         if (!runs.runs.empty()) {
-            auto held = driver_.lock(pause_);
+            auto lock = driver_.lock(pause_);
             if (driver_.closed()) {  // since the caller looked
                 return std::nullopt;
             }
             granted.access = refusing([&] { return with_ports().request(std::move(runs.runs)); });
             if (!granted.access->granted) {
-                granted.waited = await(held, granted.access, op);
+                granted.waited = await(lock, granted.access, op);
             }
             granted.paused = pause_.pauses + PythonSpace::calls != pauses;
         }
@@ -150,7 +150,7 @@ public:
     }
 
     void release(farpool::pager::Access& access) {
-        const auto held = driver_.lock(pause_);
+        const auto lock = driver_.lock(pause_);
         driver_.release(access);
     }
 
@@ -169,12 +169,12 @@ public:
     }
 
 private:
-    double await(std::unique_lock<std::mutex>& held, const std::shared_ptr<farpool::pager::Access>& access, nb::handle op) {
+    double await(std::unique_lock<std::mutex>& lock, const std::shared_ptr<farpool::pager::Access>& access, nb::handle op) {
         const double start = farpool::monotonic_seconds();
         const auto [block, tier] = driver_.awaited(*access);
         farpool::pager::Wait outcome;
         try {
-            outcome = driver_.await(held, *access, start + timeout_, pause_);
+            outcome = driver_.await(lock, *access, start + timeout_, pause_);
         } catch (...) {  // an error of a tier's bookkeeping: this thread waits no longer
             driver_.abandon(access);
             throw;
@@ -185,25 +185,25 @@ private:
         if (outcome == farpool::pager::Wait::interrupted) {
             const nb::python_error interrupt;  // takes the error out of the interpreter: `abandon` may run Python code
             driver_.abandon(access);
-            held.unlock();
+            lock.unlock();
             throw interrupt;
         }
         if (outcome != farpool::pager::Wait::granted) {
             driver_.abandon(access);
-            held.unlock();
+            lock.unlock();
             waited_(op, start, -1.0, block, tier);  // raises what this means
             throw std::logic_error("Driver: an access was given up without an error");
         }
         const double seconds = farpool::monotonic_seconds() - start;
-        held.unlock();
+        lock.unlock();
         try {
             waited_(op, start, seconds, block, tier);
         } catch (...) {
-            held = driver_.lock(pause_);
+            lock = driver_.lock(pause_);
             driver_.release(*access);
             throw;
         }
-        held = driver_.lock(pause_);
+        lock = driver_.lock(pause_);
         return seconds;
     }
 

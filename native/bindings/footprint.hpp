@@ -106,9 +106,9 @@ struct Footprint {
         Py_VISIT(Py_TYPE(self));
         if (nb::inst_ready(self)) {
             const Footprint& it = *nb::inst_ptr<Footprint>(self);
-            for (const nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real,
-                                           static_cast<const nb::object*>(&it.views)}) {
-                Py_VISIT(held->ptr());
+            for (const nb::object* reference : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real,
+                                                static_cast<const nb::object*>(&it.views)}) {
+                Py_VISIT(reference->ptr());
             }
         }
         return 0;
@@ -117,8 +117,8 @@ struct Footprint {
         if (nb::inst_ready(self)) {
             Footprint& it = *nb::inst_ptr<Footprint>(self);
             it.native = nullptr;
-            for (nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real}) {
-                *held = nb::none();
+            for (nb::object* reference : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real}) {
+                *reference = nb::none();
             }
             it.views.clear();
         }

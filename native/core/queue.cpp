@@ -66,7 +66,7 @@ struct QueueCore::Lane {
         // True if this entry comes after the other, as std heap functions expect.
         bool operator<(const Next& other) const { return std::tie(priority, other.order) < std::tie(other.priority, order); }
         // False if the entry has ended or has another priority now. Entries are reused, but never with the same order.
-        bool holds() const { return entry->ready && entry->order == order && entry->priority == priority; }
+        bool is_current() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };
 
     void push(Entry& entry) {
@@ -75,7 +75,7 @@ struct QueueCore::Lane {
     }
     // The next entry; null if there is none.
     Entry* next() {
-        while (!ready.empty() && !ready.front().holds()) {
+        while (!ready.empty() && !ready.front().is_current()) {
             drop_front();
         }
         return ready.empty() ? nullptr : ready.front().entry;

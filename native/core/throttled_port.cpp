@@ -19,14 +19,14 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
 void ThrottledPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
     const Slot slot = take_slot(read_link_, read_rate_, nbytes);
     inner_.read(offset, into, nbytes);
-    hold(read_link_, slot);
+    delay(read_link_, slot);
 }
 
 void ThrottledPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
     Link& link = shared_ ? read_link_ : write_link_;
     const Slot slot = take_slot(link, write_rate_, nbytes);
     inner_.write(offset, from, nbytes);
-    hold(link, slot);
+    delay(link, slot);
 }
 
 void ThrottledPort::lift() {
@@ -48,17 +48,17 @@ ThrottledPort::Slot ThrottledPort::take_slot(Link& link, double rate, std::size_
     return {link.free + nanoseconds(latency_), credit};
 }
 
-void ThrottledPort::hold(Link& link, const Slot& slot) {
+void ThrottledPort::delay(Link& link, const Slot& slot) {
     std::unique_lock lock(mutex_);
     // Until a point in time, not for a duration, because the copy itself took a part of the time.
-    const bool held = Clock::now() < slot.end && !lifted_;
-    if (held) {
+    const bool delayed = Clock::now() < slot.end && !lifted_;
+    if (delayed) {
         lifting_.wait_until(lock, slot.end, [&] { return lifted_; });
     }
     link.ended = Clock::now();
     const Clock::duration late = std::max(Clock::duration::zero(), link.ended - slot.end);
     // Without a wait, only the rest of an earlier delay is made up, not a slow copy.
-    link.late = held ? late : std::min(late, slot.credit);
+    link.late = delayed ? late : std::min(late, slot.credit);
 }
 
 }  // namespace farpool

@@ -37,7 +37,7 @@ private:
     };
 
     Slot take_slot(Link& link, double rate, std::size_t nbytes);
-    void hold(Link& link, const Slot& slot);
+    void delay(Link& link, const Slot& slot);
 
     Port& inner_;
     const double read_rate_;

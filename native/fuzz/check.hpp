@@ -6,8 +6,8 @@
 
 namespace farpool::fuzz {
 
-inline void require(bool holds, const std::string& what) {
-    if (!holds) {
+inline void require(bool is_true, const std::string& what) {
+    if (!is_true) {
         throw std::logic_error(what);
     }
 }

@@ -180,40 +180,40 @@ std::array<int, 2> wire() {
 struct Way {
     int from;
     int to;
-    std::string held;
+    std::string buffered;
     std::size_t limit = std::numeric_limits<std::size_t>::max();  // bytes that it still carries
 
     void carry(Dice& dice, std::uint64_t one_in, bool& damaged) {
-        if (held.empty()) {
-            held.resize(std::min<std::size_t>(1 + dice.below(40000), limit));
-            const ssize_t got = recv(from, held.data(), held.size(), MSG_DONTWAIT);
-            held.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
-            limit -= held.size();
-            if (!held.empty() && one_in != 0 && dice.one_in(one_in)) {
+        if (buffered.empty()) {
+            buffered.resize(std::min<std::size_t>(1 + dice.below(40000), limit));
+            const ssize_t got = recv(from, buffered.data(), buffered.size(), MSG_DONTWAIT);
+            buffered.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+            limit -= buffered.size();
+            if (!buffered.empty() && one_in != 0 && dice.one_in(one_in)) {
                 damaged = true;
                 damage(dice);
             }
         }
-        const ssize_t sent = send(to, held.data(), held.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        held.erase(0, static_cast<std::size_t>(std::max<ssize_t>(sent, 0)));
+        const ssize_t sent = send(to, buffered.data(), buffered.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        buffered.erase(0, static_cast<std::size_t>(std::max<ssize_t>(sent, 0)));
     }
 
     void damage(Dice& dice) {
         switch (dice.below(5)) {
             case 0:
-                held.resize(dice.below(held.size()));
+                buffered.resize(dice.below(buffered.size()));
                 break;
             case 1:
-                held.insert(dice.below(held.size() + 1), dice.bytes(1 + dice.below(100)));
+                buffered.insert(dice.below(buffered.size() + 1), dice.bytes(1 + dice.below(100)));
                 break;
             case 2:
-                held += held;
+                buffered += buffered;
                 break;
             case 3:
-                held.erase(0, 1 + dice.below(held.size()));
+                buffered.erase(0, 1 + dice.below(buffered.size()));
                 break;
             default:
-                dice.flip(held.data(), held.size(), 1 + dice.below(4));
+                dice.flip(buffered.data(), buffered.size(), 1 + dice.below(4));
         }
     }
 };
@@ -341,7 +341,7 @@ void try_cuts(Dice& dice, const Contexts& contexts) {
         require(node.to_send.starts_with(client.come) && client.to_send.starts_with(node.come), "other bytes than were sent");
     };
     // Until it is cut, or both sides have sent everything.
-    for (int round = 0; round < 1000 && (cut.limit > 0 || !cut.held.empty()); ++round) {
+    for (int round = 0; round < 1000 && (cut.limit > 0 || !cut.buffered.empty()); ++round) {
         step();
     }
     turn(dice, contexts, cut);

@@ -29,8 +29,8 @@ namespace farpool::fuzz {
 
 namespace {
 
-constexpr double patience = 20;      // of nodes that answer; no trial waits for it unless something is wrong
-constexpr double impatience = 0.01;  // seconds to wait for nodes that may keep a reply back
+constexpr double answer_timeout_s = 20;      // of nodes that answer; no trial waits for it unless something is wrong
+constexpr double doubtful_timeout_s = 0.01;  // of nodes that may keep a reply back
 
 template <typename T>
 T number_at(const std::string& text, std::size_t offset) {
@@ -153,21 +153,27 @@ private:
         return nullptr;
     }
 
-    bool answer(const FrameHeader& request, const std::string& meta, const std::string& payload) {
-        FrameHeader header = make_header(static_cast<Op>(request.op));
-        header.request = request.request;
-        header.serial = request.request;
-        std::string said;
-        std::string sent;
+    // What a reply sends after its header, and whether the connection ends after it.
+    struct Reply {
+        FrameHeader header;
+        std::string meta{};
+        std::string payload{};
+        bool ends = false;
+    };
+
+    Reply honest_reply(const FrameHeader& request, const std::string& meta, const std::string& payload) {
+        Reply reply{make_header(static_cast<Op>(request.op))};
+        reply.header.request = request.request;
+        reply.header.serial = request.request;
         switch (static_cast<Op>(request.op)) {
             case Op::get:
-                sent = value_of(meta);
+                reply.payload = value_of(meta);
                 break;
             case Op::stat:
-                said = meta;
+                reply.meta = meta;
                 break;
             case Op::read:
-                sent.assign(lease_->data() + number_at<std::uint64_t>(meta, 0), number_at<std::uint64_t>(meta, 8));
+                reply.payload.assign(lease_->data() + number_at<std::uint64_t>(meta, 0), number_at<std::uint64_t>(meta, 8));
                 break;
             case Op::write:
                 std::copy(payload.begin(), payload.end(),
@@ -176,50 +182,64 @@ private:
             default:
                 break;
         }
-        header.payload_crc = static_cast<Op>(request.op) == Op::read ? 0 : crc32c(sent.data(), sent.size());
-        header.payload_nbytes = sent.size();
+        const bool unsummed = static_cast<Op>(request.op) == Op::read;
+        reply.header.payload_crc = unsummed ? 0 : crc32c(reply.payload.data(), reply.payload.size());
+        reply.header.payload_nbytes = reply.payload.size();
+        return reply;
+    }
+
+    enum class Sends { reply, nothing, never };  // `never`: the connection ends
+
+    Sends spoil(Reply& reply) {
+        switch (dice_.below(9)) {
+            case 0:
+                reply.header.request = dice_.any();
+                break;
+            case 1:
+                reply.header.op = static_cast<std::uint8_t>(dice_.word());
+                break;
+            case 2:
+                reply.header.status = static_cast<std::uint16_t>(dice_.any());
+                break;
+            case 3:
+                reply.header.payload_nbytes = dice_.one_in(2) ? dice_.any() : dice_.below(2 * reply.payload.size() + 64);
+                reply.ends = !manners_.keeps_back;  // else the client would wait for the missing bytes
+                break;
+            case 4:
+                reply.header.payload_crc = static_cast<std::uint32_t>(dice_.word());
+                break;
+            case 5:
+                reply.meta = dice_.bytes(dice_.below(largest_meta + 1));
+                break;
+            case 6:
+                reply.payload = dice_.bytes(dice_.below(70'000));
+                reply.header.payload_nbytes = reply.payload.size();
+                break;
+            case 7:
+                return Sends::never;
+            default:
+                if (manners_.keeps_back) {
+                    return Sends::nothing;  // and the next reply is one to another request
+                }
+        }
+        return Sends::reply;
+    }
+
+    bool answer(const FrameHeader& request, const std::string& meta, const std::string& payload) {
+        Reply reply = honest_reply(request, meta, payload);
         const bool honest = !manners_.hostile || !dice_.one_in(6);
-        bool ends = false;
         if (!honest) {
             misbehaved_ = true;
-            switch (dice_.below(9)) {
-                case 0:
-                    header.request = dice_.any();
-                    break;
-                case 1:
-                    header.op = static_cast<std::uint8_t>(dice_.word());
-                    break;
-                case 2:
-                    header.status = static_cast<std::uint16_t>(dice_.any());
-                    break;
-                case 3:
-                    header.payload_nbytes = dice_.one_in(2) ? dice_.any() : dice_.below(2 * sent.size() + 64);
-                    ends = !manners_.keeps_back;  // else the client would wait for the missing bytes
-                    break;
-                case 4:
-                    header.payload_crc = static_cast<std::uint32_t>(dice_.word());
-                    break;
-                case 5:
-                    said = dice_.bytes(dice_.below(largest_meta + 1));
-                    break;
-                case 6:
-                    sent = dice_.bytes(dice_.below(70'000));
-                    header.payload_nbytes = sent.size();
-                    break;
-                case 7:
-                    return false;
-                default:
-                    if (manners_.keeps_back) {
-                        return true;  // and the next reply is one to another request
-                    }
+            if (const Sends sends = spoil(reply); sends != Sends::reply) {
+                return sends == Sends::nothing;
             }
         }
-        seal(header, said.data(), static_cast<std::uint32_t>(said.size()));
-        std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
-        bytes += said + sent;
+        seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
+        std::string bytes(reinterpret_cast<const char*>(&reply.header), sizeof reply.header);
+        bytes += reply.meta + reply.payload;
         if (!honest && dice_.one_in(3)) {
             dice_.flip(bytes.data(), std::min<std::size_t>(bytes.size(), 200), 1 + dice_.below(3));
-            ends = !manners_.keeps_back;  // a length of meta that is wrong is not known before as much has come
+            reply.ends = !manners_.keeps_back;  // the client detects a wrong length of meta only when so many bytes have come
         }
         if (!honest && dice_.one_in(4)) {
             bytes.resize(dice_.below(bytes.size()));
@@ -229,7 +249,7 @@ private:
         if (!honest && dice_.one_in(4)) {
             bytes += bytes;  // a second answer to the same request
         }
-        return give(bytes) && !ends;
+        return give(bytes) && !reply.ends;
     }
 
     Dice dice_;
@@ -249,17 +269,29 @@ FakeNode::Manners random_manners(Dice& dice) {
 // Memory for replies, exactly as large as it has to be.
 using Memory = std::unique_ptr<std::byte[]>;
 
+struct Wanted {
+    Op op;
+    std::string meta;
+    std::string value;  // the value that a get has to return
+    std::size_t node;
+    Memory memory{};
+    std::size_t nbytes = 0;
+    bool refused = false;
+    std::vector<iovec> parts{};
+};
+
+// Checks the outcome of a request to a node that behaved well.
+void check_good(const Wanted& one, const Ask& ask) {
+    require(one.refused || !ask.error, "a good node's reply was refused: " + (ask.error ? ask.error->message : ""));
+    require(one.refused == ask.error.has_value(), "a reply without a place was taken");
+    if (one.op == Op::get && !one.refused) {
+        require(one.value == std::string_view(reinterpret_cast<const char*>(one.memory.get()), one.nbytes),
+                "other bytes than were sent");
+    }
+    require(one.op != Op::stat || ask.head.meta == one.meta, "other meta than was sent");
+}
+
 void try_exchange(Dice& dice) {
-    struct Wanted {
-        Op op;
-        std::string meta;
-        std::string value;  // the value that a get has to return
-        std::size_t node;
-        Memory memory{};
-        std::size_t nbytes = 0;
-        bool refused = false;
-        std::vector<iovec> parts{};
-    };
     const std::size_t count = 1 + dice.below(3);
     std::vector<std::unique_ptr<FakeNode>> nodes;
     std::vector<std::unique_ptr<Connection>> connections;
@@ -277,9 +309,8 @@ void try_exchange(Dice& dice) {
     std::vector<Wanted> wanted(1 + dice.below(dice.one_in(10) ? 200 : 12));
     std::vector<Ask> asks;
     for (Wanted& one : wanted) {
-        one.op = dice.of(std::vector<Op>{Op::get, Op::get, Op::stat, Op::put, Op::ping});
-        one.meta = "key-" + std::to_string(dice.below(50));
-        one.node = dice.below(count);
+        one = {dice.of(std::vector<Op>{Op::get, Op::get, Op::stat, Op::put, Op::ping}), "key-" + std::to_string(dice.below(50)),
+               "", dice.below(count)};
         one.value = one.op == Op::get ? value_of(one.meta) : "";
         Request request{one.op, one.meta};
         if (one.op == Op::put) {
@@ -310,12 +341,10 @@ void try_exchange(Dice& dice) {
             one.parts = {{one.memory.get(), first}, {one.memory.get() + first, head.nbytes - first}};
             return one.parts;
         },
-        monotonic_seconds() + (may_wait ? impatience : patience));
-    for (const auto& connection : connections) {
-        require(connection->broken() || connection->unanswered() == 0, "a request was forgotten");
-    }
+        monotonic_seconds() + (may_wait ? doubtful_timeout_s : answer_timeout_s));
     std::vector<bool> broken;
     for (const auto& connection : connections) {
+        require(connection->broken() || connection->unanswered() == 0, "a request was forgotten");
         broken.push_back(connection->broken());
     }
     connections.clear();
@@ -326,17 +355,41 @@ void try_exchange(Dice& dice) {
     for (std::size_t number = 0; number < wanted.size(); ++number) {
         const Wanted& one = wanted[number];
         const Ask& ask = asks[number];
-        if (nodes[one.node]->misbehaved() || (may_wait && ask.error)) {
-            continue;  // an error, or whatever it has said
+        if (!nodes[one.node]->misbehaved() && !(may_wait && ask.error)) {
+            check_good(one, ask);
+            require(!broken[one.node] || may_wait, "a good connection was broken");
         }
-        require(one.refused || !ask.error, "a good node's reply was refused: " + (ask.error ? ask.error->message : ""));
-        require(!broken[one.node] || may_wait, "a good connection was broken");
-        require(one.refused == ask.error.has_value(), "a reply without a place was taken");
-        if (one.op == Op::get && !one.refused) {
-            require(one.value == std::string_view(reinterpret_cast<const char*>(one.memory.get()), one.nbytes),
-                    "other bytes than were sent");
+    }
+}
+
+struct Excuses {
+    bool hostile;  // a node may misbehave
+    bool retired;  // a mapped lease was given back
+};
+
+// Reads or writes some bytes of a port whose memory has this content, if it is `known`.
+void try_transfer(Dice& dice, Port& port, std::string& content, std::uint64_t offset, Excuses excuses, bool& known) {
+    const std::uint64_t length = dice.below(content.size() - offset + 1);
+    const bool beyond = dice.one_in(20);
+    std::string bytes = dice.bytes(length);
+    const std::unique_ptr<char[]> memory(new char[length]);  // exactly as much
+    std::copy(bytes.begin(), bytes.end(), memory.get());
+    try {
+        if (dice.one_in(2)) {
+            port.write(beyond ? content.size() + 1 + dice.any() % 1000 : offset, memory.get(), length);
+            content.replace(offset, length, bytes);
+        } else {
+            port.read(beyond ? content.size() + 1 + dice.any() % 1000 : offset, memory.get(), length);
+            require(!known || excuses.hostile || std::memcmp(memory.get(), content.data() + offset, length) == 0,
+                    "other bytes than were written");
         }
-        require(one.op != Op::stat || ask.head.meta == one.meta, "other meta than was sent");
+        require(!beyond, "a transfer outside of the memory");
+    } catch (const PortFailure& failure) {
+        const ErrorKind kind = failure.error().kind;
+        const bool expected =
+            beyond ? kind == ErrorKind::value : excuses.hostile || (excuses.retired && kind == ErrorKind::lease_lost);
+        require(expected, std::string("good nodes failed: ") + failure.what());
+        known = known && beyond;  // some of it may have been written
     }
 }
 
@@ -373,7 +426,7 @@ void try_port(Dice& dice) {
         };
         ends.push_back({"node " + std::to_string(node), 1, nbytes, memory, dial, {}});
     }
-    const double timeout = may_wait ? impatience : patience;
+    const double timeout = may_wait ? doubtful_timeout_s : answer_timeout_s;
     std::string content(nbytes * count, '\0');
     bool known = true;  // true while the nodes are known to have these bytes
     bool retired = false;
@@ -386,27 +439,7 @@ void try_port(Dice& dice) {
         StripedPort port("tier", ports, stripe, nbytes, false);
         for (int transfer = 0; transfer < 8; ++transfer) {
             const std::uint64_t offset = dice.below(content.size() + 1);
-            const std::uint64_t length = dice.below(content.size() - offset + 1);
-            const bool beyond = dice.one_in(20);
-            std::string bytes = dice.bytes(length);
-            const std::unique_ptr<char[]> memory(new char[length]);  // exactly as much
-            std::copy(bytes.begin(), bytes.end(), memory.get());
-            try {
-                if (dice.one_in(2)) {
-                    port.write(beyond ? content.size() + 1 + dice.any() % 1000 : offset, memory.get(), length);
-                    content.replace(offset, length, bytes);
-                } else {
-                    port.read(beyond ? content.size() + 1 + dice.any() % 1000 : offset, memory.get(), length);
-                    require(!known || hostile || std::memcmp(memory.get(), content.data() + offset, length) == 0,
-                            "other bytes than were written");
-                }
-                require(!beyond, "a transfer outside of the memory");
-            } catch (const PortFailure& failure) {
-                const ErrorKind kind = failure.error().kind;
-                const bool expected = beyond ? kind == ErrorKind::value : hostile || (retired && kind == ErrorKind::lease_lost);
-                require(expected, std::string("good nodes failed: ") + failure.what());
-                known = known && beyond;  // some of it may have been written
-            }
+            try_transfer(dice, port, content, offset, {hostile, retired}, known);
             if (dice.one_in(40)) {
                 const std::size_t node = dice.below(count);
                 if (!mapped[node].empty()) {

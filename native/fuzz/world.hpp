@@ -31,6 +31,8 @@ private:
 
     void act();
     void request(Client& client);
+    void offer(std::size_t tenant, Client::Asked& asked, Frame& frame, bool& repair);
+    void end_preparation(Client& client, Client::Asked& asked, Frame& frame);
     void request_on_key(Client& client);
     void request_on_lease(Client& client);
     void spoil(Client& client, Frame frame);

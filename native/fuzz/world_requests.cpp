@@ -30,6 +30,47 @@ void World::request(Client& client) {
     }
 }
 
+// Makes a put, or a preparation, of a random payload; a put that is damaged on its way is not repaired.
+void World::offer(std::size_t tenant, Client::Asked& asked, Frame& frame, bool& repair) {
+    const std::string payload = random_payload();
+    const std::uint32_t crc = crc32c(payload.data(), payload.size());
+    asked.object = {payload.size(), crc};
+    books_[tenant].offer(asked.key, asked.object);
+    ObjectHead head{};
+    dice_.flip(&head, sizeof head, dice_.below(9));
+    head.ttl_ms = ttl();
+    frame.meta = packed(head) + asked.key;
+    if (asked.op == Op::prepare) {
+        frame.meta = packed(payload.size()) + frame.meta;
+        payloads_.emplace(asked.object, payload);
+    } else {
+        frame.payload = payload;
+        frame.header.payload_crc = crc;
+        if (dice_.one_in(20) && !payload.empty()) {
+            dice_.flip(frame.payload.data(), payload.size(), 1);
+            asked.damaged = true;
+            repair = false;
+        }
+    }
+}
+
+// Commits or aborts the oldest preparation of a client.
+void World::end_preparation(Client& client, Client::Asked& asked, Frame& frame) {
+    const Client::Place place = client.prepared.front();
+    client.prepared.pop_front();
+    asked.key = place.key;
+    asked.object = place.object;
+    frame.header.serial = place.serial;
+    frame.meta = packed(place.offset);
+    if (asked.op == Op::commit && client.honest) {
+        const std::string& payload = payloads_.at(place.object);
+        payload.copy(memory_of(client.tenant).at<char>(place.offset), payload.size());
+        frame.meta += packed(place.object.second, std::uint32_t{0});
+    } else if (asked.op == Op::commit) {
+        frame.meta += packed(dice_.word());
+    }
+}
+
 void World::request_on_key(Client& client) {
     Book& book = books_[client.tenant];
     Client::Asked asked{};
@@ -48,26 +89,7 @@ void World::request_on_key(Client& client) {
         asked.lasting = !dice_.one_in(4);
         frame.meta = packed(asked.lasting ? 0 : 1 + dice_.below(20)) + asked.key;
     } else if (asked.op == Op::put || asked.op == Op::prepare) {
-        const std::string payload = random_payload();
-        const std::uint32_t crc = crc32c(payload.data(), payload.size());
-        asked.object = {payload.size(), crc};
-        book.offer(asked.key, asked.object);
-        ObjectHead head{};
-        dice_.flip(&head, sizeof head, dice_.below(9));
-        head.ttl_ms = ttl();
-        frame.meta = packed(head) + asked.key;
-        if (asked.op == Op::prepare) {
-            frame.meta = packed(payload.size()) + frame.meta;
-            payloads_.emplace(asked.object, payload);
-        } else {
-            frame.payload = payload;
-            frame.header.payload_crc = crc;
-            if (dice_.one_in(20) && !payload.empty()) {
-                dice_.flip(frame.payload.data(), payload.size(), 1);
-                asked.damaged = true;
-                repair = false;
-            }
-        }
+        offer(client.tenant, asked, frame, repair);
     } else if (asked.op == Op::unpin) {
         if (client.pinned.empty()) {
             return;
@@ -83,19 +105,7 @@ void World::request_on_key(Client& client) {
         if (client.prepared.empty()) {
             return;
         }
-        const Client::Place place = client.prepared.front();
-        client.prepared.pop_front();
-        asked.key = place.key;
-        asked.object = place.object;
-        frame.header.serial = place.serial;
-        frame.meta = packed(place.offset);
-        if (asked.op == Op::commit && client.honest) {
-            const std::string& payload = payloads_.at(place.object);
-            payload.copy(memory_of(client.tenant).at<char>(place.offset), payload.size());
-            frame.meta += packed(place.object.second, std::uint32_t{0});
-        } else if (asked.op == Op::commit) {
-            frame.meta += packed(dice_.word());
-        }
+        end_preparation(client, asked, frame);
     } else if (asked.op == Op::lookup) {
         asked.keys.resize(dice_.one_in(20) ? dice_.below(200) : dice_.below(20));
         frame.meta = packed(static_cast<std::uint32_t>(dice_.below(2)), static_cast<std::uint32_t>(asked.keys.size()));

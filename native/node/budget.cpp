@@ -29,8 +29,8 @@ std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uin
     }
     const auto is_other = [&](std::uint32_t owner) { return owner != tenant && !shares_.contains(owner); };
     std::uint64_t count = shares_.contains(tenant) ? 0 : 1;
-    for (const auto& [owner, held] : tenants_) {
-        count += is_other(owner) && (held.use() > 0 || expected.contains(owner)) ? 1 : 0;
+    for (const auto& [owner, account] : tenants_) {
+        count += is_other(owner) && (account.use() > 0 || expected.contains(owner)) ? 1 : 0;
     }
     for (const std::uint32_t owner : expected) {
         count += is_other(owner) && !tenants_.contains(owner) ? 1 : 0;
@@ -73,12 +73,12 @@ bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
     const std::uint64_t common = common_share(tenant);
     Evictable* victim = nullptr;
     std::int64_t farthest = 0;
-    for (const auto& [owner, held] : tenants_) {
+    for (const auto& [owner, account] : tenants_) {
         const bool own = owner == tenant;
-        const auto above = static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) -
+        const auto above = static_cast<std::int64_t>(account.use() + (own ? nbytes : 0)) -
                            static_cast<std::int64_t>(share(owner, common, way.given));
-        if ((own || above > 0) && held.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
-            victim = held.objects;
+        if ((own || above > 0) && account.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
+            victim = account.objects;
             farthest = above;
         }
     }
@@ -97,10 +97,10 @@ bool Budget::evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
 std::uint64_t Budget::evictable(std::uint32_t tenant, Way way) const {
     const std::uint64_t common = common_share(tenant);
     std::uint64_t found = 0;
-    for (const auto& [owner, held] : tenants_) {
-        const std::uint64_t use = held.use();
+    for (const auto& [owner, account] : tenants_) {
+        const std::uint64_t use = account.use();
         const std::uint64_t own = share(owner, common, way.given);
-        found += owner == tenant ? held.reclaimable() : std::min(held.reclaimable(), use > own ? use - own : 0);
+        found += owner == tenant ? account.reclaimable() : std::min(account.reclaimable(), use > own ? use - own : 0);
     }
     return found;
 }
@@ -169,9 +169,9 @@ bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uin
 }
 
 void Budget::trim() {
-    for (const auto& [owner, held] : tenants_) {
-        if (held.objects != nullptr) {
-            held.objects->trim();
+    for (const auto& [owner, account] : tenants_) {
+        if (account.objects != nullptr) {
+            account.objects->trim();
         }
     }
 }

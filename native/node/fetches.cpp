@@ -8,7 +8,7 @@ std::shared_ptr<AlignedBuffer> Fetches::start(std::uint32_t tenant, Catalogue& o
     if (reading == readings_.end()) {
         auto into = std::make_shared<AlignedBuffer>(fetch.nbytes);
         reading = readings_.emplace(place, Reading{into, {}}).first;
-        objects.hold_again(fetch.offset);  // until it is read, also if the connection is closed
+        objects.retain_again(fetch.offset);  // until it is read, also if the connection is closed
         objects.read(fetch.block, into, [this, place, &objects](bool ok) { finish(place, objects, ok); });
     }
     reading->second.waiting.push_back(fetch);

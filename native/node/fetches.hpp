@@ -52,7 +52,7 @@ private:
     Events& events_;
     std::string path_;
     std::function<void(const Fetch&, bool)> deliver_;
-    std::map<Place, Reading> readings_;  // the objects are held
+    std::map<Place, Reading> readings_;  // the objects are retained
     std::uint64_t tickets_ = 0;
 };
 

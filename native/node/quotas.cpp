@@ -24,7 +24,7 @@ void Quotas::expect(std::map<Owner, Key> keys) {
     for (const auto& [owner, key] : keys_) {
         Expected& of_tenant = tenants_[owner.first];
         ++of_tenant.keys;
-        of_tenant.holders += key.holds ? 1 : 0;
+        of_tenant.memory_keys += key.has_memory ? 1 : 0;
     }
 }
 
@@ -34,8 +34,8 @@ Quotas::Expected Quotas::expected_of(std::uint32_t tenant) const {
 }
 
 Quotas::Charges Quotas::of_key(const Owner& owner) const {
-    const auto found = held_.find(owner);
-    return found == held_.end() ? Charges{} : found->second.charges;
+    const auto found = usages_.find(owner);
+    return found == usages_.end() ? Charges{} : found->second.charges;
 }
 
 Quotas::Charges Quotas::of_tenant(std::uint32_t tenant) const {
@@ -44,29 +44,29 @@ Quotas::Charges Quotas::of_tenant(std::uint32_t tenant) const {
 }
 
 void Quotas::charge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes) {
-    Charges& of_key = held_[owner].charges;
+    Charges& of_key = usages_[owner].charges;
     ++(of_key.*what);
     of_key.nbytes += nbytes;
     ++(of_tenants_[owner.first].*what);
 }
 
 void Quotas::discharge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes) {
-    Charges& of_key = held_.at(owner).charges;
+    Charges& of_key = usages_.at(owner).charges;
     --(of_key.*what);
     of_key.nbytes -= nbytes;
     --(of_tenants_.at(owner.first).*what);
     if (of_key.pins + of_key.preparations + of_key.leases + of_key.connections + of_key.areas == 0) {
-        held_.erase(owner);
+        usages_.erase(owner);
     }
 }
 
 void Quotas::pin(const Owner& owner, std::uint64_t extent, std::uint64_t nbytes) {
-    Pinned& object = held_[owner].pinned.try_emplace(extent, Pinned{nbytes, 0}).first->second;
+    Pinned& object = usages_[owner].pinned.try_emplace(extent, Pinned{nbytes, 0}).first->second;
     charge(owner, &Charges::pins, object.pins++ == 0 ? nbytes : 0);
 }
 
 void Quotas::unpin(const Owner& owner, std::uint64_t extent) {
-    auto& pinned = held_.at(owner).pinned;
+    auto& pinned = usages_.at(owner).pinned;
     const auto object = pinned.find(extent);
     std::uint64_t nbytes = 0;
     if (--object->second.pins == 0) {
@@ -78,7 +78,7 @@ void Quotas::unpin(const Owner& owner, std::uint64_t extent) {
 
 std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std::size_t of_session, const char* things) const {
     const std::size_t of_tenant = tenant_max.*what;
-    const std::size_t of_key = expected_of(owner.first).holders > 1 ? of_tenant / 2 : of_tenant;
+    const std::size_t of_key = expected_of(owner.first).memory_keys > 1 ? of_tenant / 2 : of_tenant;
     if (of_session >= session_max.*what) {
         return "the session has " + counted(of_session, things) + ", and may not have more";
     }
@@ -96,7 +96,7 @@ std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std
 std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const {
     const auto key = keys_.find(owner);
     const bool is_told = key != keys_.end() && key->second.nbytes > 0;
-    if (!is_told && expected_of(owner.first).holders <= 1) {
+    if (!is_told && expected_of(owner.first).memory_keys <= 1) {
         return {};  // only the tenant's share limits it
     }
     if (nbytes > budget_.limit()) {
@@ -134,8 +134,8 @@ std::string Quotas::descriptor_refusal(const Owner& owner) const {
 std::string Quotas::pin_refusal(const Owner& owner, std::size_t of_session, std::uint64_t extent, std::uint64_t nbytes) const {
     std::string text = refusal(owner, &Charges::pins, of_session, "pins");
     if (text.empty()) {
-        const auto held = held_.find(owner);
-        const bool is_pinned = held != held_.end() && held->second.pinned.contains(extent);
+        const auto usage = usages_.find(owner);
+        const bool is_pinned = usage != usages_.end() && usage->second.pinned.contains(extent);
         text = is_pinned ? std::string() : nbytes_refusal(owner, nbytes, Use::pin);
     }
     return text;

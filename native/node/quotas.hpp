@@ -22,7 +22,7 @@ public:
 
     // An access key that may connect.
     struct Key {
-        bool holds;            // the key has a right that lets it hold something
+        bool has_memory;       // the key has a right that lets it hold something
         std::uint64_t nbytes;  // bytes that it may hold; 0 if the keys file does not say
     };
 
@@ -66,12 +66,12 @@ private:
         std::uint64_t nbytes;
         std::size_t pins;
     };
-    struct Held {
+    struct Usage {
         Charges charges;
         std::unordered_map<std::uint64_t, Pinned> pinned;  // by extent
     };
     struct Expected {
-        std::size_t keys = 0, holders = 0;
+        std::size_t keys = 0, memory_keys = 0;
     };
 
     void charge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes);
@@ -85,7 +85,7 @@ private:
     const Budget& budget_;
     std::map<Owner, Key> keys_;
     std::map<std::uint32_t, Expected> tenants_;  // counts of `keys_`, by tenant
-    std::map<Owner, Held> held_;
+    std::map<Owner, Usage> usages_;
     std::map<std::uint32_t, Charges> of_tenants_;
 };
 

@@ -11,7 +11,7 @@ namespace farpool {
 namespace {
 
 // Bytes of objects that the replies of one connection may hold; one object is always allowed.
-constexpr std::uint64_t held_nbytes_max = std::uint64_t{16} << 20;
+constexpr std::uint64_t retained_nbytes_max = std::uint64_t{16} << 20;
 // Bytes read from the lower medium that one connection may have in unsent replies; one object is always allowed.
 constexpr std::uint64_t fetched_nbytes_max = std::uint64_t{16} << 20;
 constexpr std::size_t replies_at_once = 16;
@@ -34,7 +34,9 @@ void Replies::add(const FrameHeader& request, Clock::time_point begun, Status st
     }
 }
 
-bool Replies::fits_connection(const Found& found) const { return holding_ == 0 || holding_ + found.nbytes <= held_nbytes_max; }
+bool Replies::fits_connection(const Found& found) const {
+    return retained_nbytes_ == 0 || retained_nbytes_ + found.nbytes <= retained_nbytes_max;
+}
 
 bool Replies::fits_key(const Found& found) const {
     const Unsent& unsent = client_.unsent;
@@ -101,10 +103,10 @@ void Replies::attach(Reply& reply, const Found& found, std::string_view key) {
         return;
     }
     reply.payload = found.view;
-    reply.held_object = found.offset;
+    reply.retained_object = found.offset;
     reply.unsent = found.nbytes;
-    client_.objects.hold(found);
-    holding_ += found.nbytes;
+    client_.objects.retain(found);
+    retained_nbytes_ += found.nbytes;
     if (const std::uint64_t more = client_.unsent.add(found.offset, client_.objects.ram_nbytes(found)); more > 0) {
         client_.objects.count_unsent(static_cast<std::int64_t>(more));
     }
@@ -117,8 +119,8 @@ void Replies::fetch(const Found& found, std::string_view key, std::uint64_t ttl_
 
 // Lets a reply wait for its payload from the lower medium, and returns the read to make for it.
 Fetch Replies::expect(Reply& reply, const Found& found, std::string_view key, std::uint64_t ttl_ms) {
-    client_.objects.hold(found);
-    reply.held_object = found.offset;
+    client_.objects.retain(found);
+    reply.retained_object = found.offset;
     reply.describe(found);
     reply.ticket = services_.fetches.next_ticket();
     reply.seal_meta();
@@ -272,16 +274,16 @@ void Replies::note_sent(std::size_t nbytes) {
 void Replies::release(Reply& reply) {
     fetching_ -= std::exchange(reply.fetched, 0);
     if (const std::uint64_t nbytes = std::exchange(reply.unsent, 0); nbytes > 0) {
-        holding_ -= nbytes;
-        if (const std::uint64_t less = client_.unsent.remove(reply.held_object); less > 0) {
+        retained_nbytes_ -= nbytes;
+        if (const std::uint64_t less = client_.unsent.remove(reply.retained_object); less > 0) {
             client_.objects.count_unsent(-static_cast<std::int64_t>(less));
             if (client_.unsent.has_waiting()) {
                 services_.unsent.note_room();
             }
         }
     }
-    if (reply.held_object != 0) {
-        client_.objects.release(std::exchange(reply.held_object, 0));
+    if (reply.retained_object != 0) {
+        client_.objects.release(std::exchange(reply.retained_object, 0));
     }
 }
 

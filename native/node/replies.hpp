@@ -1,7 +1,7 @@
 // The replies of one connection, in the order of its requests.
 //
-// A reply whose payload is in the lower medium, or whose object may not be held yet, keeps its place and is completed later;
-// the replies after it wait.
+// A reply whose payload is in the lower medium, or whose object may not be retained yet, keeps its place and is completed
+// later; the replies after it wait.
 #pragma once
 
 #include <cstddef>
@@ -82,12 +82,12 @@ private:
     const Client& client_;
     Services& services_;
     std::deque<Reply> queue_;
-    Patience progress_;            // of the client, with replies that are ready
-    std::deque<Fetch> waiting_;    // until fewer bytes are being fetched
-    std::uint64_t fetching_ = 0;   // bytes of fetched replies that have not been sent
-    std::deque<Delayed> delayed_;  // gets that wait to hold their objects
-    std::uint64_t holding_ = 0;    // bytes of objects that these replies hold
-    bool in_line_ = false;         // of the access key
+    Patience progress_;                  // of the client, with replies that are ready
+    std::deque<Fetch> waiting_;          // until fewer bytes are being fetched
+    std::uint64_t fetching_ = 0;         // bytes of fetched replies that have not been sent
+    std::deque<Delayed> delayed_;        // gets that wait to hold their objects
+    std::uint64_t retained_nbytes_ = 0;  // of objects to which these replies refer
+    bool in_line_ = false;               // of the access key
 };
 
 }  // namespace farpool

@@ -20,9 +20,9 @@ struct Reply {
     FrameHeader header;
     std::string meta;
     const std::byte* payload = nullptr;
-    std::uint64_t sent = 0;         // bytes
-    std::uint64_t held_object = 0;  // offset, 0 for none
-    std::shared_ptr<Lease> held_lease{};
+    std::uint64_t sent = 0;             // bytes
+    std::uint64_t retained_object = 0;  // offset, 0 for none
+    std::shared_ptr<Lease> retained_lease{};
     std::shared_ptr<AlignedBuffer> buffer{};  // has the payload if it was read from the lower medium
     std::uint64_t ticket = 0;                 // not 0: this reply is not ready, and the replies after it wait
     std::uint64_t fetched = 0;                // bytes that count as fetched until the reply has been sent
@@ -49,7 +49,7 @@ struct Reply {
         header.payload_nbytes = nbytes;
         seal_meta();
         payload = lease->segment.data() + offset;
-        held_lease = std::move(lease);
+        retained_lease = std::move(lease);
     }
     // Turns the reply into a refusal.
     void refuse(Status status, std::string text = {}) {

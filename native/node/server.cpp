@@ -166,13 +166,13 @@ void Server::end_key(std::string_view key) {
     loop_.close_key(key);
 }
 
-void Server::hold(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
+void Server::connect(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
     const Guard guard(mutex_);
     sessions_.bind(session, tenant, key);
     sessions_.connect(session, true);
 }
 
-void Server::drop(std::uint64_t session) {
+void Server::disconnect(std::uint64_t session) {
     const Guard guard(mutex_);
     sessions_.disconnect(session);
 }

@@ -81,9 +81,9 @@ public:
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Closes all connections that were opened with this access key.
     void end_key(std::string_view key);
-    // Counts a connection to the session, until drop(). Throws Denied, and Busy if the key or its tenant has too many.
-    void hold(std::uint64_t session, std::uint32_t tenant, std::string_view key);
-    void drop(std::uint64_t session);
+    // Counts a connection to the session, until disconnect(). Throws Denied, and Busy if the key or its tenant has too many.
+    void connect(std::uint64_t session, std::uint32_t tenant, std::string_view key);
+    void disconnect(std::uint64_t session);
     // Makes a lease and returns its id; 0 if there is no room. Throws Busy and Denied.
     std::uint64_t lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes);
     bool release(std::uint64_t session, std::uint64_t lease);

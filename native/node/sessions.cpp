@@ -97,8 +97,8 @@ int Sessions::open_visits(std::uint64_t session, std::uint32_t tenant) {
 }
 
 std::shared_ptr<Lease> Sessions::lease(std::uint64_t session, std::uint64_t lease) const {
-    const auto holder = sessions_.find(session);
-    return holder == sessions_.end() ? nullptr : lending_.find(session, holder->second.owner, lease);
+    const auto found = sessions_.find(session);
+    return found == sessions_.end() ? nullptr : lending_.find(session, found->second.owner, lease);
 }
 
 void Sessions::add_lease(std::shared_ptr<Lease> lease) {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/extent_allocator.hpp"
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 #include "pager/messages.hpp"
 
 namespace farpool::pager {
@@ -67,7 +67,7 @@ public:
     // Numbers in use, in order.
     std::vector<BlockId> used() const;
     // Bytes of memory that the table holds.
-    std::int64_t held_bytes() const { return held(blocks_) + held(named_); }
+    std::int64_t allocated_bytes() const { return allocated(blocks_) + allocated(named_); }
 
 private:
     ExtentAllocator numbers_;

@@ -18,11 +18,11 @@ constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswe
 }  // namespace
 
 std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
-    std::unique_lock held(mutex_, std::try_to_lock);
-    if (!held.owns_lock()) {
-        pause.run([&] { held.lock(); });
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+        pause.run([&] { lock.lock(); });
     }
-    return held;
+    return lock;
 }
 
 void Driver::start(bool waits) {
@@ -182,7 +182,7 @@ void Driver::wait(double seconds, Pause& pause) {
     --waiting_;
 }
 
-Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause) {
+Wait Driver::await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause) {
     for (;;) {
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
@@ -205,9 +205,9 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
         }
         const std::uint64_t results = pager_->results_until_ready(access);
         pause.run([&] {
-            held.unlock();
+            lock.unlock();
             queue_->wait_past(seen, results, std::min(remaining, slice));
-            held.lock();
+            lock.lock();
         });
         if (pause.interrupted()) {
             return Wait::interrupted;

@@ -52,8 +52,8 @@ enum class Wait { granted, refused, timed_out, closed, interrupted };
 
 class Driver {
 public:
-    // Takes (`hold` true) or drops a reference to the owner of a port, which must outlive the transfers under way.
-    using Keep = void (*)(PyObject* owner, bool hold);
+    // Takes (`take` true) or releases a reference to the owner of a port, which must outlive the transfers under way.
+    using Keep = void (*)(PyObject* owner, bool take);
     Driver(std::shared_ptr<Pager> pager, std::shared_ptr<QueueCore> queue, std::uintptr_t arena, Keep keep = nullptr)
         : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep) {}
     Driver(const Driver&) = delete;
@@ -77,7 +77,7 @@ public:
     // Waits with the lock released until a transfer has ended or `nudge` was called, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
     // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
-    Wait await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause);
+    Wait await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause);
     // The block that an access waits for, and the tier at the other end; -1 if it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
     void release(Access& access);

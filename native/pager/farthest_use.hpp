@@ -20,7 +20,7 @@ public:
     BlockId victim() const { return heap_.empty() ? -1 : heap_.front().block; }
     std::int64_t victim_next_use() const { return heap_.empty() ? -1 : heap_.front().next_use; }
     // Bytes of memory that the order holds.
-    std::int64_t held_bytes() const { return held(heap_); }
+    std::int64_t allocated_bytes() const { return allocated(heap_); }
 
 private:
     struct Entry {

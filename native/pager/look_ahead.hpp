@@ -18,7 +18,7 @@
 #include <tuple>
 #include <utility>
 
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 #include "pager/residency.hpp"
 #include "pager/retention.hpp"
 #include "pager/strides.hpp"
@@ -51,7 +51,7 @@ public:
     // Starts again at the pointer, after a transfer was undone.
     void retreat();
     // Bytes of memory that the look-ahead holds.
-    std::int64_t held_bytes() const { return held(births_) + held(fetched_); }
+    std::int64_t allocated_bytes() const { return allocated(births_) + allocated(fetched_); }
 
 private:
     void set_largest(std::int64_t nbytes);

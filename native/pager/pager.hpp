@@ -131,7 +131,9 @@ public:
     Residency& residency() noexcept { return residency_; }
     const Tape& tape() const noexcept { return tape_; }
     // Bytes of memory that the pager holds to know its blocks, in addition to the tape.
-    std::int64_t held_bytes() const { return residency_.held_bytes() + look_ahead_.held_bytes() + held(row_counts_); }
+    std::int64_t allocated_bytes() const {
+        return residency_.allocated_bytes() + look_ahead_.allocated_bytes() + allocated(row_counts_);
+    }
     Counters counters() const { return {access_counts_, residency_.counts()}; }
     // Counts of accesses to rows, by the first block of each table that exists.
     const std::unordered_map<BlockId, RowCounts>& row_counts() const noexcept { return row_counts_; }

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 
 namespace farpool::pager {
 
@@ -62,7 +62,7 @@ public:
     // Busy seconds between two times.
     double between(double start, double end) const { return until(end) - until(start); }
     // Bytes of memory that the intervals hold.
-    std::int64_t held_bytes() const { return held(times_) + held(totals_); }
+    std::int64_t allocated_bytes() const { return allocated(times_) + allocated(totals_); }
 
 private:
     double until(double time) const;
@@ -80,7 +80,7 @@ public:
     // Recent rate of the link; 0 before the first transfer.
     double seconds_per_byte() const { return bytes_ != 0.0 ? seconds_ / bytes_ : 0.0; }
     // Bytes of memory that the latest transfers hold.
-    std::int64_t held_bytes() const { return busy_.held_bytes(); }
+    std::int64_t allocated_bytes() const { return busy_.allocated_bytes(); }
 
 private:
     BusyTimes busy_;

@@ -86,8 +86,8 @@ public:
     // True if rows of tables are kept by how often they are used, false if by how recently.
     bool rows_by_frequency() const noexcept { return rows_.by_frequency(); }
     // Bytes of memory that the state of blocks, their order and the times of transfers hold.
-    std::int64_t held_bytes() const {
-        return blocks_.held_bytes() + evictable_.held_bytes() + rows_.held_bytes() + times_.held_bytes();
+    std::int64_t allocated_bytes() const {
+        return blocks_.allocated_bytes() + evictable_.allocated_bytes() + rows_.allocated_bytes() + times_.allocated_bytes();
     }
 
     // ---- blocks ----

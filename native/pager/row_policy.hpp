@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 #include "pager/messages.hpp"
 
 namespace farpool::pager {
@@ -34,7 +34,7 @@ public:
     void left(std::int64_t worth) { floor_ = std::max(floor_, worth); }
     bool by_frequency() const noexcept { return by_frequency_; }
     // Bytes of memory that the samples hold.
-    std::int64_t held_bytes() const { return recency_.held_bytes() + frequency_.held_bytes(); }
+    std::int64_t allocated_bytes() const { return recency_.allocated_bytes() + frequency_.allocated_bytes(); }
 
 private:
     class Shadow {
@@ -45,7 +45,7 @@ private:
         double missed() const noexcept { return missed_; }
         bool full() const noexcept { return floor_ > 0; }
         void forget(double share) { missed_ *= 1.0 - share; }
-        std::int64_t held_bytes() const { return held(rows_) + held(order_); }
+        std::int64_t allocated_bytes() const { return allocated(rows_) + allocated(order_); }
 
     private:
         struct Row {

@@ -19,7 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 
 namespace farpool::pager {
 
@@ -80,7 +80,7 @@ public:
     // First coming use of each block that the known future names, by name.
     std::unordered_map<std::int64_t, std::int64_t> upcoming() const;
     // Bytes of memory that the tape holds.
-    std::int64_t held_bytes() const { return held(entries_) + held(last_) + held(index_); }
+    std::int64_t allocated_bytes() const { return allocated(entries_) + allocated(last_) + allocated(index_); }
 
 private:
     static constexpr std::int64_t context = 3;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <deque>
 
-#include "pager/held.hpp"
+#include "pager/allocated.hpp"
 #include "pager/prefetch_gate.hpp"
 
 namespace farpool::pager {
@@ -24,8 +24,8 @@ public:
     // Recent speed of fetches; 0 before the first one.
     double seconds_per_byte() const { return rate_.seconds_per_byte(); }
     // Bytes of memory that the times hold.
-    std::int64_t held_bytes() const {
-        return rate_.held_bytes() + writing_.held_bytes() + computing_.held_bytes() + held(unjudged_);
+    std::int64_t allocated_bytes() const {
+        return rate_.allocated_bytes() + writing_.allocated_bytes() + computing_.allocated_bytes() + allocated(unjudged_);
     }
 
 private:

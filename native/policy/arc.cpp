@@ -48,7 +48,7 @@ void Arc::on_insert(Slot slot, const Item& item) {
     (known ? t2_nbytes_ : t1_nbytes_) += item.size;
 }
 
-Slot Arc::on_victim(const Item& incoming, const Held& held) {
+Slot Arc::on_victim(const Item& incoming, const InUse& in_use) {
     const Ghost from = returns(incoming.key);
     bool forget = false;
     if (from == Ghost::none) {
@@ -64,9 +64,9 @@ Slot Arc::on_victim(const Item& incoming, const Held& held) {
     }
     const auto t1 = static_cast<double>(t1_nbytes_);
     const bool first = forget || t2_.empty() || t1 > p_ || (t1 == p_ && from == Ghost::of_t2);
-    Slot slot = (first && !t1_.empty() ? t1_ : t2_).oldest_free(held);
+    Slot slot = (first && !t1_.empty() ? t1_ : t2_).oldest_free(in_use);
     if (slot == no_slot) {
-        slot = (first ? t2_ : t1_).oldest_free(held);
+        slot = (first ? t2_ : t1_).oldest_free(in_use);
     }
     if (slot != no_slot) {
         objects_[slot].forgotten = forget && !objects_[slot].in_t2;

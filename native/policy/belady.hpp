@@ -19,7 +19,7 @@ private:
 
     void on_touch(Slot slot, std::int64_t next_use) override { order_.change(slot, {next_use, slot}); }
     void on_insert(Slot slot, const Item& item) override { order_.push(slot, {item.next_use, slot}); }
-    Slot on_victim(const Item&, const Held& held) override { return order_.top_free(held); }
+    Slot on_victim(const Item&, const InUse& in_use) override { return order_.top_free(in_use); }
     void on_remove(Slot slot, Leaving) override { order_.remove(slot); }
 
     SlotHeap<Rank> order_;

@@ -14,7 +14,7 @@ public:
 private:
     void on_touch(Slot slot, std::int64_t) override { marks_.set(slot); }
     void on_insert(Slot slot, const Item&) override;
-    Slot on_victim(const Item& incoming, const Held& held) override;
+    Slot on_victim(const Item& incoming, const InUse& in_use) override;
     void on_remove(Slot slot, Leaving) override { queue_.remove(slot); }
 
     Marks marks_;

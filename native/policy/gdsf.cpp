@@ -18,7 +18,7 @@ void Gdsf::on_insert(Slot slot, const Item& item) {
 }
 
 void Gdsf::on_remove(Slot slot, Leaving why) {
-    // An object that was evicted because others were held is worth more than these; start_ must not exceed the worth of any
+    // An object that was evicted because others were in use is worth more than these; start_ must not exceed the worth of any
     // object in the cache.
     if (why == Leaving::evicted && slot == order_.top()) {
         start_ = order_.rank(slot).worth;

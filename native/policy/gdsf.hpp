@@ -21,7 +21,7 @@ private:
 
     void on_touch(Slot slot, std::int64_t next_use) override;
     void on_insert(Slot slot, const Item& item) override;
-    Slot on_victim(const Item&, const Held& held) override { return order_.top_free(held); }
+    Slot on_victim(const Item&, const InUse& in_use) override { return order_.top_free(in_use); }
     void on_remove(Slot slot, Leaving why) override;
     Rank rank(const Object& object) { return {start_ + static_cast<double>(object.uses) * object.value, ++clock_}; }
 

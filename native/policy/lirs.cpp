@@ -115,14 +115,14 @@ void Lirs::on_insert(Slot slot, const Item& item) {
     limit_s();
 }
 
-Slot Lirs::on_victim(const Item&, const Held& held) {
+Slot Lirs::on_victim(const Item&, const InUse& in_use) {
     Slot number = q_.oldest();
-    while (number != no_slot && held(entries_[number].slot)) {
+    while (number != no_slot && in_use(entries_[number].slot)) {
         number = q_.newer(number);
     }
     if (number == no_slot) {
         number = s_.oldest();
-        while (number != no_slot && (entries_[number].state != State::lir || held(entries_[number].slot))) {
+        while (number != no_slot && (entries_[number].state != State::lir || in_use(entries_[number].slot))) {
             number = s_.newer(number);
         }
     }

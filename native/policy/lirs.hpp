@@ -34,7 +34,7 @@ private:
 
     void on_touch(Slot slot, std::int64_t next_use) override;
     void on_insert(Slot slot, const Item& item) override;
-    Slot on_victim(const Item& incoming, const Held& held) override;
+    Slot on_victim(const Item& incoming, const InUse& in_use) override;
     void on_remove(Slot slot, Leaving why) override;
 
     Slot create(const Entry& entry);

@@ -98,23 +98,23 @@ void MarkedReuse::on_insert(Slot slot, const Item& item) {
     arrivals_.push(slot);
 }
 
-Slot MarkedReuse::on_victim(const Item&, const Held& held) {
+Slot MarkedReuse::on_victim(const Item&, const InUse& in_use) {
     for (; !run_.empty(); run_.pop_back()) {
         const Slot slot = run_.back();
-        if (!held(slot) && !look(slot, model_.now())) {
+        if (!in_use(slot) && !look(slot, model_.now())) {
             return slot;
         }
         objects_[slot].leaving = 0;
     }
-    const Slot least = least_worth(held);
+    const Slot least = least_worth(in_use);
     if (least == no_slot) {
         return no_slot;
     }
-    follow(least, held);
+    follow(least, in_use);
     return run_.back();
 }
 
-Slot MarkedReuse::least_worth(const Held& held) {
+Slot MarkedReuse::least_worth(const InUse& in_use) {
     Slot found = no_slot;
     double least = 0.0;
     double all = 0.0;
@@ -124,7 +124,7 @@ Slot MarkedReuse::least_worth(const Held& held) {
         const auto is_less = [&] {
             return found == no_slot || own < least || (own == least && age(objects_[slot]) > age(objects_[found]));
         };
-        if (!is_less() || held(slot)) {
+        if (!is_less() || in_use(slot)) {
             return;
         }
         if (look(slot, model_.now())) {  // used since the last sweep
@@ -140,21 +140,21 @@ Slot MarkedReuse::least_worth(const Held& held) {
         consider(slots_[slots_.size() <= drawn ? number : (dice_ = mix64(dice_)) % slots_.size()]);
     }
     usual_ = all / static_cast<double>(count);
-    for (std::size_t number = 0; found == no_slot && number < slots_.size(); ++number) {  // all drawn objects are held
+    for (std::size_t number = 0; found == no_slot && number < slots_.size(); ++number) {  // all drawn objects are in use
         consider(slots_[number]);
     }
     return found;
 }
 
 // Chooses an object to evict, together with the objects that were inserted next and are worth no more.
-void MarkedReuse::follow(Slot slot, const Held& held) {
+void MarkedReuse::follow(Slot slot, const InUse& in_use) {
     double least = worth(objects_[slot]);
     run_.push_back(slot);
     objects_[slot].leaving = 1;
     const std::size_t most = std::min(longest_run, slots_.size() / 16);
     for (Slot next = arrivals_.newer(slot); learnt(objects_[slot]) > 0.0 && run_.size() < most && next != no_slot;
          next = arrivals_.newer(next)) {
-        if (held(next) || look(next, model_.now()) || worth(objects_[next]) > least) {
+        if (in_use(next) || look(next, model_.now()) || worth(objects_[next]) > least) {
             return;
         }
         least = worth(objects_[next]);

@@ -41,7 +41,7 @@ private:
 
     void on_touch(Slot slot, std::int64_t) override { marks_.set(slot); }
     void on_insert(Slot slot, const Item& item) override;
-    Slot on_victim(const Item& incoming, const Held& held) override;
+    Slot on_victim(const Item& incoming, const InUse& in_use) override;
     void on_remove(Slot slot, Leaving why) override;
 
     // Time since the last use.
@@ -52,8 +52,8 @@ private:
     std::uint32_t use(const Object& object, std::uint32_t before);
     bool look(Slot slot, std::uint64_t when);
     void sweep();
-    Slot least_worth(const Held& held);
-    void follow(Slot slot, const Held& held);
+    Slot least_worth(const InUse& in_use);
+    void follow(Slot slot, const InUse& in_use);
 
     Marks marks_;
     std::size_t most_remembered_;

@@ -44,11 +44,11 @@ enum class Leaving {
 
 // A predicate for objects that must not be evicted now because they are pinned or in transfer. Refers to the callable it is
 // made from.
-class Held {
+class InUse {
 public:
-    Held() = default;
+    InUse() = default;
     template <typename Ask>
-    Held(const Ask& ask)  // NOLINT(google-explicit-constructor): callers pass a lambda directly
+    InUse(const Ask& ask)  // NOLINT(google-explicit-constructor): callers pass a lambda directly
         : object_(&ask), ask_([](const void* object, Slot slot) { return (*static_cast<const Ask*>(object))(slot); }) {}
     bool operator()(Slot slot) const { return ask_ != nullptr && ask_(object_, slot); }
 
@@ -79,8 +79,8 @@ public:
         inside_[slot] = true;
         ++size_;
     }
-    // The object to evict next for `incoming`; it stays until it is removed. `no_slot` if all objects are held.
-    Slot victim(const Item& incoming, Held held = {}) { return size_ == 0 ? no_slot : on_victim(incoming, held); }
+    // The object to evict next for `incoming`; it stays until it is removed. `no_slot` if all objects are in use.
+    Slot victim(const Item& incoming, InUse in_use = {}) { return size_ == 0 ? no_slot : on_victim(incoming, in_use); }
     void remove(Slot slot, Leaving why) {
         require(slot, true);
         on_remove(slot, why);
@@ -94,7 +94,7 @@ public:
 private:
     virtual void on_touch(Slot slot, std::int64_t next_use) = 0;
     virtual void on_insert(Slot slot, const Item& item) = 0;
-    virtual Slot on_victim(const Item& incoming, const Held& held) = 0;
+    virtual Slot on_victim(const Item& incoming, const InUse& in_use) = 0;
     virtual void on_remove(Slot slot, Leaving why) = 0;
 
     void require(Slot slot, bool inside) const {

@@ -42,9 +42,9 @@ void PrefixBlocks::touch(Slot slot, std::uint32_t uses) {
 }
 
 Slot PrefixBlocks::insert(const NewBlock& block, std::vector<Evicted>& evicted) {
-    // While its parent is held, all blocks that are not held can be evicted, one end after the other.
+    // While its parent is locked, all blocks that are not locked can be evicted, one end after the other.
     if (block.parent != no_slot) {
-        hold(block.parent);
+        lock(block.parent);
     }
     const Item item{block.id, block.size, never, block.cost};
     const Block made{.id = block.id,
@@ -54,7 +54,7 @@ Slot PrefixBlocks::insert(const NewBlock& block, std::vector<Evicted>& evicted) 
                      .sampled_before = block.sampled_before,
                      .tenant = block.tenant,
                      .uses = block.uses};
-    bool fits = block.size <= capacity_ - held_nbytes_;
+    bool fits = block.size <= capacity_ - locked_nbytes_;
     while (fits && block.size > capacity_ - used_) {
         const Slot slot = victim(item, worth(made));
         fits = slot != no_slot;
@@ -64,7 +64,7 @@ Slot PrefixBlocks::insert(const NewBlock& block, std::vector<Evicted>& evicted) 
         }
     }
     if (block.parent != no_slot) {
-        release(block.parent);
+        unlock(block.parent);
     }
     if (!fits) {
         return no_slot;
@@ -101,13 +101,13 @@ void PrefixBlocks::adopt(Slot orphan, Slot parent) {
 
 void PrefixBlocks::pin(Slot slot) {
     if (blocks_[slot].pins++ == 0) {
-        hold(slot);
+        lock(slot);
     }
 }
 
 void PrefixBlocks::unpin(Slot slot) {
     if (blocks_[slot].pins > 0 && --blocks_[slot].pins == 0) {
-        release(slot);
+        unlock(slot);
     }
 }
 
@@ -179,8 +179,8 @@ void PrefixBlocks::link(Slot slot, Slot parent) {
     block.previous = before.last_child;
     (block.previous == no_slot ? before.first_child : blocks_[block.previous].next) = slot;
     before.last_child = slot;
-    if (block.held > 0) {
-        hold(parent);
+    if (block.locks > 0) {
+        lock(parent);
     }
     update_end(parent);
 }
@@ -191,8 +191,8 @@ void PrefixBlocks::unlink(Slot slot) {
     if (parent == no_slot) {
         return;
     }
-    if (block.held > 0) {
-        release(parent);
+    if (block.locks > 0) {
+        unlock(parent);
     }
     (block.previous == no_slot ? blocks_[parent].first_child : blocks_[block.previous].next) = block.next;
     (block.next == no_slot ? blocks_[parent].last_child : blocks_[block.next].previous) = block.previous;
@@ -201,22 +201,22 @@ void PrefixBlocks::unlink(Slot slot) {
 }
 
 // Counts one more reason not to evict a block, and so the blocks before it.
-void PrefixBlocks::hold(Slot slot) {
+void PrefixBlocks::lock(Slot slot) {
     for (; slot != no_slot; slot = blocks_[slot].parent) {
-        if (blocks_[slot].held++ > 0) {
+        if (blocks_[slot].locks++ > 0) {
             return;
         }
-        held_nbytes_ += blocks_[slot].size;
+        locked_nbytes_ += blocks_[slot].size;
         update_end(slot);
     }
 }
 
-void PrefixBlocks::release(Slot slot) {
+void PrefixBlocks::unlock(Slot slot) {
     for (; slot != no_slot; slot = blocks_[slot].parent) {
-        if (--blocks_[slot].held > 0) {
+        if (--blocks_[slot].locks > 0) {
             return;
         }
-        held_nbytes_ -= blocks_[slot].size;
+        locked_nbytes_ -= blocks_[slot].size;
         update_end(slot);
     }
 }
@@ -224,7 +224,7 @@ void PrefixBlocks::release(Slot slot) {
 // Adds a block to the ends that may be evicted, or removes it from them.
 void PrefixBlocks::update_end(Slot slot) {
     Block& block = blocks_[slot];
-    const bool is_end = block.first_child == no_slot && block.held == 0;
+    const bool is_end = block.first_child == no_slot && block.locks == 0;
     if (is_end && block.place == nowhere) {
         block.place = static_cast<std::uint32_t>(ends_.size());
         ends_.push_back(slot);
@@ -247,11 +247,11 @@ Slot PrefixBlocks::victim(const Item& incoming, double worth_of_incoming) {
     if (by_expected_reuse()) {
         return least_worth(worth_of_incoming);
     }
-    const Slot slot = policy_->victim(incoming, [&](Slot held) { return blocks_[held].held > 0; });
+    const Slot slot = policy_->victim(incoming, [&](Slot one) { return blocks_[one].locks > 0; });
     return slot == no_slot ? no_slot : end_behind(slot);
 }
 
-// The end of a prefix that continues a block that is not held; so no block after it is held.
+// The end of a prefix that continues a block that is not locked; so no block after it is locked.
 Slot PrefixBlocks::end_behind(Slot slot) {
     if (leaving_ != slot) {
         leaving_ = reached_ = slot;

@@ -82,7 +82,7 @@ private:
         std::uint32_t tenant = 0;
         std::uint32_t uses = 0;
         std::uint32_t pins = 0;
-        std::uint32_t held = 0;  // 1 if pinned, and 1 for each child that is held
+        std::uint32_t locks = 0;  // 1 if pinned, and 1 for each child that is locked
         Slot parent = no_slot;
         Slot first_child = no_slot;  // the oldest
         Slot last_child = no_slot;
@@ -96,8 +96,8 @@ private:
     void leave(Slot slot, Leaving why);
     void link(Slot slot, Slot parent);
     void unlink(Slot slot);
-    void hold(Slot slot);
-    void release(Slot slot);
+    void lock(Slot slot);
+    void unlock(Slot slot);
     void update_end(Slot slot);
     double worth(const Block& block) const;
     Slot victim(const Item& incoming, double worth_of_incoming);
@@ -109,7 +109,7 @@ private:
     const ReuseModel* model_;
     std::uint64_t capacity_;
     std::uint64_t used_ = 0;
-    std::uint64_t held_nbytes_ = 0;  // of blocks that are pinned or have a pinned block after them
+    std::uint64_t locked_nbytes_ = 0;  // of blocks that are pinned or have a pinned block after them
     std::string name_;
     std::unique_ptr<Policy> policy_;  // null: expected reuse
     std::vector<Block> blocks_;       // by slot

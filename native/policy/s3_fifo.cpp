@@ -48,23 +48,23 @@ void S3Fifo::on_insert(Slot slot, const Item& item) {
     enter(slot, main);
 }
 
-Slot S3Fifo::on_victim(const Item& incoming, const Held& held) {
+Slot S3Fifo::on_victim(const Item& incoming, const InUse& in_use) {
     returns(incoming.key);
     has_evicted_ = true;
     Slot slot = no_slot;
     if (main_nbytes_ <= main_capacity_) {
-        slot = victim_of_small(held);
+        slot = victim_of_small(in_use);
     }
     if (slot == no_slot) {
-        slot = victim_of_main(held);
+        slot = victim_of_main(in_use);
     }
-    return slot != no_slot ? slot : small_.oldest_free(held);
+    return slot != no_slot ? slot : small_.oldest_free(in_use);
 }
 
-Slot S3Fifo::victim_of_small(const Held& held) {
+Slot S3Fifo::victim_of_small(const InUse& in_use) {
     for (Slot slot = small_.oldest(); slot != no_slot;) {
         const Slot newer = small_.newer(slot);
-        if (!held(slot)) {
+        if (!in_use(slot)) {
             if (marks_.get(slot) < uses_for_main_) {
                 return slot;
             }
@@ -77,13 +77,13 @@ Slot S3Fifo::victim_of_small(const Held& held) {
     return no_slot;
 }
 
-Slot S3Fifo::victim_of_main(const Held& held) {
+Slot S3Fifo::victim_of_main(const InUse& in_use) {
     // As many turns as a counter can reach, and one more. Other processes may set marks in between, so then any object will do.
     const std::size_t turn = main_.size();
     for (std::size_t step = 0; step < (most_uses + 2) * turn; ++step) {
         const Slot slot = main_.oldest();
         const std::uint8_t uses = marks_.get(slot);
-        if (!held(slot)) {
+        if (!in_use(slot)) {
             if (uses == 0 || step >= (most_uses + 1) * turn) {
                 return slot;
             }

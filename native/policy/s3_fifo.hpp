@@ -29,11 +29,11 @@ private:
 
     void on_touch(Slot slot, std::int64_t next_use) override;
     void on_insert(Slot slot, const Item& item) override;
-    Slot on_victim(const Item& incoming, const Held& held) override;
+    Slot on_victim(const Item& incoming, const InUse& in_use) override;
     void on_remove(Slot slot, Leaving why) override;
     bool returns(std::uint64_t key);
-    Slot victim_of_small(const Held& held);
-    Slot victim_of_main(const Held& held);
+    Slot victim_of_small(const InUse& in_use);
+    Slot victim_of_main(const InUse& in_use);
     void enter(Slot slot, bool main);
 
     std::uint64_t small_capacity_;

@@ -7,7 +7,7 @@ void Sieve::on_insert(Slot slot, const Item&) {
     queue_.push(slot);
 }
 
-Slot Sieve::on_victim(const Item&, const Held& held) {
+Slot Sieve::on_victim(const Item&, const InUse& in_use) {
     // Two turns: the first may only clear marks. Other processes may set new marks during both, so a third turn takes the first
     // object that it may evict.
     const std::size_t turn = queue_.size();
@@ -16,7 +16,7 @@ Slot Sieve::on_victim(const Item&, const Held& held) {
             hand_ = queue_.oldest();
         }
         const bool used = marks_.take(hand_);
-        if (!held(hand_) && (!used || step >= 2 * turn)) {
+        if (!in_use(hand_) && (!used || step >= 2 * turn)) {
             return hand_;
         }
         hand_ = queue_.newer(hand_);

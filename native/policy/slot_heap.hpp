@@ -28,10 +28,10 @@ public:
     }
     const Rank& rank(Slot slot) const { return heap_[places_[slot]].rank; }
     Slot top() const { return heap_.empty() ? no_slot : heap_.front().slot; }
-    // The slot of lowest rank that is not held; `no_slot` if all are held.
-    Slot top_free(const Held& held) {
+    // The slot of lowest rank that is not in use; `no_slot` if all are in use.
+    Slot top_free(const InUse& in_use) {
         std::vector<Entry> aside;
-        while (!heap_.empty() && held(heap_.front().slot)) {
+        while (!heap_.empty() && in_use(heap_.front().slot)) {
             aside.push_back(heap_.front());
             remove(heap_.front().slot);
         }

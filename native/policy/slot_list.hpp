@@ -47,10 +47,10 @@ public:
     Slot newer(Slot slot) const { return (*links_)[slot].newer; }
     bool empty() const noexcept { return size_ == 0; }
     std::size_t size() const noexcept { return size_; }
-    // The oldest slot that is not held; `no_slot` if all are held.
-    Slot oldest_free(const Held& held) const {
+    // The oldest slot that is not in use; `no_slot` if all are in use.
+    Slot oldest_free(const InUse& in_use) const {
         Slot slot = oldest_;
-        while (slot != no_slot && held(slot)) {
+        while (slot != no_slot && in_use(slot)) {
             slot = newer(slot);
         }
         return slot;

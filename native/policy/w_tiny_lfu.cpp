@@ -68,19 +68,19 @@ void WTinyLfu::on_touch(Slot slot, std::int64_t) {
     }
 }
 
-Slot WTinyLfu::main_victim(const Held& held) const {
-    const Slot slot = queues_[probation].oldest_free(held);
-    return slot != no_slot ? slot : queues_[protected_].oldest_free(held);
+Slot WTinyLfu::main_victim(const InUse& in_use) const {
+    const Slot slot = queues_[probation].oldest_free(in_use);
+    return slot != no_slot ? slot : queues_[protected_].oldest_free(in_use);
 }
 
-Slot WTinyLfu::on_victim(const Item&, const Held& held) {
+Slot WTinyLfu::on_victim(const Item&, const InUse& in_use) {
     const std::uint64_t main_capacity = capacity_[probation] + capacity_[protected_];
     for (;;) {
-        if (const Slot slot = queues_[leaving].oldest_free(held); slot != no_slot) {
+        if (const Slot slot = queues_[leaving].oldest_free(in_use); slot != no_slot) {
             return slot;
         }
-        const Slot candidate = queues_[window].oldest_free(held);
-        const Slot victim = main_victim(held);
+        const Slot candidate = queues_[window].oldest_free(in_use);
+        const Slot victim = main_victim(in_use);
         if (candidate == no_slot) {
             return victim;
         }
@@ -95,8 +95,8 @@ Slot WTinyLfu::on_victim(const Item&, const Held& held) {
             move(victim, leaving);
         }
         if (fits(probation, object.size) || !fits(protected_, object.size)) {
-            while (main_nbytes() + object.size > main_capacity && main_victim(held) != no_slot) {
-                move(main_victim(held), leaving);
+            while (main_nbytes() + object.size > main_capacity && main_victim(in_use) != no_slot) {
+                move(main_victim(in_use), leaving);
             }
             move(candidate, probation);
         } else {

@@ -32,13 +32,13 @@ private:
 
     void on_touch(Slot slot, std::int64_t next_use) override;
     void on_insert(Slot slot, const Item& item) override;
-    Slot on_victim(const Item& incoming, const Held& held) override;
+    Slot on_victim(const Item& incoming, const InUse& in_use) override;
     void on_remove(Slot slot, Leaving why) override;
 
     void enter(Slot slot, Part part);
     void leave(Slot slot);
     void move(Slot slot, Part part);
-    Slot main_victim(const Held& held) const;
+    Slot main_victim(const InUse& in_use) const;
     std::uint64_t main_nbytes() const { return nbytes_[probation] + nbytes_[protected_]; }
     bool fits(Part part, std::uint64_t size) const { return nbytes_[part] + size <= capacity_[part]; }
 

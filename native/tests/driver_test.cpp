@@ -73,18 +73,18 @@ struct World {
     // Accesses one block; false if a transfer failed.
     bool access(BlockId block, Mode mode, const std::function<void(std::byte*)>& work) {
         Pause pause;
-        auto held = driver.lock(pause);
+        auto lock = driver.lock(pause);
         const auto access = driver.request({{block, 1, mode, -1}});
         if (!access->granted) {
-            const Wait outcome = driver.await(held, *access, farpool::monotonic_seconds() + patience, pause);
+            const Wait outcome = driver.await(lock, *access, farpool::monotonic_seconds() + patience, pause);
             if (outcome == Wait::refused) {
                 return false;
             }
             CHECK(outcome == Wait::granted);
         }
-        held.unlock();
+        lock.unlock();
         work(arena.data() + access->places[0]);
-        held.lock();
+        lock.lock();
         driver.release(*access);
         return true;
     }
@@ -160,32 +160,32 @@ TEST("a wait ends at its deadline, at close, and at a release by another thread"
     World world(1024, 0);
     const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
     Pause pause;
-    auto held = world.driver.lock(pause);
+    auto lock = world.driver.lock(pause);
     const auto holder = world.driver.request({{block, 1, Mode::overwrite, -1}});
     CHECK(holder->granted);
     const auto waiting = world.driver.request({{block + 1, 1, Mode::overwrite, -1}});
-    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + 0.01, pause) == Wait::timed_out);
-    held.unlock();
+    CHECK(world.driver.await(lock, *waiting, farpool::monotonic_seconds() + 0.01, pause) == Wait::timed_out);
+    lock.unlock();
     std::thread releaser([&] {
         Pause own;
         const auto lock = world.driver.lock(own);
         world.driver.release(*holder);
     });
-    held.lock();
-    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::granted);
-    held.unlock();
+    lock.lock();
+    CHECK(world.driver.await(lock, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::granted);
+    lock.unlock();
     releaser.join();
-    held.lock();
+    lock.lock();
     const auto last = world.driver.request({{block, 1, Mode::overwrite, -1}});
-    held.unlock();
+    lock.unlock();
     std::thread closer([&] {
         Pause own;
         const auto lock = world.driver.lock(own);
         world.driver.close();
     });
-    held.lock();
-    CHECK(world.driver.await(held, *last, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
-    held.unlock();
+    lock.lock();
+    CHECK(world.driver.await(lock, *last, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
+    lock.unlock();
     closer.join();
 }
 
@@ -193,7 +193,7 @@ TEST("an access that is granted after the pool was closed does not begin") {
     World world(1024, 0);
     const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
     Pause pause;
-    auto held = world.driver.lock(pause);
+    auto lock = world.driver.lock(pause);
     const auto holder = world.driver.request({{block, 1, Mode::overwrite, -1}});
     const auto waiting = world.driver.request({{block + 1, 1, Mode::overwrite, -1}});
     CHECK(!waiting->granted);
@@ -203,7 +203,7 @@ TEST("an access that is granted after the pool was closed does not begin") {
     }
     CHECK_EQUAL(world.driver.granted(), 0);  // no caller has it, so the arena may be freed
     world.driver.close();
-    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
+    CHECK(world.driver.await(lock, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
 }
 
 TEST("a wait for several results ends with the first one that failed") {

@@ -145,7 +145,7 @@ TEST("an object on a new kind of medium stays readable there while it is held, a
     CHECK(objects.demote(objects.find("1", false)) == Status::done);
     const Found moved = checked(objects, 1);
     CHECK(!moved.is_mapped_by_readers);
-    objects.hold(moved);
+    objects.retain(moved);
     CHECK(objects.remove("1") == Status::done);
     CHECK(medium.used() > 0);  // a reply may still be sent from there
     objects.release(moved.offset);

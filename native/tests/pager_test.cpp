@@ -195,6 +195,36 @@ TEST("demoted blocks are evicted before their turn, and an access fetches them a
     CHECK(world.pager.residency()[block].state == State::resident);
 }
 
+// Checks that the map of the arena, the states of the blocks and the tier's extents agree.
+void check_state(const World& world, const std::vector<std::shared_ptr<Access>>& granted) {
+    const Residency& residency = world.pager.residency();
+    std::int64_t end = 0;
+    std::set<BlockId> owners;
+    residency.arena().each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
+        CHECK(place >= end);
+        CHECK_EQUAL(residency[block].place, place);
+        owners.insert(block);
+        end = place + nbytes;
+        return true;
+    });
+    CHECK(end <= residency.arena().capacity());
+    std::int64_t below = 0;
+    for (const BlockId block : residency.blocks().used()) {
+        const Block& b = residency[block];
+        const bool here = b.state == State::resident || b.state == State::fetching;
+        CHECK_EQUAL(owners.contains(block), here);
+        CHECK(b.pins >= 0);
+        CHECK(!(b.heap_slot >= 0 && (b.pins > 0 || b.state != State::resident || b.stuck)));
+        below += b.tier >= 0 ? residency.arena().rounded(b.size) : 0;
+    }
+    CHECK_EQUAL(below, world.space->used());
+    for (const auto& access : granted) {
+        for (std::size_t index = 0; index < access->runs.size(); ++index) {
+            CHECK_EQUAL(residency.place_of(access->runs[index]), access->places[index]);
+        }
+    }
+}
+
 TEST("random programs keep the map, the tier's extents and the pins in order") {
     for (unsigned seed = 0; seed < 300; ++seed) {
         std::mt19937 random(seed);
@@ -204,10 +234,8 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
             BlockId first;
             int count;
         };
-        std::vector<Storage> storages;
-        std::vector<Storage> retired;
-        std::vector<std::shared_ptr<Access>> waiting;
-        std::vector<std::shared_ptr<Access>> granted;
+        std::vector<Storage> storages, retired;
+        std::vector<std::shared_ptr<Access>> waiting, granted;
         const auto settle = [&] {
             std::erase_if(waiting, [&](const auto& access) {
                 if (access->granted) {
@@ -262,32 +290,7 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
                 world.start();
             }
             settle();
-            const Residency& residency = pager.residency();
-            std::int64_t end = 0;
-            std::set<BlockId> owners;
-            residency.arena().each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
-                CHECK(place >= end);
-                CHECK_EQUAL(residency[block].place, place);
-                owners.insert(block);
-                end = place + nbytes;
-                return true;
-            });
-            CHECK(end <= residency.arena().capacity());
-            std::int64_t below = 0;
-            for (const BlockId block : residency.blocks().used()) {
-                const Block& b = residency[block];
-                const bool here = b.state == State::resident || b.state == State::fetching;
-                CHECK_EQUAL(owners.contains(block), here);
-                CHECK(b.pins >= 0);
-                CHECK(!(b.heap_slot >= 0 && (b.pins > 0 || b.state != State::resident || b.stuck)));
-                below += b.tier >= 0 ? residency.arena().rounded(b.size) : 0;
-            }
-            CHECK_EQUAL(below, world.space->used());
-            for (const auto& access : granted) {
-                for (std::size_t index = 0; index < access->runs.size(); ++index) {
-                    CHECK_EQUAL(residency.place_of(access->runs[index]), access->places[index]);
-                }
-            }
+            check_state(world, granted);
         }
     }
 }

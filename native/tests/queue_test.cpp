@@ -28,7 +28,7 @@ class NotingPort : public farpool::Port {
 public:
     explicit NotingPort(bool copies) : copies_(copies) {}
     void read(std::uint64_t offset, void*, std::size_t) override {
-        while (offset == holding || offset == holding_too) {
+        while (offset == delayed || offset == second_delayed) {
             reached = true;
             std::this_thread::yield();
         }
@@ -42,8 +42,8 @@ public:
     void write(std::uint64_t, const void*, std::size_t) override {}
     bool copies() const noexcept override { return copies_; }
 
-    std::atomic<std::uint64_t> holding = never;
-    std::atomic<std::uint64_t> holding_too = never;
+    std::atomic<std::uint64_t> delayed = never;
+    std::atomic<std::uint64_t> second_delayed = never;
     std::atomic<bool> reached = false;
     std::uint64_t refused = never;
     std::vector<std::uint64_t> offsets;
@@ -57,7 +57,7 @@ private:
 struct World {
     explicit World(bool copies) : port(copies), queue(std::make_shared<QueueCore>()) {}
     ~World() {
-        port.holding = never;
+        port.delayed = never;
         queue->close(patience);
         queue->poll();
     }
@@ -70,8 +70,8 @@ struct World {
         queue->submit({&submission, 1}, waits);
     }
     // Keeps the only thread of the lane busy from now on.
-    void hold_up(std::int64_t id) {
-        port.holding = static_cast<std::uint64_t>(id);
+    void delay(std::int64_t id) {
+        port.delayed = static_cast<std::uint64_t>(id);
         submit(id, 100, false, {}, large);
         while (!port.reached) {
             std::this_thread::yield();
@@ -98,7 +98,7 @@ struct World {
 
 TEST("a waiting thread makes the small copies, the most urgent first") {
     World world(true);
-    world.hold_up(500);
+    world.delay(500);
     std::vector<std::uint64_t> expected;
     for (std::int64_t id = 0; id < 100; ++id) {
         world.submit(id, id / 10, true);
@@ -109,7 +109,7 @@ TEST("a waiting thread makes the small copies, the most urgent first") {
     world.queue->wait_past(seen, 100, patience);
     CHECK(world.port.threads == std::set{std::this_thread::get_id()});
     CHECK(world.port.offsets == expected);
-    world.port.holding = never;
+    world.port.delayed = never;
     CHECK_EQUAL(world.finish(101).size(), std::size_t{101});
 }
 
@@ -156,14 +156,14 @@ TEST("a failed copy cancels the entries ordered after it, and no others") {
 
 TEST("an entry that gets another priority runs once, in its new place") {
     World world(false);
-    world.hold_up(500);
+    world.delay(500);
     for (std::int64_t id = 1; id <= 3; ++id) {
         world.submit(id, id, false);
     }
     world.queue->reprioritize(1, 5);
     world.queue->reprioritize(3, 1);
     world.queue->reprioritize(3, 3);
-    world.port.holding = never;
+    world.port.delayed = never;
     CHECK_EQUAL(world.finish(4).size(), std::size_t{4});
     CHECK((world.port.offsets == std::vector<std::uint64_t>{500, 1, 3, 2}));
     CHECK_EQUAL(world.queue->pending(), std::size_t{0});
@@ -171,15 +171,15 @@ TEST("an entry that gets another priority runs once, in its new place") {
 
 TEST("closing waits for a copy that another thread makes") {
     World world(true);
-    world.hold_up(500);
+    world.delay(500);
     world.port.reached = false;
-    world.port.holding_too = 1;
+    world.port.second_delayed = 1;
     world.submit(1, 0, true);
     std::thread waiter([&] { world.queue->wait_past({0, 0}, 1, patience); });
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    world.port.holding = never;        // the queue's thread ends
+    world.port.delayed = never;        // the queue's thread ends
     CHECK(!world.queue->close(0.05));  // the copy may use its memory still
-    world.port.holding_too = never;
+    world.port.second_delayed = never;
     CHECK(world.queue->close(patience));
     waiter.join();
 }

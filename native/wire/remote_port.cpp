@@ -160,12 +160,12 @@ void RemotePort::transfer(Direction direction, const Piece& piece) {
 
 void RemotePort::copy(Direction direction, const Piece& piece) const {
     const auto* header = reinterpret_cast<const SegmentHeader*>(end_.memory);
-    const auto require_held = [&] {
+    const auto require_lease = [&] {
         if (header->retired.load(std::memory_order_acquire) != 0) {
             fail_node(ErrorKind::lease_lost, end_.node, "it took the lease of " + name_ + " back, and its bytes are lost");
         }
     };
-    require_held();
+    require_lease();
     std::byte* there = end_.memory + segment_header_nbytes + piece.offset;
     if (direction == Direction::read) {
         std::memcpy(reinterpret_cast<void*>(piece.address), there, piece.nbytes);
@@ -174,7 +174,7 @@ void RemotePort::copy(Direction direction, const Piece& piece) const {
     }
     // The node sets the mark before it takes the memory back.
     std::atomic_thread_fence(std::memory_order_acquire);
-    require_held();
+    require_lease();
 }
 
 void RemotePort::send(Direction direction, const Piece& piece, Connection& connection) const {

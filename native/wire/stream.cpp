@@ -107,7 +107,7 @@ bool Stream::receiving_sends() const noexcept { return tls_ != nullptr && tls_->
 
 bool Stream::has_input() const noexcept {
     char byte = 0;
-    return (tls_ != nullptr && tls_->holds_input()) || recv(fd_, &byte, 1, MSG_DONTWAIT | MSG_PEEK) > 0;
+    return (tls_ != nullptr && tls_->has_input()) || recv(fd_, &byte, 1, MSG_DONTWAIT | MSG_PEEK) > 0;
 }
 
 std::string Stream::trouble(int code) const {

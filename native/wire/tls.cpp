@@ -318,7 +318,7 @@ ssize_t TlsSession::send(iovec* parts, std::size_t count) {
     return static_cast<ssize_t>(done);
 }
 
-bool TlsSession::holds_input() const noexcept { return SSL_has_pending(ssl_) == 1; }
+bool TlsSession::has_input() const noexcept { return SSL_has_pending(ssl_) == 1; }
 
 // Translates a failed OpenSSL call into a return value and errno of Stream.
 ssize_t TlsSession::fail(int result) {

@@ -62,7 +62,7 @@ public:
 
     bool pending() const noexcept { return more_; }
     bool receiving_sends() const noexcept { return sends_; }
-    bool holds_input() const noexcept;
+    bool has_input() const noexcept;
     const std::string& trouble() const noexcept { return trouble_; }
 
     // The common name of the other side's certificate; empty if it has none or several.

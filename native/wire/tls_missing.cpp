@@ -28,7 +28,7 @@ ssize_t TlsSession::receive(iovec*, std::size_t) { return fail(0); }
 
 ssize_t TlsSession::send(iovec*, std::size_t) { return fail(0); }
 
-bool TlsSession::holds_input() const noexcept { return false; }
+bool TlsSession::has_input() const noexcept { return false; }
 
 std::string TlsSession::peer_name() const { return {}; }
 

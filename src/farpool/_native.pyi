@@ -289,12 +289,12 @@ class NodeServer:
     def end_key(self, key: str) -> None:
         """Close all connections that were opened with this access key."""
 
-    def hold(self, session: int, tenant: int, key: str) -> None:
+    def connect(self, session: int, tenant: int, key: str) -> None:
         """Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
         `adopt`, QuotaExceededError where the key or its tenant has too many connections.
         """
 
-    def drop(self, session: int) -> None: ...
+    def disconnect(self, session: int) -> None: ...
     def lend(self, session: int, tenant: int, nbytes: int) -> int:
         """Lend memory; returns the new lease's number. NodeFullError where there is no room, QuotaExceededError where the
         session or its tenant has too much.
@@ -1352,8 +1352,8 @@ class Policy:
     ) -> None:
         """Note that the object was inserted; `cost` of fetching it, for ``gdsf`` and ``node``."""
 
-    def victim(self, key: int, size: int = 1, held: set[int] = set()) -> int:
-        """Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
+    def victim(self, key: int, size: int = 1, in_use: set[int] = set()) -> int:
+        """Return the slot to evict next so that `key` can come in, none of `in_use`; it stays in. IndexError if none may go."""
 
     def remove(self, slot: int, *, evicted: bool) -> None:
         """Note that the object has left: evicted, so that it may be remembered, or deleted."""

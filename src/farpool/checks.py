@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import math
+import sys
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from farpool.errors import ConfigError
 
-__all__ = ["missing_package", "require_package", "require_type"]
+__all__ = ["missing_package", "require_choice", "require_package", "require_seconds", "require_type", "require_whole"]
 
 
 def require_type(value: object, declared: Any, what: str, *, text: bool = False) -> Any:
@@ -36,6 +39,83 @@ def require_type(value: object, declared: Any, what: str, *, text: bool = False)
     except msgspec.ValidationError as error:
         expected = str(error).partition(",")[0].replace("Expected", "expected")
         raise ConfigError(f"{what} is {value!r}, {expected}", setting=what) from None
+
+
+def require_whole(value: object, what: str, least: int, most: float = math.inf, hint: str = "") -> int:
+    """Return a setting's value if it is a whole number within limits.
+
+    Parameters
+    ----------
+    value : object
+        The value given. True and False are no numbers here.
+    what : str
+        Name of the setting, for the error.
+    least, most : int
+        The smallest and the largest number that is allowed; without `most` there is no upper limit.
+    hint : str
+        Text for the end of the error.
+
+    Raises
+    ------
+    ConfigError
+        The value is no whole number, or is outside the limits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        limits = f", at least {least}" if most == math.inf else f" from {least} to {most}"
+        raise ConfigError(f"{what} is {_shown(value)}, expected a whole number{limits}{hint}", setting=what)
+    return value
+
+
+def require_seconds(
+    value: object,
+    what: str,
+    least: float | None = 0.0,
+    most: float = sys.float_info.max,
+    *,
+    setting: str = "",
+    example: str = "",
+    hint: str = "",
+) -> float:
+    """Return a setting's value as a float if it is a finite number of seconds within limits.
+
+    Parameters
+    ----------
+    value : object
+        The value given. True and False are no numbers here.
+    what : str
+        Name of the setting, for the error.
+    least : float, optional
+        The smallest number that is allowed; None allows every number above 0.
+    most : float
+        The largest number that is allowed.
+    setting : str
+        The error's `setting` if that is not `what`.
+    example, hint : str
+        Texts after the lower limit and at the end of the error.
+
+    Raises
+    ------
+    ConfigError
+        The value is no number, is not finite, or is outside the limits.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 if least is None else least <= value) or not value <= most:
+        expected = "seconds above 0" if least is None else f"seconds, at least {least:g}"
+        if most < sys.float_info.max:
+            example += f" and at most {most:,.0f}" if most < 1e12 else f" and at most {most:g}"
+        raise ConfigError(f"{what} is {_shown(value)}, expected {expected}{example}{hint}", setting=setting or what)
+    return float(value)
+
+
+def require_choice(value: object, what: str, choices: Collection[str], hint: str = "") -> None:
+    """Raise ConfigError, with `hint` at its end, unless the value of the setting `what` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{what}: {value!r} is not known; expected one of {', '.join(choices)}{hint}", setting=what)
+
+
+def _shown(value: object) -> str:
+    """Format a value for an error; a whole number may have more digits than Python prints."""
+    return "too large a number" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
 
 
 def require_package(package: str, extra: str, what: str) -> None:

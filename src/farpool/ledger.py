@@ -77,8 +77,8 @@ class Ledger:
         """
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
-    def hold(self, tier: str, owner: str, nbytes: int) -> None:
-        """Book that `owner` now holds `nbytes` bytes of `tier`, instead of what it held before."""
+    def set_bytes(self, tier: str, owner: str, nbytes: int) -> None:
+        """Book that `owner` has `nbytes` bytes of `tier` now, instead of the amount booked before."""
         account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
         with self._lock:
             self._settle()

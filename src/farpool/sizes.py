@@ -15,9 +15,9 @@ _UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)},
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
 }
-_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
-_LARGEST = 2**62
+_BYTES_MAX = 2**62
 
 
 def parse_size(value: int | str, what: str = "size") -> int:
@@ -44,7 +44,7 @@ def parse_size(value: int | str, what: str = "size") -> int:
     nbytes = value if isinstance(value, int) and not isinstance(value, bool) else _bytes(value)
     if nbytes is None:
         raise ConfigError(f"{what} is {value!r}, expected a number of bytes or a size like '64MiB'", setting=what)
-    if not 1 <= nbytes <= _LARGEST:
+    if not 1 <= nbytes <= _BYTES_MAX:
         raise ConfigError(
             f"{what} is {value!r}, expected at least 1 byte and at most 4096PiB, for example '64MiB'", setting=what
         )
@@ -78,7 +78,7 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
         rate = value
     if rate is None:
         raise ConfigError(f"{what} is {value!r}, expected bytes per second or a rate like '2GB/s'")
-    if not 1 <= rate <= _LARGEST:
+    if not 1 <= rate <= _BYTES_MAX:
         raise ConfigError(f"{what} is {value!r}, expected at least 1 byte per second, for example '2GB/s'")
     return float(rate)
 
@@ -96,7 +96,7 @@ def _bytes(text: object) -> int | None:
 
 def _scaled(number: str, unit: int) -> int:
     scaled = float(number) * unit
-    return math.floor(scaled) if math.isfinite(scaled) else _LARGEST + 1
+    return math.floor(scaled) if math.isfinite(scaled) else _BYTES_MAX + 1
 
 
 def format_size(nbytes: int) -> str:
@@ -117,11 +117,11 @@ def format_size(nbytes: int) -> str:
     size = abs(nbytes) / 1024
     power = 0
     # 1023.5 would be written as 1024 of the smaller unit.
-    while size >= 1023.5 and power < len(_BINARY) - 1:
+    while size >= 1023.5 and power < len(_BINARY_UNITS) - 1:
         size /= 1024
         power += 1
     digits = 2 if size < 10 else 1 if size < 100 else 0
     text = f"{size:.{digits}f}"
     if digits:
         text = text.rstrip("0").rstrip(".")
-    return f"{'-' if nbytes < 0 else ''}{text} {_BINARY[power]}"
+    return f"{'-' if nbytes < 0 else ''}{text} {_BINARY_UNITS[power]}"

@@ -33,7 +33,7 @@ Secret = tuple[str, str]
 
 PATIENCE = 30.0
 """Seconds until a node counts as silent. Only ends waits; nothing is measured by it."""
-MOST_FILES = 8
+FILES_MAX = 8
 
 _VERSION = 2
 _FIELDS = struct.Struct("<4sBBHQIIQQQIIBB2s")
@@ -208,7 +208,7 @@ class _Frames:
 
     def _take(self, nbytes: int) -> bytes:
         while len(self._data) < nbytes:
-            ancillary = MOST_FILES * array.array("i").itemsize
+            ancillary = FILES_MAX * array.array("i").itemsize
             data, messages, *_ = self.stream.recvmsg(max(65536, nbytes - len(self._data)), ancillary)
             for _, kind, content in messages:
                 if kind == socket.SCM_RIGHTS:

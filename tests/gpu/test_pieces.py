@@ -10,11 +10,11 @@ import torch
 
 import farpool
 from farpool.errors import BudgetError
-from farpool.tensors.pieces import _DTYPES, _EXACT, _VECTOR
+from farpool.tensors.pieces import _DTYPES, _EXACT_DTYPES, _VECTOR_ELEMENTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-ELEMENTS = (1 << 20) + _VECTOR
+ELEMENTS = (1 << 20) + _VECTOR_ELEMENTS
 BUDGET = 1 << 20
 """Less than one tensor of half precision takes."""
 
@@ -38,7 +38,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-CASES = [(name, dtype) for name in OPTIMIZERS for dtype in _DTYPES if name != "sgd" or dtype in _EXACT]
+CASES = [(name, dtype) for name in OPTIMIZERS for dtype in _DTYPES if name != "sgd" or dtype in _EXACT_DTYPES]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

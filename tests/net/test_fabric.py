@@ -307,10 +307,10 @@ def test_a_stopped_exposure_is_the_tiers_timeout(node: RunningNode) -> None:
 def test_an_exposure_that_comes_after_its_session_has_gone_is_taken_back(tmp_path: Path) -> None:
     exposures = Exposures("socket", loopback=True)
     (tmp_path / "segment").write_bytes(bytes(4096))
-    exposures.hold(1)
+    exposures.connect(1)
     first = exposures.expose(1, str(tmp_path / "segment"))
     assert exposures.expose(1, str(tmp_path / "segment")) is first
-    exposures.drop(1)
+    exposures.disconnect(1)
     with pytest.raises(NodeError, match="closed"):
         exposures.expose(1, str(tmp_path / "segment"))
     assert not servers(os.getpid())
@@ -320,7 +320,7 @@ def test_an_exposure_that_comes_after_its_session_has_gone_is_taken_back(tmp_pat
 def test_an_exposure_that_failed_the_session_is_made_anew_although_it_looks_alive(tmp_path: Path) -> None:
     exposures = Exposures("socket", loopback=True)
     (tmp_path / "segment").write_bytes(bytes(4096))
-    exposures.hold(1)
+    exposures.connect(1)
     first = exposures.expose(1, str(tmp_path / "segment"))
     (before,) = servers(os.getpid())
     second = exposures.expose(1, str(tmp_path / "segment"), failed=first.metadata)

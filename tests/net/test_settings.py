@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farpool import Store
-from farpool.cluster.wire.settings import LONGEST_TIMEOUT, checked_timeout, checked_transport
+from farpool.cluster.wire.settings import TIMEOUT_MAX_S, checked_timeout, checked_transport
 from farpool.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def test_a_timeout_that_nothing_can_wait_for_is_named(timeout: object) -> None:
 
 
 def test_a_timeout_is_a_float() -> None:
-    for timeout in (1, 0.5, LONGEST_TIMEOUT):
+    for timeout in (1, 0.5, TIMEOUT_MAX_S):
         checked = checked_timeout(timeout)
         assert (checked, type(checked)) == (timeout, float)
 

@@ -41,8 +41,8 @@ def started(folder: Path) -> Node:
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node that waits for nobody for long, and for two strangers of one address at once."""
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr(listener, "_MOST_HALF_OPEN_OF_ONE", 2)
+    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "_HALF_OPEN_PER_HOST_MAX", 2)
     node = started(tmp_path)
     yield node
     node.stop()
@@ -59,8 +59,8 @@ def test_a_stranger_who_says_nothing_is_shown_the_door(impatient: Node, caplog: 
 def test_of_more_strangers_than_there_are_places_the_oldest_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 3600.0)
-    monkeypatch.setattr(listener, "_MOST_HALF_OPEN_OF_ONE", 2)
+    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(listener, "_HALF_OPEN_PER_HOST_MAX", 2)
     node = started(tmp_path)
     silent = [socket.create_connection(("127.0.0.1", node.address.port), timeout=20) for _ in range(6)]
     for stranger in silent[:4]:
@@ -100,7 +100,7 @@ def test_idle_strangers_keep_nobody_out(tmp_path: Path, local: bool) -> None:
 def test_strangers_who_say_nothing_do_not_keep_local_programs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 3600.0)
     node = started(tmp_path)
     silent = [socket.create_connection(("127.0.0.1", node.address.port), timeout=20) for _ in range(300)]
     dial(parse_address(f"unix://{node.socket_path}"), "data", deadline=soon()).socket.close()
@@ -110,7 +110,7 @@ def test_strangers_who_say_nothing_do_not_keep_local_programs_out(
 
 
 def test_half_a_call_is_waited_for_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(control, "STALL_TIMEOUT_S", 0.2)
     node = started(tmp_path)
     with dial(node.address, "control", deadline=soon()).socket as connection:
         connection.settimeout(20)
@@ -227,7 +227,7 @@ def test_events_are_logged_at_once_and_once_more_at_the_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "farpool.node")
-    monkeypatch.setattr(listener, "_EVENTS_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "_EVENTS_INTERVAL_S", 3600.0)
     server = EventfulServer()
     listening = listener.Listener([], None, server, None)  # type: ignore[arg-type]
     listening.start()

@@ -41,7 +41,7 @@ def test_idle_connections_are_few_threads_and_keep_nobody_out(
     monkeypatch.setattr(metrics_server._Handler, "timeout", 3600.0)
     idle = [socket.create_connection((server.address.host, server.address.port), timeout=30) for _ in range(500)]
     assert got(server.address) == b""
-    assert serving() <= metrics_server._MOST_CONNECTIONS
+    assert serving() <= metrics_server._CONNECTIONS_MAX
     with contextlib.suppress(ConnectionError):  # the oldest was ended
         assert idle[0].recv(1) == b""
     for one in idle:

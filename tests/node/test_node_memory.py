@@ -118,11 +118,11 @@ def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_pa
 
 def test_a_held_session_without_data_connections_lives(tmp_path: Path) -> None:
     with node(tmp_path, grace=0.0) as server:
-        server.hold(7, 0, "")
+        server.connect(7, 0, "")
         server.lend(7, 0, 4096)
         time.sleep(1.3)
         assert server.stats()["lent"] == 4096
-        server.drop(7)
+        server.disconnect(7)
         until(lambda: server.stats()["lent"] == 0, "the session was not freed")
 
 

@@ -41,7 +41,7 @@ def until_refused(act: Callable[[int], object]) -> int:
 def lent(server: _native.NodeServer, key: str, sessions: list[int], tenant: int = 1) -> int:
     """How many leases of 1 MiB the sessions get together, each as many as it can."""
     for session in sessions:
-        server.hold(session, tenant, key)
+        server.connect(session, tenant, key)
     return sum(until_refused(lambda _, own=session: server.lend(own, tenant, MIB)) for session in sessions)
 
 
@@ -83,7 +83,7 @@ def test_what_a_key_gives_back_it_can_take_again(tmp_path: Path) -> None:
     with node(tmp_path, 16 * MIB) as server:
         server.expect_tenants({1, 2})
         server.expect_keys(TWO_KEYS)
-        server.hold(1, 1, "one")
+        server.connect(1, 1, "one")
         for _ in range(3):
             leases = [server.lend(1, 1, MIB) for _ in range(4)]
             for lease in leases:
@@ -165,7 +165,7 @@ def test_a_key_has_half_of_its_tenants_unfinished_publishes_in_all_its_sessions(
 def test_leases_that_are_adopted_are_charged_to_their_key(tmp_path: Path) -> None:
     with node(tmp_path, 16 * MIB) as server:
         server.expect_keys(TWO_KEYS)
-        server.hold(1, 1, "one")
+        server.connect(1, 1, "one")
         server.lend(1, 1, 3 * MIB)
     with node(tmp_path, 16 * MIB) as again:
         again.expect_keys(TWO_KEYS)
@@ -183,7 +183,7 @@ def files(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def held_connections(server: _native.NodeServer, key: str, tenant: int, first: int) -> int:
-    return until_refused(lambda count: server.hold(first + count, tenant, key))
+    return until_refused(lambda count: server.connect(first + count, tenant, key))
 
 
 @pytest.mark.usefixtures("files")
@@ -196,9 +196,9 @@ def test_the_descriptors_of_the_node_are_shared_by_tenants_and_keys(tmp_path: Pa
         with pytest.raises(
             QuotaExceededError, match="the access key has 48 connections, leases and publish areas, its part of the 256"
         ):
-            server.hold(9999, 1, "one")
-        server.drop(1000)
-        server.hold(9999, 1, "one")
+            server.connect(9999, 1, "one")
+        server.disconnect(1000)
+        server.connect(9999, 1, "one")
         assert server.keys()["one"]["connections"] == 48
 
 
@@ -206,12 +206,12 @@ def test_the_descriptors_of_the_node_are_shared_by_tenants_and_keys(tmp_path: Pa
 def test_leases_count_as_the_descriptors_that_they_are(tmp_path: Path) -> None:
     with node(tmp_path) as server:
         server.expect_keys(TWO_KEYS)
-        server.hold(1, 1, "one")
+        server.connect(1, 1, "one")
         leases = until_refused(lambda _: server.lend(1, 1, 1))
         assert leases == FILES * 3 // 4 // 2 - 1
         with pytest.raises(QuotaExceededError, match="the access key has 96 connections, leases and publish areas"):
             server.lend(1, 1, 1)
-        server.hold(2, 1, "two")
+        server.connect(2, 1, "two")
         server.lend(2, 1, 1)
 
 
@@ -237,7 +237,7 @@ def test_a_client_is_told_why_it_has_too_many_connections(tmp_path: Path, purpos
     server = running._server
     assert server is not None
     for _ in range(most - 1):
-        server.hold(7, 1, "one")
+        server.connect(7, 1, "one")
     with dial(running.address, purpose, key=AccessKey("one", SECRET), deadline=deadline).socket:
         has = f"the access key has {most} connections, leases and publish areas, its part of the 256"
         said = f"the node refused the connection: {has}"
@@ -276,7 +276,7 @@ def test_a_pool_of_connections_in_many_programs_of_one_key_is_normal_use(tmp_pat
     with node(tmp_path) as server:
         server.expect_keys({**TWO_KEYS, "three": (2, True, 0)})
         for connection in range(64 * 9):  # 64 programs, 8 for data and 1 for control in each
-            server.hold(1 + connection % 64, 1, "one")
+            server.connect(1 + connection % 64, 1, "one")
         assert server.keys()["one"]["connections"] == 576
 
 

@@ -299,7 +299,7 @@ def test_a_session_belongs_to_its_tenant_and_key(server: _native.NodeServer, oth
     with pytest.raises(AccessDeniedError, match="another access key or tenant"):
         Peer(server, session=5, **other)  # type: ignore[arg-type]
     with pytest.raises(AccessDeniedError):
-        server.hold(5, int(other.get("tenant", 0)), str(other["key"]))  # type: ignore[call-overload]
+        server.connect(5, int(other.get("tenant", 0)), str(other["key"]))  # type: ignore[call-overload]
     with pytest.raises(AccessDeniedError):
         server.lend(5, 2, 4096)
     assert Peer(server, session=5, key="mine").ask(Op.READ, bytes(16), lease=lease).status == Status.DONE

@@ -467,8 +467,8 @@ def test_a_program_that_ends_in_the_middle_of_a_record_is_nothing_to_tell(
 def impatient(
     tmp_path: Path, certificates: Certificates, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Node]:
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr(listener, "_LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(listener, "_LINGER_TIMEOUT_S", 0.2)
     node = Node(
         parse_address("127.0.0.1:0", any_port=True),
         MIB,
@@ -528,7 +528,7 @@ def test_a_client_that_stops_at_a_step_of_the_handshake_is_waited_for_only_so_lo
     while not reached_and_shown_the_door():  # this process was too slow for the node's patience
         tried += 1
         assert tried < 8
-        monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 2 * listener._HANDSHAKE_SECONDS)
+        monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 2 * listener._HANDSHAKE_TIMEOUT_S)
     eventually(lambda: impatient.stats()["refused"] == tried)
     eventually(lambda: impatient.stats()["half_open"] == 0)
 

@@ -165,7 +165,7 @@ class World:
         """Access runs whole, or as rows of a table: check what is read, write `fill` where it is written."""
         self.collect()
         access = self.settle(self.pager.request([Run(*run, table) for run in runs], self.executor.now))
-        self.checked.hold(
+        self.checked.pin(
             access,
             [
                 Span(place, sum(map(self.size_of, range(first, first + count))), mode != Mode.READ)
@@ -193,7 +193,7 @@ class World:
                 elif block not in self.expected:
                     self.expected[block] = bytes(self.arena[place : place + size])
                 place += size
-        self.checked.let_go(access)
+        self.checked.release(access)
         self.pager.release(access)
         self.pump()
 

@@ -66,18 +66,18 @@ def test_a_move_keeps_clear_of_what_is_being_transferred(executor: CheckedExecut
 
 
 def test_what_an_access_holds_is_neither_fetched_into_nor_moved(executor: CheckedExecutor) -> None:
-    executor.hold("op", [Span(0, 128, False)])
+    executor.pin("op", [Span(0, 128, False)])
     executor.start([transfer(1, Kind.WRITE_BACK, 0)])
     with pytest.raises(OrderError, match=r"overlaps \[0, 128\), which an access holds to read"):
         executor.start([transfer(2, Kind.FETCH, 64, after=(1,))])
     with pytest.raises(OrderError, match=r"of which an access holds \[0, 128\)"):
         executor.start([Move(512, 64, 64)])
-    executor.let_go("op")
+    executor.release("op")
     executor.start([transfer(2, Kind.FETCH, 64, after=(1,)), Move(512, 256, 64)])
 
 
 def test_what_an_access_may_write_is_not_written_back(executor: CheckedExecutor) -> None:
-    executor.hold("op", [Span(0, 128, True)])
+    executor.pin("op", [Span(0, 128, True)])
     with pytest.raises(OrderError, match="which an access holds to write"):
         executor.start([transfer(1, Kind.WRITE_BACK, 0)])
 
@@ -90,17 +90,17 @@ def test_an_access_is_granted_only_what_has_arrived(
 ) -> None:
     executor.start([transfer(1, kind, 0)])
     if allowed:
-        executor.hold("op", [Span(0, 64, writes)])
+        executor.pin("op", [Span(0, 64, writes)])
         return
     with pytest.raises(OrderError, match=r"aten.mm was granted arena range \[0, 64\) .* is under way there"):
-        executor.hold("op", [Span(0, 64, writes)], "aten.mm")
+        executor.pin("op", [Span(0, 64, writes)], "aten.mm")
     assert executor.wait(1.0)
     executor.poll()
-    executor.hold("op", [Span(0, 64, writes)])
+    executor.pin("op", [Span(0, 64, writes)])
 
 
 def test_an_access_may_copy_between_its_own_ranges_only_where_it_may_write(executor: CheckedExecutor) -> None:
-    executor.hold("op", [Span(0, 128, False), Span(256, 128, True)])
+    executor.pin("op", [Span(0, 128, False), Span(256, 128, True)])
     executor.start([Move(32, 300, 64)])
     with pytest.raises(OrderError):
         executor.start([Move(300, 32, 64)])
@@ -112,7 +112,7 @@ def test_what_a_failure_cancels_is_in_nobodys_way() -> None:
     executor.start([transfer(1, Kind.WRITE_BACK, 0), transfer(2, Kind.FETCH, 0, after=(1,))])
     assert executor.wait(1.0)
     executor.poll()
-    executor.hold("op", [Span(0, 64, True)])
+    executor.pin("op", [Span(0, 64, True)])
 
 
 def test_the_checker_passes_a_program_with_rows_gathered_and_freed_in_between() -> None:

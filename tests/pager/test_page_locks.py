@@ -208,7 +208,7 @@ def test_after_a_failed_direct_write_back_the_bytes_are_still_in_place(rig: Rig)
 
 
 def test_what_is_demanded_does_not_stand_behind_all_that_is_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farpool.memory.pager.executor.staged._AHEAD", 8192)
+    monkeypatch.setattr("farpool.memory.pager.executor.staged._COPY_BYTES_MAX", 8192)
     rig = Rig(Locker())
     rig.lock(SIZE)
     rig.inner.held = True

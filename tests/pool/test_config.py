@@ -238,7 +238,7 @@ WRONG_FILES = {
     "a fraction of a byte": ("[pool]\nfast = 1.5\n", r"\[pool\]: fast is 1.5, expected"),
     "no truth value": ('[pool]\nfast = 4096\nprefetch = "yes"\n', r"\[pool\]: prefetch is 'yes', expected `bool`"),
     "no number": ("[pool]\nfast = 4096\ntimeout = true\n", r"\[pool\]: timeout is True, expected `float`"),
-    "no time": ("[pool]\nfast = 4096\ntimeout = 0\n", r"\[pool\]: timeout: 0.0 seconds"),
+    "no time": ("[pool]\nfast = 4096\ntimeout = 0\n", r"\[pool\]: timeout is 0.0, expected seconds above 0"),
     "an unknown device": ('[pool]\nfast = 4096\ndevice = "tpu"\n', r"\[pool\]: device: 'tpu' is not known; .*cuda"),
     "a tier that is too small": ("[pool]\nfast = 4096\nnvme = 1\n", r"\[pool\]: .*nvme is 1 bytes, expected 4096"),
     "tiers twice": ("[pool]\nfast = 4096\ndram = 4096\ntiers = []\n", r"\[pool\]: tiers= and the shorthand"),

@@ -101,7 +101,7 @@ def test_a_store_takes_addresses_or_one_list() -> None:
         Store(members, "c:1")
     with pytest.raises(ConfigError, match="replicas is 3, expected 1 to 2, the number of nodes"):
         Store(members, replicas=3)
-    with pytest.raises(ConfigError, match="replicas is 0, expected 1 to 255"):
+    with pytest.raises(ConfigError, match="replicas is 0, expected a whole number from 1 to 255"):
         Store(Listed(), replicas=0)
     with Store(members, replicas=2) as store:
         assert [member.name for member in cluster_of(store).members] == ["tcp://a:1", "tcp://b:1"]

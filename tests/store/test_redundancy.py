@@ -132,9 +132,9 @@ class Pieces(Copies):
         ({"redundancy": 2}, "redundancy is 2, expected"),
         ({"redundancy": Copies(2), "replicas": 2}, "replicas is 2 and redundancy is Copies.2., expected one of them"),
         ({"redundancy": Copies(4)}, "replicas is 4, expected 1 to 3, the number of nodes"),
-        ({"replicas": 0}, "replicas is 0, expected 1 to 255"),
-        ({"replicas": True}, "replicas is True, expected 1 to 255"),
-        ({"replicas": 256}, "replicas is 256, expected 1 to 255"),
+        ({"replicas": 0}, "replicas is 0, expected a whole number from 1 to 255"),
+        ({"replicas": True}, "replicas is True, expected a whole number from 1 to 255"),
+        ({"replicas": 256}, "replicas is 256, expected a whole number from 1 to 255"),
     ],
 )
 def test_wrong_redundancies_are_named(settings: dict[str, object], named: str) -> None:

@@ -289,14 +289,14 @@ Found Catalogue::copy_to_ram(const Found& found) {
     if (found.is_mapped_by_readers) {
         return found;
     }
-    hold(found);
+    retain(found);
     const std::optional<Found> moved = promote(found.offset, found.view);
     release(found.offset);
     return moved.value_or(found);
 }
 
 void Catalogue::lose(std::uint64_t offset) {
-    if (const std::uint32_t slot = entries_.held_slot(offset); slot != Index::none) {
+    if (const std::uint32_t slot = entries_.retained_slot(offset); slot != Index::none) {
         entries_.remove(slot);
     }
 }

@@ -83,9 +83,9 @@ public:
     // objects stay in place until they are released, and the memory of many objects is freed little by little.
     void rotate(std::uint32_t epoch);
 
-    // Hold and release objects that replies or pins use; see Entries.
-    void hold(const Found& found) { entries_.hold(found.offset, found.slot); }
-    void hold_again(std::uint64_t offset) { entries_.hold_again(offset); }
+    // Add and release references of replies and pins to objects; see Entries.
+    void retain(const Found& found) { entries_.retain(found.offset, found.slot); }
+    void retain_again(std::uint64_t offset) { entries_.retain_again(offset); }
     void release(std::uint64_t offset) { entries_.release(offset); }
     void pin(const Found& found) { entries_.pin(found); }
     void unpin(std::uint64_t offset) { entries_.unpin(offset); }
@@ -106,11 +106,11 @@ public:
     Status demote(const Found& found) { return eviction_.demote(found); }
     std::optional<Found> promote(std::uint64_t offset, const std::byte* payload) { return eviction_.promote(offset, payload); }
     Found copy_to_ram(const Found& found);
-    // Reads the payload of a held object without a view into a buffer.
+    // Reads the payload of a retained object without a view into a buffer.
     void read(std::uint32_t block, std::shared_ptr<AlignedBuffer> into, Medium::Then then) {
         media_.lower().get(block, std::move(into), std::move(then));
     }
-    // Removes a held object whose payload the medium could not read.
+    // Removes a retained object whose payload the medium could not read.
     void lose(std::uint64_t offset);
 
     std::uint64_t used() const noexcept override { return room_.used(); }

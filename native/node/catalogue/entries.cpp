@@ -52,7 +52,7 @@ Found Entries::found_at(std::uint32_t slot) const {
     found.is_mapped_by_readers = media_.is_mapped_by_readers(entry);
     found.block = entry.block;
     found.crc = header.payload_crc;
-    found.pins = holds_.count(entry.offset);
+    found.pins = references_.count(entry.offset);
     found.visited = entry.blocks != 0 && queues_.was_visited(slot);
     found.head = {
         left_until(entry.expiry),         header.copies,  header.kind, header.parts, header.recompute_us, header.name_space,
@@ -159,10 +159,10 @@ void Entries::remove(std::uint32_t slot) {
     records_.remove(slot);
     counts_.payload_bytes -= nbytes;
     counts_.shelved -= entry.blocks != 0 ? 1 : 0;
-    room_.leave(entry.units, is_fixed(entry), is_firm(entry) && !holds_.is_pinned(entry.offset));
+    room_.leave(entry.units, is_fixed(entry), is_firm(entry) && !references_.is_pinned(entry.offset));
     index_.remove(slot);
     queues_.remove(slot, entry, policy::Leaving::deleted);
-    if (!holds_.mark_gone(entry.offset)) {
+    if (!references_.mark_gone(entry.offset)) {
         media_.release_units(entry.offset, entry.units);
         media_.release_blocks(entry.block, entry.blocks);
     }
@@ -183,15 +183,15 @@ void Entries::set_expiry(std::uint32_t slot, std::uint64_t word) {
     enqueue(slot, after);
 }
 
-void Entries::hold(std::uint64_t offset, std::uint32_t slot) {
+void Entries::retain(std::uint64_t offset, std::uint32_t slot) {
     const Index::Entry entry = index_.at(slot);
-    if (holds_.add(offset, slot, entry)) {
+    if (references_.add(offset, slot, entry)) {
         room_.fix(is_kept(entry) ? 0 : entry.units);
     }
 }
 
 void Entries::release(std::uint64_t offset) {
-    const std::optional<Holds::Held> last = holds_.release(offset);
+    const std::optional<References::Counted> last = references_.release(offset);
     if (!last) {
         return;
     }
@@ -206,14 +206,14 @@ void Entries::release(std::uint64_t offset) {
 void Entries::pin(const Found& found) {
     const Index::Entry entry = index_.at(found.slot);
     room_.make_firm(is_firm(entry) ? 0 : entry.units);
-    hold(found.offset, found.slot);
-    holds_.add_pin(found.offset);
+    retain(found.offset, found.slot);
+    references_.add_pin(found.offset);
 }
 
 void Entries::unpin(std::uint64_t offset) {
-    const Holds::Held& held = holds_.at(offset);
-    const bool kept = !held.gone && is_kept(index_.at(held.slot));
-    room_.end_firm(holds_.remove_pin(offset) && !kept ? held.units : 0);
+    const References::Counted& object = references_.at(offset);
+    const bool kept = !object.gone && is_kept(index_.at(object.slot));
+    room_.end_firm(references_.remove_pin(offset) && !kept ? object.units : 0);
     release(offset);
 }
 

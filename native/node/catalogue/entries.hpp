@@ -1,7 +1,7 @@
 // The objects in a catalogue's index, with their memory: how they enter and leave, who uses them, and what that costs.
 //
-// An object that a reply or a pin holds leaves the index when it is deleted or expires, and its memory is released with the
-// last holder.
+// An object to which a reply or a pin refers leaves the index when it is deleted or expires, and its memory is released with
+// the last reference.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 #include <string_view>
 
 #include "node/catalogue/epochs.hpp"
-#include "node/catalogue/holds.hpp"
 #include "node/catalogue/index.hpp"
 #include "node/catalogue/media.hpp"
 #include "node/catalogue/queues.hpp"
 #include "node/catalogue/records.hpp"
+#include "node/catalogue/references.hpp"
 #include "node/catalogue/room.hpp"
 #include "wire/frame.hpp"
 
@@ -24,7 +24,7 @@ struct Found {
     Status status = Status::missing;
     std::uint64_t serial = 0;
     std::uint32_t slot = 0;
-    std::uint64_t offset = 0;           // of the extent in the data file; holders are counted by it
+    std::uint64_t offset = 0;           // of the extent in the data file; references are counted by it
     std::uint64_t payload = 0;          // offset of the payload, if it is in RAM
     std::uint64_t nbytes = 0;           // of the payload
     const std::byte* view = nullptr;    // the payload in the node's memory; null: read it with Medium::get()
@@ -66,7 +66,7 @@ public:
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
     // Enters the object in a slot of an earlier start; false if it is not intact.
     bool adopt(std::uint32_t slot);
-    // Removes an object from the index, and releases its memory unless it is held.
+    // Removes an object from the index, and releases its memory unless it has references.
     void remove(std::uint32_t slot);
     void evict(std::uint32_t slot) {
         remove(slot);
@@ -74,17 +74,17 @@ public:
     }
     void set_expiry(std::uint32_t slot, std::uint64_t word);
 
-    // Hold an object, and pin it: a pin is a hold that a program releases, and not the node after a reply.
-    void hold(std::uint64_t offset, std::uint32_t slot);
-    void hold_again(std::uint64_t offset) { holds_.add_again(offset); }
+    // Add a reference to an object, and pin it: a program releases a pin, and the node releases a reference after its reply.
+    void retain(std::uint64_t offset, std::uint32_t slot);
+    void retain_again(std::uint64_t offset) { references_.add_again(offset); }
     void release(std::uint64_t offset);
     void pin(const Found& found);
     void unpin(std::uint64_t offset);
-    std::uint32_t held_slot(std::uint64_t offset) const { return holds_.slot(offset); }
-    bool is_fixed(const Index::Entry& entry) const { return is_kept(entry) || holds_.contains(entry.offset); }
+    std::uint32_t retained_slot(std::uint64_t offset) const { return references_.slot(offset); }
+    bool is_fixed(const Index::Entry& entry) const { return is_kept(entry) || references_.contains(entry.offset); }
     // True if the object may be pinned or kept.
     bool may_fix(const Found& found) const;
-    // True if a reply may hold this object. `nbytes`: held by other replies to its access key, which may hold `nbytes_max`.
+    // True if a reply may refer to this object. `nbytes`: of objects of other replies to its access key, at most `nbytes_max`.
     bool may_send(const Found& found, std::uint64_t nbytes, std::uint64_t nbytes_max) const;
 
     // True if the object has expired or is of an earlier epoch.
@@ -100,16 +100,16 @@ public:
     const Queues& queues() const noexcept { return queues_; }
     Counts& counts() noexcept { return counts_; }
     const Counts& counts() const noexcept { return counts_; }
-    // True for an object that a hold keeps in memory.
+    // True for an object that a reference keeps in memory.
     auto in_use() const {
-        return [this](std::uint32_t slot) { return holds_.contains(index_.at(slot).offset); };
+        return [this](std::uint32_t slot) { return references_.contains(index_.at(slot).offset); };
     }
     // Bytes that objects take in addition to their keys and payloads.
     std::uint64_t overhead_nbytes() const noexcept;
 
 private:
     static bool is_kept(const Index::Entry& entry) { return (entry.expiry & kept_flag) != 0; }
-    bool is_firm(const Index::Entry& entry) const { return is_kept(entry) || holds_.is_pinned(entry.offset); }
+    bool is_firm(const Index::Entry& entry) const { return is_kept(entry) || references_.is_pinned(entry.offset); }
     bool fits(const ObjectHeader& header, const Index::Entry& entry) const;
     void enqueue(std::uint32_t slot, const Index::Entry& entry);
     void remove_over(std::uint32_t slot);
@@ -121,7 +121,7 @@ private:
     Index& index_;
     Media& media_;
     Records records_;
-    Holds holds_;
+    References references_;
     Queues queues_;
     Epochs epochs_;
     Counts counts_;

@@ -152,7 +152,7 @@ bool Eviction::demote(std::uint32_t slot) {
         media_.release_blocks(*block, blocks);
         return false;
     }
-    entries_.hold(entry.offset, slot);
+    entries_.retain(entry.offset, slot);
     entries_.queues().remove(slot, entry, policy::Leaving::evicted);
     media_.begin_move(entry.offset, entry.units, {*offset, units, *block, blocks});
     ++entries_.counts().demotions;
@@ -183,7 +183,7 @@ Status Eviction::demote(const Found& found) {
 // an object that the lower medium could not take.
 void Eviction::finish_demote(std::uint64_t offset, bool ok) {
     const Media::Move to = media_.move_of(offset);
-    const std::uint32_t slot = entries_.held_slot(offset);
+    const std::uint32_t slot = entries_.retained_slot(offset);
     const Records& records = entries_.records();
     if (slot != Index::none && ok && records.is_intact(slot) && entries_.reserve_slot()) {
         const Index::Entry entry = entries_.at(slot);
@@ -204,7 +204,7 @@ void Eviction::finish_demote(std::uint64_t offset, bool ok) {
 }
 
 std::optional<Found> Eviction::promote(std::uint64_t offset, const std::byte* payload) {
-    const std::uint32_t slot = entries_.held_slot(offset);
+    const std::uint32_t slot = entries_.retained_slot(offset);
     const Records& records = entries_.records();
     if (slot == Index::none || entries_.at(slot).blocks == 0 || !records.is_intact(slot)) {
         return std::nullopt;

@@ -26,8 +26,8 @@ public:
     // changed: `unknown` without a lower medium, `busy` if the object is pinned, kept or being read, `too_large` for the
     // medium, `full` if the medium has no room or as many bytes are moving as may.
     Status demote(const Found& found);
-    // Copies the payload of a held object from a lower medium into RAM. Returns the object as it is then; empty if there is no
-    // room. Holders of the old extent keep it.
+    // Copies the payload of a retained object from a lower medium into RAM. Returns the object as it is then; empty if there is
+    // no room. Holders of the old extent keep it.
     std::optional<Found> promote(std::uint64_t offset, const std::byte* payload);
 
 private:

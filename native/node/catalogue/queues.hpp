@@ -43,8 +43,8 @@ public:
         }
     }
     // The object to evict next; policy::no_slot if `in_use` is true for all.
-    policy::Slot victim_in_ram(policy::Held in_use) { return in_ram_.victim({}, in_use); }
-    policy::Slot victim_in_lower(policy::Held in_use) { return in_lower_.victim({}, in_use); }
+    policy::Slot victim_in_ram(policy::InUse in_use) { return in_ram_.victim({}, in_use); }
+    policy::Slot victim_in_lower(policy::InUse in_use) { return in_lower_.victim({}, in_use); }
     // True if the object was used lately or is worth more than most.
     bool would_pass(std::uint32_t slot, const Index::Entry& entry) const {
         return (entry.blocks == 0 ? in_ram_ : in_lower_).would_pass(slot);

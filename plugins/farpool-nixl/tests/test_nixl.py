@@ -53,7 +53,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 @pytest.fixture
 def exposures() -> Iterator[Exposures]:
     exposures = Exposures("nixl", loopback=True)
-    exposures.hold(1)
+    exposures.connect(1)
     yield exposures
     exposures.close()
 

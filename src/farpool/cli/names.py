@@ -22,7 +22,7 @@ from farpool.sizes import format_size
 
 __all__: list[str] = []
 
-_PART = 16 << 20
+_PART_BYTES = 16 << 20
 _WAIT_SLICE_S = 5.0
 """Length of one wait. Python handles a signal only between two waits."""
 
@@ -67,7 +67,7 @@ def publish(
 
 def _parts(source: BinaryIO, file: str, progress: Told) -> Iterator[bytes]:
     total, done = os.fstat(source.fileno()).st_size, 0
-    for part in read_parts(source, file, _PART):
+    for part in read_parts(source, file, _PART_BYTES):
         done += len(part)
         yield part
         progress("publish", done >> 20, max(total, done) >> 20)

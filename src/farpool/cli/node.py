@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["node"]
 
-_SAME_STOP_S = 1.0
+_SIGNAL_PAIR_S = 1.0
 """A second signal within this time is the same request to stop."""
 
 Size = Annotated[str, typer.Option(metavar="SIZE", help="Memory to lend, for example 2GiB.", show_default=False)]
@@ -227,7 +227,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
     def watch() -> None:
         while os.read(readable, 1)[0] == signal.SIGHUP:
             reload()
-        until = time.monotonic() + _SAME_STOP_S
+        until = time.monotonic() + _SIGNAL_PAIR_S
         stopping.set()
         while True:
             [number] = os.read(readable, 1)

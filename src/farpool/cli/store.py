@@ -22,7 +22,7 @@ from farpool.sizes import format_size, parse_rate
 
 __all__ = ["Node", "Replicas", "Timeout", "app", "open_store"]
 
-_CHUNK = 8 << 20
+_CHUNK_BYTES = 8 << 20
 
 app = typer.Typer(
     help="Put, get and look at objects on nodes. A key is written once: its first value stays until it is dropped.",
@@ -83,7 +83,7 @@ def put(
         largest = store.largest()
         total = os.fstat(source.fileno()).st_size
         value = bytearray()
-        for chunk in read_parts(source, file, _CHUNK):
+        for chunk in read_parts(source, file, _CHUNK_BYTES):
             value += chunk
             if len(value) > largest:
                 raise ConfigError(
@@ -123,9 +123,9 @@ def get(
 
 
 def _written(value: bytes, progress: Told) -> Iterator[memoryview]:
-    for offset in range(0, len(value), _CHUNK):
-        yield memoryview(value)[offset : offset + _CHUNK]
-        progress("write", min(offset + _CHUNK, len(value)) >> 20, len(value) >> 20)
+    for offset in range(0, len(value), _CHUNK_BYTES):
+        yield memoryview(value)[offset : offset + _CHUNK_BYTES]
+        progress("write", min(offset + _CHUNK_BYTES, len(value)) >> 20, len(value) >> 20)
 
 
 @app.command()

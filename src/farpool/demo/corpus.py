@@ -16,7 +16,7 @@ __all__ = ["Passage", "folder_passages", "library_passages", "pick"]
 PASSAGE_CHARACTERS = 900
 """About 200 word pieces of English: the model reads 256, so it reads most passages completely."""
 
-SHORTEST_DOCSTRING = 150
+DOCSTRING_CHARACTERS_MIN = 150
 
 LIBRARY = (
     *("argparse", "bisect", "calendar", "collections", "concurrent.futures", "configparser", "contextlib", "copy"),
@@ -100,7 +100,7 @@ def _module_files(root: Path, name: str) -> list[Path]:
 def _docstring_passages(path: Path, name: str) -> Iterator[Passage]:
     def visit(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[Passage]:
         docstring = ast.get_docstring(node) or ""
-        if len(docstring) >= SHORTEST_DOCSTRING:
+        if len(docstring) >= DOCSTRING_CHARACTERS_MIN:
             for piece in _pieces(docstring):
                 yield Passage(name, piece)
         for child in node.body:

@@ -34,7 +34,7 @@ __all__ = ["Answer", "Outcome", "run"]
 BATCH = 32
 ANSWERS = 5
 _BATCHES_DRAWN = 2
-_NODES = 2
+_NODE_COUNT = 2
 _NODE_SLACK_BYTES = 64 << 20
 """Additional memory of a node, for its indexes and because sizes are rounded up to stripes."""
 MODEL = "all-MiniLM-L6-v2"
@@ -258,8 +258,8 @@ class _Lower:
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
     """Provide the lower tiers while the context is open: DRAM and a file, or two nodes that lend the same bytes."""
     if settings.remote:
-        share = (dram + nvme) // _NODES
-        with lending(_NODES, share + weight_bytes + _NODE_SLACK_BYTES) as nodes:
+        share = (dram + nvme) // _NODE_COUNT
+        with lending(_NODE_COUNT, share + weight_bytes + _NODE_SLACK_BYTES) as nodes:
             # The nodes are on this host, but the pool uses them over TCP as if they were other hosts.
             yield _Lower([Remote(*nodes, size=dram + nvme, transport="tcp")], nodes)
     else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from farpool import forks
 from farpool.abc.objects import About, Payload
+from farpool.checks import require_seconds, require_whole
 from farpool.closing import Closing
 from farpool.cluster.store import Demotion, Store
 from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, nbytes_of, ttl_of
@@ -110,10 +111,8 @@ class BlockCache(Closing):
         threads: int = 2,
         judge: Judge | None = None,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
-            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0 and at most 1e6", setting="timeout")
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
-            raise ConfigError(f"threads is {threads!r}, expected 1 to 64", setting="threads")
+        require_seconds(timeout, "timeout", None, 1e6)
+        require_whole(threads, "threads", 1, 64)
         self.namespace = namespace
         self.judge = judge or Judge()
         self.digest = namespace.digest

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from farpool._native import PrefixEviction, TenantCounts, online_policy_names
+from farpool.checks import require_choice, require_whole
 from farpool.errors import ConfigError
 
 __all__ = ["POLICIES", "Eviction", "EvictionStats", "ShadowStats", "TenantStats"]
@@ -103,12 +104,9 @@ class Eviction(Generic[Key]):
     """
 
     def __init__(self, capacity: int, policy: str = "") -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 0 < capacity < 1 << 63:
-            raise ConfigError(f"capacity is {capacity!r}, expected a number of bytes, at least 1", setting="capacity")
-        if policy and policy not in POLICIES:
-            raise ConfigError(
-                f"policy {policy!r} is not known; expected one of {', '.join(POLICIES)}", setting="policy"
-            )
+        require_whole(capacity, "capacity", 1, (1 << 63) - 1, " bytes")
+        if policy:
+            require_choice(policy, "policy", POLICIES)
         self._core = PrefixEviction(capacity, policy)
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
@@ -200,10 +198,7 @@ class Eviction(Generic[Key]):
         ConfigError
             The policy is not known.
         """
-        if policy not in POLICIES:
-            raise ConfigError(
-                f"policy {policy!r} is not known; expected one of {', '.join(POLICIES)}", setting="policy"
-            )
+        require_choice(policy, "policy", POLICIES)
         self._core.use_policy(policy)
 
     def __contains__(self, key: Key) -> bool:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from farpool import forks
+
 __all__ = ["Entry", "journal_folder", "record", "recorded", "runs"]
 
 _ENTRIES_MAX = 10_000
@@ -73,10 +75,20 @@ class _Journal:
     """Keeps the latest entries of this process, and answers queries on a thread."""
 
     def __init__(self) -> None:
+        self._begin()
+        forks.begin_again(self)
+
+    def _begin(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=_ENTRIES_MAX)
         self._lock = threading.Lock()
         self._asked = False
         self._listener: socket.socket | None = None
+
+    def forked(self) -> None:
+        """Begin again in a forked child; its copy of the socket would accept connections after the parent has ended."""
+        if self._listener is not None:
+            self._listener.close()
+        self._begin()
 
     def add(self, entry: Entry) -> None:
         self.entries.append(entry)
@@ -118,11 +130,6 @@ class _Journal:
             asked = connection.recv(_QUERY_BYTES_MAX).decode(errors="replace").strip()
             connection.sendall(msgspec.json.encode(_of_request(self.entries.copy(), asked)))
 
-    def leave_to_parent(self) -> None:
-        """Close a child's copy of the parent's socket, which would accept connections after the parent has ended."""
-        if self._listener is not None:
-            self._listener.close()
-
 
 def _is_own(folder: Path) -> bool:
     """Return True if only this user can put a socket into a folder."""
@@ -137,16 +144,6 @@ def _remove(path: Path, owner: int) -> None:
 
 
 _journal = _Journal()
-
-
-def _forked() -> None:
-    """Start a new journal in the child of a fork."""
-    global _journal
-    _journal.leave_to_parent()
-    _journal = _Journal()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def record(

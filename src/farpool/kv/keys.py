@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from farpool._native import token_keys as native_token_keys
+from farpool.checks import require_whole
 from farpool.errors import ConfigError
 
 __all__ = [
@@ -163,8 +164,7 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     ConfigError
         A token is not a number in this range, or `page` is not positive.
     """
-    if not isinstance(page, int) or page < 1:
-        raise ConfigError(f"page is {page!r}, expected a number of tokens, at least 1", setting="page")
+    require_whole(page, "page", 1, hint=" token")
     whole = tokens[: len(tokens) - len(tokens) % page]
     if isinstance(whole, bytes | bytearray):
         whole = list(whole)  # an array would read several bytes as one number

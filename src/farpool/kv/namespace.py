@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import cbor2
 
+from farpool.checks import require_whole
 from farpool.errors import ConfigError
 
 __all__ = ["Group", "Namespace"]
@@ -114,9 +115,7 @@ class Namespace:
                 hint = "; give the exact name of the weights that compute this KV" if name == "weights" else ""
                 raise ConfigError(f"{name} is {value!r}, expected a text that is not empty{hint}", setting=name)
         for name in ("tokens_per_block", "tokens_per_hash", "heads", "head_dim"):
-            value, least = getattr(self, name), int(name == "tokens_per_block")
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}, expected a whole number, at least {least}", setting=name)
+            require_whole(getattr(self, name), name, int(name == "tokens_per_block"))
         for name in ("hash", "seed", "tenant", "codec"):
             if not isinstance(value := getattr(self, name), str):
                 raise ConfigError(f"{name} is {value!r}, expected a text", setting=name)

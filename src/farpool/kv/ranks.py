@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+from farpool.checks import require_seconds
 from farpool.errors import ConfigError, NodeError
 
 __all__ = ["Exchange", "Ranks", "StoreRanks"]
@@ -111,8 +112,7 @@ class StoreRanks:
     def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 1.0, name: str = "farpool.kv") -> None:
         if not isinstance(size, int) or not isinstance(rank, int) or not 0 <= rank < size:
             raise ConfigError(f"rank is {rank!r} of {size!r}, expected 0 to the number of ranks less 1", setting="rank")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
-            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0 and at most 1e6", setting="timeout")
+        require_seconds(timeout, "timeout", None, 1e6)
         self.rank = rank
         self.size = size
         self._store = store

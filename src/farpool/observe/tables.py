@@ -22,9 +22,9 @@ from rich.text import Text
 
 __all__ = ["Table", "show"]
 
-_WORD_MIN = 16
+_COLUMN_CHARACTERS_MIN = 16
 """Minimum width of a text column; words that are longer may be broken."""
-_UNLIMITED = 1 << 16
+_WIDTH_CHARACTERS_MAX = 1 << 16
 
 
 def show(content: RenderableType) -> None:
@@ -114,7 +114,7 @@ class Table(RichTable):
                     continue
                 room = width - indent if header.plain else width
                 start = Text.assemble(header, " " * (indent - header.cell_len)) if header.plain else Text()
-                if room < (value.cell_len if column.no_wrap else min(value.cell_len, _WORD_MIN)):
+                if room < (value.cell_len if column.no_wrap else min(value.cell_len, _COLUMN_CHARACTERS_MIN)):
                     yield header
                     room = width - 2
                     start = Text() if column.no_wrap and value.cell_len > room else Text("  ")
@@ -131,7 +131,7 @@ def _full_width(table: RichTable, console: Console, options: ConsoleOptions) -> 
     """Measure a table without its title, which wraps."""
     compact = copy.copy(table)
     compact.expand = False
-    return Measurement.get(console, options.update(width=_UNLIMITED), compact).maximum
+    return Measurement.get(console, options.update(width=_WIDTH_CHARACTERS_MAX), compact).maximum
 
 
 def _rendered(console: Console, content: RenderableType) -> Text:
@@ -155,7 +155,7 @@ def _widths(console: Console, column: Column) -> tuple[int, int]:
     full = max(_lines(text) for text in (header, *cells))
     if column.no_wrap:
         return max(_words(header), *(_lines(cell) for cell in cells), 1), full
-    return max(1, min(max(_words(text) for text in (header, *cells)), _WORD_MIN), _words(header)), full
+    return max(1, min(max(_words(text) for text in (header, *cells)), _COLUMN_CHARACTERS_MIN), _words(header)), full
 
 
 def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] | None:

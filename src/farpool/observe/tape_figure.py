@@ -20,7 +20,7 @@ COLOURS = {
     "weights": BLUE, "gradient": ORANGE, "optimizer": GREEN, "activation": SKY, "embedding": PURPLE, "kv": YELLOW,
     "expert": INK, "bytes": GREY,
 }  # fmt: skip
-_POINTS = 200_000
+_POINTS_MAX = 200_000
 """Maximum number of points. If there are more, an even selection is drawn, because a picture has fewer pixels."""
 
 
@@ -60,7 +60,7 @@ def draw_tape(trace: Trace, path: Path) -> None:
 
 
 def _draw_accesses(axes: Axes, trace: Trace) -> None:
-    step = -(-sum(len(touched) for touched in trace.touched) // _POINTS)
+    step = -(-sum(len(touched) for touched in trace.touched) // _POINTS_MAX)
     points: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     ordinal = 0
     for number, touched in enumerate(trace.touched):

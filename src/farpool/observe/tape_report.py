@@ -16,7 +16,7 @@ from farpool.sizes import format_size
 
 __all__ = ["access_lines", "report"]
 
-_OPS = 10
+_OPERATIONS_MAX = 10
 _SIGNS = {Mode.READ: "", Mode.WRITE: "+", Mode.OVERWRITE: "="}
 
 
@@ -90,7 +90,7 @@ def _classes(summary: TapeSummary) -> Table:
 
 def _ops(summary: TapeSummary) -> Table:
     table = _table("Operations with most compute", "operation", "accesses", "compute")
-    for op in summary.ops[:_OPS]:
+    for op in summary.ops[:_OPERATIONS_MAX]:
         table.add_row(escape(op.name or "access"), str(op.accesses), f"{op.compute_seconds:.3f} s")
     return table
 

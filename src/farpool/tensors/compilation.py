@@ -23,7 +23,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply", "invalidate_guards"]
 
-_DEPTH = 2
+_LEVELS_MAX = 2
 """Levels of nested lists, tuples and dicts that are searched for paged tensors."""
 _warned = False
 
@@ -69,7 +69,7 @@ def _refuse_exports_in(exporter: Any) -> None:
 def _refusing(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def call(*args: Any, **kwargs: Any) -> Any:
-        paged = _first_paged((*args, *kwargs.values()), _DEPTH)
+        paged = _first_paged((*args, *kwargs.values()), _LEVELS_MAX)
         if paged is not None:
             raise UnsupportedError(
                 f"torch.export cannot take {describe(paged)} into a program: its bytes move between the tiers of its "
@@ -98,7 +98,7 @@ def _warn(paged: PagedTensor) -> None:
 
 def _paged_in_reach(frame: Any) -> PagedTensor | None:
     """A paged tensor among the arguments and globals that the frame's code names, or in modules among them."""
-    found = _first_paged(frame.f_locals.values(), _DEPTH)
+    found = _first_paged(frame.f_locals.values(), _LEVELS_MAX)
     if found is None:
         names = frame.f_globals
         found = _first_paged([names[name] for name in frame.f_code.co_names if name in names], 0)
@@ -140,8 +140,8 @@ def invalidate_guards(module: torch.nn.Module) -> None:
     tensors in place.
     """
     for part in module.modules():
-        held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for tensors in held:
+        groups: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in groups:
             for name, tensor in list(tensors.items()):
                 tensors[name] = None
                 tensors[name] = tensor

@@ -45,7 +45,7 @@ _fallbacks: dict[Any, Rule] = {}
 _general_fallbacks: list[tuple[Callable[[Any], bool], Rule]] = []
 _handlers: dict[Any, Rule] = {}
 """Handlers of operator overloads, filled at their first calls."""
-_OWN = frozenset(("_storage", "_arena", "_footprint"))
+_OWN_ATTRIBUTES = frozenset(("_storage", "_arena", "_footprint"))
 """Attributes that a paged tensor has and a plain one lacks."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
@@ -129,7 +129,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
             return survivors.without_survivors(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
     except AttributeError as error:
-        if error.name in _OWN and type(error.obj) is not PagedTensor:
+        if error.name in _OWN_ATTRIBUTES and type(error.obj) is not PagedTensor:
             raise PoolClosedError(
                 f"{func}: another thread took a tensor out of its pool (it left the pool, or called farpool.restore) "
                 "while the operation was under way; it is plain now: repeat the operation"

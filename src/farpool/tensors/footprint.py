@@ -16,7 +16,7 @@ from farpool.tensors.arena import ArenaViews
 
 __all__ = ["Footprint"]
 
-_VIEWS = 64
+_VIEWS_MAX = 64
 """Maximum number of views cached in one footprint, so that a loop over the rows of a table does not fill the memory."""
 _set = torch._C.TensorBase.set_
 
@@ -75,6 +75,6 @@ class Footprint(NativeFootprint):
 
     def remember_view(self, key: Any, view: Footprint | tuple[Footprint, ...]) -> None:
         """Cache the footprint, or footprints, of a view under its key."""
-        if len(self.views) >= _VIEWS:
+        if len(self.views) >= _VIEWS_MAX:
             self.views.clear()
         self.views[key] = view

@@ -27,12 +27,12 @@ __all__ = [
     "swap",
 ]
 
-_INTERNAL = frozenset(("_footprint", "_gradient_hook"))
+_INTERNAL_ATTRIBUTES = frozenset(("_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that the program has set on a tensor, without farpool's own."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL}
+    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL_ATTRIBUTES}
 
 
 def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
@@ -156,8 +156,8 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
     UnsupportedError
         Something holds it; nothing was changed.
     """
-    held = tensor._use_count()  # type: ignore[attr-defined]
-    if held == 1:
+    references = tensor._use_count()  # type: ignore[attr-defined]
+    if references == 1:
         return
     native = (
         f"{name} is held by native code (a scripted or traced module, DistributedDataParallel): call this before "
@@ -169,13 +169,13 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
     )
     if _is_distributed() or not (tensor.is_leaf and tensor.requires_grad):
         raise UnsupportedError(f"{graph}; or {native.removeprefix(f'{name} is ')}")
-    # If no graph knows the leaf, this makes a node for it, which is one more holder while it exists.
+    # If no graph knows the leaf, this makes a node for it, which is one more reference while it exists.
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     known = tensor._use_count()  # type: ignore[attr-defined]
     del node
-    if known > held:
+    if known > references:
         raise UnsupportedError(native)
-    if held > 2:
+    if references > 2:
         raise UnsupportedError(graph)
 
 
@@ -195,9 +195,9 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors`` this allows weak references, which
     recurrent modules keep to their weights, because the referenced object stays the same.
     """
-    for held in (tensor, other):
-        if held._use_count() > 1 and held.is_leaf and held.requires_grad:  # type: ignore[attr-defined]
-            torch.autograd.graph.get_gradient_edge(held).node.register_prehook(_poisoned)
+    for one in (tensor, other):
+        if one._use_count() > 1 and one.is_leaf and one.requires_grad:  # type: ignore[attr-defined]
+            torch.autograd.graph.get_gradient_edge(one).node.register_prehook(_poisoned)
     forget_gradients_of(tensor)
     forget_gradients_of(other)
     attributes = attributes_of(tensor)
@@ -212,7 +212,7 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.__dict__.clear()
     other.__dict__.clear()
     other.__dict__.update(kept)
-    tensor.__dict__.update({name: value for name, value in tensor_dict.items() if name in _INTERNAL})
+    tensor.__dict__.update({name: value for name, value in tensor_dict.items() if name in _INTERNAL_ATTRIBUTES})
     tensor.__dict__.update(attributes)
     if is_param and type(tensor) is PagedTensor:
         tensor.__dict__["_is_param"] = True

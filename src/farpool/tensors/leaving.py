@@ -16,17 +16,17 @@ import torch
 from farpool.available import available_memory
 from farpool.errors import BudgetError, UnsupportedError
 from farpool.sizes import format_size
-from farpool.tensors.holders import holder_of
 from farpool.tensors.identity import check_swappable
 from farpool.tensors.offload import move_out
 from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.referrers import referrer_of
 
 if TYPE_CHECKING:
     from farpool.memory.pager.storage import StorageOwner
 
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
-_SHARE = 0.8
+_MEMORY_SHARE_MAX = 0.8
 """Fraction of the available memory that tensors may take; the program needs the rest."""
 
 
@@ -60,7 +60,7 @@ def materialize_all(pool: StorageOwner) -> None:
         if not tensor.is_leaf:
             raise UnsupportedError(
                 f"{describe(tensor)} is a view, or a result, with history and cannot become plain. Drop it or detach "
-                f"it first. It is held by {holder_of(tensor)}"
+                f"it first. It is held by {referrer_of(tensor)}"
             )
         # A base is held by its views, which become plain before it.
         if id(tensor) not in bases:
@@ -98,12 +98,12 @@ def take_along(pool: StorageOwner) -> str:
             raise UnsupportedError(
                 f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and only "
                 "the pool, which stays open, has its bytes: drop it or detach it, then close the pool. It is held by "
-                f"{holder_of(tensor)}"
+                f"{referrer_of(tensor)}"
             )
     gradients = _gradients(leaves)
     needed = sum({id(tensor._storage): tensor._storage.nbytes for tensor in leaves}.values())
     available = _available(leaves[0].device)
-    limit = int(available * _SHARE)
+    limit = int(available * _MEMORY_SHARE_MAX)
     parameters = sum(isinstance(tensor, torch.nn.Parameter) for tensor in leaves)
     what = f"{len(leaves)} live tensors ({parameters} of them parameters, {format_size(needed)} altogether)"
     if needed > limit:

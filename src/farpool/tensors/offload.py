@@ -33,7 +33,7 @@ from farpool.tensors.uninitialized import check_waits_for, is_uninitialized, mov
 __all__ = ["move_out", "offload", "paged_together", "restore"]
 
 _Owner = TypeVar("_Owner", bound=torch.nn.Module | torch.optim.Optimizer)
-_ALIGNMENT = 512
+_ALIGNMENT_BYTES = 512
 """Alignment of torch's own memory, on any device."""
 
 
@@ -55,7 +55,7 @@ class _Shared:
         if not ranges:
             return 0, 0
         # Rounded down, so that each tensor keeps its alignment.
-        return min(start for start, _ in ranges) // _ALIGNMENT * _ALIGNMENT, max(stop for _, stop in ranges)
+        return min(start for start, _ in ranges) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, max(stop for _, stop in ranges)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of", "require_room"]
 
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
-_TAKE_NORMS = (torch.optim.Adafactor, torch.optim.Muon)
-_MARK = "_farpool_offloads"
+_NORM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
+_MARK_ATTRIBUTE = "_farpool_offloads"
 _offloads = 0
 """Number of modules offloaded so far. An optimizer that has stepped since the last offload has its state in the
 pool."""
@@ -124,11 +124,11 @@ def offload_state(
 
 def page_moments_of(optimizer: Optimizer) -> None:
     """Page the moments that an optimizer still has outside the pool, unless it was checked since the last `offload`."""
-    if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK) == _offloads:
+    if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK_ATTRIBUTE) == _offloads:
         return
     for parameter, value in list(_plain_moments(optimizer)):
         swap(value, _paged(parameter, value))
-    optimizer.__dict__[_MARK] = _offloads
+    optimizer.__dict__[_MARK_ATTRIBUTE] = _offloads
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
@@ -137,7 +137,7 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
     For optimizers that take norms, and for fused SGD.
     """
     grad = parameter.grad
-    if isinstance(optimizer, _TAKE_NORMS):
+    if isinstance(optimizer, _NORM_OPTIMIZERS):
         return [(parameter,), (grad,)]
     if parameter.itemsize == 2:
         operands = [grad]
@@ -165,7 +165,9 @@ def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
-        if not isinstance(optimizer, _TAKE_NORMS) and not (isinstance(optimizer, torch.optim.SGD) and group["fused"]):
+        if not isinstance(optimizer, _NORM_OPTIMIZERS) and not (
+            isinstance(optimizer, torch.optim.SGD) and group["fused"]
+        ):
             continue
         for parameter in group["params"]:
             if type(parameter) is not PagedTensor or not (

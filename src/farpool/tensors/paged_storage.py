@@ -81,11 +81,11 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 
 # All methods are refused except those that describe the storage without reading its memory.
-_ANSWERED = frozenset(("element_size", "nbytes", "resizable", "size", "untyped"))
-_SPECIAL = ("__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce__", "__setitem__")
-for _name in (*_SPECIAL, *[name for name in dir(torch.UntypedStorage) if not name.startswith("__")]):
+_ANSWERED_METHODS = frozenset(("element_size", "nbytes", "resizable", "size", "untyped"))
+_SPECIAL_METHODS = ("__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce__", "__setitem__")
+for _name in (*_SPECIAL_METHODS, *[name for name in dir(torch.UntypedStorage) if not name.startswith("__")]):
     if (
-        _name not in _ANSWERED
+        _name not in _ANSWERED_METHODS
         and _name not in vars(PagedStorage)
         and callable(getattr(torch.UntypedStorage, _name, None))
     ):

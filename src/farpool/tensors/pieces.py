@@ -36,20 +36,20 @@ from farpool.tensors.transfer import block_cuts, same_layout, stream
 __all__ = ["compute_in_pieces"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_GRAIN = 32768
+_GRAIN_ELEMENTS = 32768
 """Fewest elements that a thread gets when torch divides a tensor among threads (``GRAIN_SIZE`` of ATen)."""
-_VECTOR = 64
+_VECTOR_ELEMENTS = 64
 """A multiple of the elements that a kernel takes at once, which fill two registers of at most 64 bytes."""
-_ROUND_ONCE = frozenset(
+_ROUNDING_OPERATORS = frozenset(
     (
         *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal"),
         *("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "copy", "zero"),
         *("sign", "where", "gt", "lt", "eq"),
     )
 )
-_OF_TRUTH = frozenset(("where", "gt", "lt", "eq"))
+_TRUTH_OPERATORS = frozenset(("where", "gt", "lt", "eq"))
 """Operations that mix booleans and numbers, and do not round."""
-_EXACT = (torch.float32, torch.float64)
+_EXACT_DTYPES = (torch.float32, torch.float64)
 """Data types that kernels compute in directly; others are computed in float32 and rounded again."""
 
 
@@ -65,16 +65,16 @@ class _Operand:
 
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
     """Return True if the operation is known to give the same bits in pieces and at once on this device."""
-    if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT:
+    if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT_DTYPES:
         return (
             False  # on the CPU, torch's own implementation gives other bits in half-precision moments from run to run
         )
     if tensor.device.type == "cpu":
         return tensor.dtype in _DTYPES
     if func._opname.startswith("_fused_"):
-        return tensor.dtype in _DTYPES and tensor.numel() % _VECTOR == 0
+        return tensor.dtype in _DTYPES and tensor.numel() % _VECTOR_ELEMENTS == 0
     name = func._opname.removeprefix("_foreach_").removesuffix("_")
-    return name in _ROUND_ONCE and tensor.dtype in _EXACT and kwargs.get("alpha", 1) == 1
+    return name in _ROUNDING_OPERATORS and tensor.dtype in _EXACT_DTYPES and kwargs.get("alpha", 1) == 1
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[
 
 def _share(count: int) -> int:
     """Elements that each thread gets of a tensor of `count` elements."""
-    threads = min(torch.get_num_threads(), -(-count // _GRAIN))
+    threads = min(torch.get_num_threads(), -(-count // _GRAIN_ELEMENTS))
     return -(-count // threads)
 
 
@@ -144,18 +144,18 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
     cuts = {0, count, *range(0, count, share)}
     for cut in block_cuts(tensors, tensors[0]._storage.pool.fast):
         within = cut % share
-        cuts.add(cut - within % _VECTOR)
+        cuts.add(cut - within % _VECTOR_ELEMENTS)
     return pairwise(sorted(cuts))
 
 
 def _calls(count: int) -> Iterator[slice]:
     """Parts of a piece for one call each. One thread computes a part, or each thread computes whole vectors of it."""
     threads = torch.get_num_threads()
-    body = count if threads == 1 else count // (threads * _GRAIN) * (threads * _GRAIN)
+    body = count if threads == 1 else count // (threads * _GRAIN_ELEMENTS) * (threads * _GRAIN_ELEMENTS)
     if body:
         yield slice(0, body)
-    for start in range(body, count, _GRAIN):
-        yield slice(start, min(start + _GRAIN, count))
+    for start in range(body, count, _GRAIN_ELEMENTS):
+        yield slice(start, min(start + _GRAIN_ELEMENTS, count))
 
 
 def compute_in_pieces(
@@ -189,7 +189,7 @@ def compute_in_pieces(
     if not paged:
         return NotImplemented
     number = next((tensor for tensor in paged if tensor.dtype is not torch.bool), paged[0])
-    dtypes = (number.dtype, torch.bool) if func._opname in _OF_TRUTH else (number.dtype,)
+    dtypes = (number.dtype, torch.bool) if func._opname in _TRUTH_OPERATORS else (number.dtype,)
     if not _proven(func, number, kwargs) or not _alike(list(operands.values()), dtypes):
         return NotImplemented
     # Tensors without dimensions (the learning rate, the count of steps) are the same for each piece.

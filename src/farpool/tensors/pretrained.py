@@ -37,7 +37,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 __all__ = ["entered", "from_pretrained", "is_loading", "wrap_transformers"]
 
 _MODELING, _CONVERSION = "transformers.modeling_utils", "transformers.core_model_loading"
-_REFUSED: dict[str, str] = {
+_REFUSED_OPTIONS: dict[str, str] = {
     "device_map": "the pool decides where weights are; leave it out",
     "max_memory": "the budget is the pool's, farpool.Pool(fast=...)",
     "offload_folder": "the pool's lower tiers hold what does not fit, farpool.Pool(fast=..., nvme=...)",
@@ -155,7 +155,7 @@ def from_pretrained(
     """
     blocks = inside_of(pool, "from_pretrained")
     _require_model_class(model_class)
-    for name, reason in _REFUSED.items():
+    for name, reason in _REFUSED_OPTIONS.items():
         if options.get(name):
             raise UnsupportedError(f"farpool.from_pretrained: {name}={options[name]!r} does not work: {reason}")
     wrap_transformers()
@@ -304,14 +304,14 @@ def _convert(self: Any, original: Any, layer_name: str, *args: Any, fused: bool,
 def _check(model: Any, load_config: Any) -> None:
     """Refuse models and options that would not give strided tensors on the pool's device."""
     if load_config.hf_quantizer is not None:
-        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED['quantization_config']}")
+        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED_OPTIONS['quantization_config']}")
     if load_config.device_map is not None and {str(device) for device in load_config.device_map.values()} != {"cpu"}:
         raise UnsupportedError(
             f"{type(model).__name__}: device_map {load_config.device_map!r} does not work in a pool: "
-            f"{_REFUSED['device_map']}"
+            f"{_REFUSED_OPTIONS['device_map']}"
         )
     if load_config.device_mesh is not None:
-        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED['device_mesh']}")
+        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED_OPTIONS['device_mesh']}")
 
 
 def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTensor]:

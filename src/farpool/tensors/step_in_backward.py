@@ -27,7 +27,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 
 __all__ = ["StepInBackward", "step_in_backward"]
 
-_PROVEN = (
+_PROVEN_OPTIMIZERS = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adafactor,
@@ -45,10 +45,10 @@ _PROVEN = (
 )
 """Optimizers whose step of a parameter depends only on it, its gradient, its state and its group's settings."""
 
-_REENTRANT = "CheckpointFunctionBackward"
+_REENTRANT_NODE = "CheckpointFunctionBackward"
 """Name of the graph node of re-entrant checkpointing, which runs another backward pass inside the outer one."""
 
-_REPLACED = ("step", "zero_grad", "add_param_group")
+_REPLACED_METHODS = ("step", "zero_grad", "add_param_group")
 """Methods of the optimizer that are replaced while parameters are stepped in the backward pass."""
 _active: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 """The active `StepInBackward` objects; their optimizers keep them alive."""
@@ -117,7 +117,7 @@ class StepInBackward:
         _install()
         self.watch_all()
         attributes = optimizer.__dict__
-        self._before = {name: attributes[name] for name in _REPLACED if name in attributes}
+        self._before = {name: attributes[name] for name in _REPLACED_METHODS if name in attributes}
         attributes.update(
             step=_override(self, self._no_step),
             zero_grad=_override(self, self._no_zero_grad),
@@ -160,7 +160,7 @@ class StepInBackward:
         for hook in self._hooks.values():
             hook.remove()
         attributes = {} if self._optimizer() is None else self.optimizer.__dict__
-        for name in _REPLACED:
+        for name in _REPLACED_METHODS:
             if (
                 getattr(attributes.get(name), "_farpool_stepper", None) is self
             ):  # otherwise the program has wrapped it since
@@ -378,8 +378,8 @@ def _check_arguments(optimizer: Optimizer, every: int) -> None:
         raise ArgumentError(f"step_in_backward: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not isinstance(every, int) or every < 1:
         raise ArgumentError(f"step_in_backward: every is the number of backward passes to a step, got {every!r}")
-    if type(optimizer) not in _PROVEN:
-        known = ", ".join(kind.__name__ for kind in _PROVEN)
+    if type(optimizer) not in _PROVEN_OPTIMIZERS:
+        known = ", ".join(kind.__name__ for kind in _PROVEN_OPTIMIZERS)
         raise UnsupportedError(
             f"step_in_backward: a step of {type(optimizer).__name__} may need more than one parameter, and then gives "
             f"other numbers when they are stepped one by one; these do not: {known} (of torch.optim)"
@@ -447,7 +447,7 @@ def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
         kind = type(node).__name__
         if kind == "AccumulateGrad":
             leaves.add(id(node.variable))
-        reentrant = reentrant or kind == _REENTRANT
+        reentrant = reentrant or kind == _REENTRANT_NODE
         for after, _ in node.next_functions:
             if after is not None and after not in seen:
                 seen.add(after)

@@ -31,7 +31,7 @@ __all__ = [
     "streamable",
 ]
 
-_TINY = 64
+_TINY_DIVISOR = 64
 """Blocks are tiny if they are smaller than the budget divided by this."""
 
 
@@ -80,7 +80,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
         start, stop = tensor.byte_range()
         itemsize = tensor.itemsize
         step = max(tensor._storage.block_bytes, 1)
-        step *= max(fast // _TINY // step, 1)
+        step *= max(fast // _TINY_DIVISOR // step, 1)
         for cut in range(start // step * step + step, stop, step):
             if (cut - start) % itemsize == 0:
                 cuts.add((cut - start) // itemsize)

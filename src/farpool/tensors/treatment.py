@@ -34,7 +34,7 @@ class Treatment(StrEnum):
     """The operator needs memory that does not move, or takes tensors in nested containers; it is refused."""
 
 
-_OWN = frozenset(("aten", "prims"))
+_OWN_NAMESPACES = frozenset(("aten", "prims"))
 """Namespaces whose operators keep no operand, with the exceptions below."""
 
 _ADDRESSES = frozenset(
@@ -50,7 +50,7 @@ _FORMATS = re.compile(
 An operator that makes such a format from strided tensors has it in its name. Other operators return one only if an
 argument is one, and such an argument is never paged.
 """
-_HOLDERS = frozenset(("zero_points", "crow_indices", "ccol_indices"))
+_TENSOR_ARGUMENTS = frozenset(("zero_points", "crow_indices", "ccol_indices"))
 """Argument names that only operators on such formats have."""
 _OBJECTS = frozenset(("AnyType", "CapsuleType", "ClassType", "PyObjectType", "DictType", "StorageType"))
 """Schema types of unknown objects, and of objects that may hold tensors."""
@@ -92,10 +92,10 @@ def treatment_of(func: Any, *, views: bool) -> Treatment:
     for value in (*schema.arguments, *schema.returns):
         _kinds(value.type, kinds)
     keeps = (
-        namespace not in _OWN
+        namespace not in _OWN_NAMESPACES
         or not _OBJECTS.isdisjoint(kinds)
         or _FORMATS.search(name) is not None
-        or not _HOLDERS.isdisjoint([argument.name for argument in schema.arguments])
+        or not _TENSOR_ARGUMENTS.isdisjoint([argument.name for argument in schema.arguments])
     )
     if keeps:
         return Treatment.COPIES

@@ -23,7 +23,7 @@ from farpool.abc.membership import Membership
 
 __all__ = ["MembershipConformance"]
 
-_WAIT_S = 30.0
+_WAIT_TIMEOUT_S = 30.0
 _FIRST = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
 _LATER = ["tcp://c:1", "tcp://d:1"]
 
@@ -88,7 +88,7 @@ class MembershipConformance:
             self.change(members, _LATER)
         except RuntimeError as error:
             assert str(error) == "this subscriber fails"  # noqa: PT017 - a list may pass it on, or not
-        assert called.wait(_WAIT_S)
+        assert called.wait(_WAIT_TIMEOUT_S)
         assert _addresses(members) == set(_LATER)
 
     def test_a_subscriber_may_read_the_list_from_another_thread(self, members: Membership) -> None:
@@ -97,7 +97,7 @@ class MembershipConformance:
         def changed() -> None:
             reader = threading.Thread(target=lambda: read.append(_addresses(members)))
             reader.start()
-            reader.join(_WAIT_S)
+            reader.join(_WAIT_TIMEOUT_S)
 
         members.subscribe(changed)
         self._change(members, _LATER)
@@ -121,7 +121,7 @@ class MembershipConformance:
         finally:
             stop.set()
             for reader in readers:
-                reader.join(_WAIT_S)
+                reader.join(_WAIT_TIMEOUT_S)
         assert wrong == []
 
     def test_a_forked_child_has_no_subscriptions(self, members: Membership) -> None:
@@ -141,7 +141,7 @@ def _addresses(members: Membership) -> set[str]:
 
 
 def _eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + _WAIT_TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)

@@ -32,7 +32,7 @@ from farpool.testing.tier_machine import tier_machine
 
 __all__ = ["TierConformance"]
 
-_WAIT = 30.0
+_WAIT_TIMEOUT_S = 30.0
 _MIB = 2**20
 _SIZES = [1, 63, 64, 4095, 4096, 4097, _MIB + 1]
 
@@ -124,16 +124,16 @@ class TierConformance:
 
     def test_many_extents_do_not_disturb_each_other(self, tier: Tier) -> None:
         draw = random.Random(1)
-        held: dict[Extent, bytearray] = {}
+        contents: dict[Extent, bytearray] = {}
         for number in range(200):
             extent = tier.reserve(draw.choice([1, 63, 64, 100, 4095, 4096, 4097, 20_000]))
-            held[extent] = _pattern(extent.nbytes, number)
-            self.write(tier, extent, held[extent])
+            contents[extent] = _pattern(extent.nbytes, number)
+            self.write(tier, extent, contents[extent])
             if number % 3 == 0:
-                gone = draw.choice(list(held))
+                gone = draw.choice(list(contents))
                 tier.free(gone)
-                del held[gone]
-        for extent, data in held.items():
+                del contents[gone]
+        for extent, data in contents.items():
             assert self.read(tier, extent) == data
 
     def test_reserved_counts_what_is_reserved(self, tier: Tier) -> None:
@@ -265,13 +265,13 @@ class TierConformance:
 
         def work(extent: Extent) -> None:
             data = memoryview(_pattern(_MIB))
-            begun.wait(_WAIT)
+            begun.wait(_WAIT_TIMEOUT_S)
             with contextlib.suppress(TierError):
                 for _ in range(20):
                     tier.write_from(extent, data)
 
         def close() -> None:
-            begun.wait(_WAIT)
+            begun.wait(_WAIT_TIMEOUT_S)
             tier.close()
 
         _in_threads([close, *(partial(work, extent) for extent in extents)])
@@ -310,7 +310,7 @@ def _in_threads(calls: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_WAIT)
+        thread.join(_WAIT_TIMEOUT_S)
         assert not thread.is_alive(), "a thread did not finish in time"
     if failures:
         raise failures[0]

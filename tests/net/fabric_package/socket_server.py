@@ -10,12 +10,12 @@ import threading
 
 REQUEST = struct.Struct("<16scQQ")
 BASE = 1 << 40
-STALL_SECONDS = 20.0
+STALL_TIMEOUT_S = 20.0
 
 
 def serve(connection: socket.socket, token: bytes, file: int) -> None:
     with connection, connection.makefile("rb") as stream:
-        connection.settimeout(STALL_SECONDS)
+        connection.settimeout(STALL_TIMEOUT_S)
         given, kind, address, nbytes = REQUEST.unpack(stream.read(REQUEST.size))
         if given != token or address < BASE or address - BASE + nbytes > os.fstat(file).st_size:
             return

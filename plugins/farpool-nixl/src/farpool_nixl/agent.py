@@ -18,7 +18,7 @@ from farpool.errors import ConfigError
 
 __all__ = ["Agent", "bindings"]
 
-_PROGRESS_WAIT = 100_000
+_PROGRESS_INTERVAL_US = 100_000
 """Microseconds that the progress thread sleeps at most; traffic wakes it."""
 
 
@@ -55,7 +55,7 @@ class Agent:
         config = self.native.nixlAgentConfig()
         config.useProgThread = serves
         config.useListenThread = False
-        config.pthrDelay = _PROGRESS_WAIT
+        config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = self.native.NIXL_THREAD_SYNC_STRICT
         try:
             # The name is unique among all agents that meet.

@@ -22,14 +22,14 @@ from farpool_nixl.agent import Agent
 __all__ = ["NixlEndpoint", "NixlRegion"]
 
 _SLAB_BYTES = 4 << 20
-_MOST_SLABS = 16
+_SLABS_MAX = 16
 """Most slabs for one node: those of transfers under way, and of transfers that were given up."""
-_SLABS_A_TRANSFER = 2
+_TRANSFER_SLABS = 2
 """Slabs of one transfer: one is copied while the other is under way."""
-_SPIN = 50e-6
+_SPIN_S = 50e-6
 """Seconds of looking for the end of a transfer before sleeping between looks."""
-_PAUSE = 20e-6
-_FAILED = "a one-sided transfer failed"
+_PAUSE_S = 20e-6
+_FAILURE = "a one-sided transfer failed"
 
 
 class _Slab:
@@ -128,7 +128,7 @@ class NixlEndpoint:
         while len(slabs) < count:
             if self._idle:
                 slabs.append(self._idle.pop())
-            elif self._made < _MOST_SLABS:
+            elif self._made < _SLABS_MAX:
                 memory = Memory(_SLAB_BYTES)
                 self.agent.register(memory.address, memory.nbytes)
                 self._made += 1
@@ -154,7 +154,7 @@ class NixlEndpoint:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             raise NodeTimeoutError(
-                f"{self.node}: a one-sided transfer could not begin in time; {len(self.given_up)} of {_MOST_SLABS} "
+                f"{self.node}: a one-sided transfer could not begin in time; {len(self.given_up)} of {_SLABS_MAX} "
                 "pieces of memory are still held by transfers that did not end",
                 node=self.node,
             )
@@ -188,7 +188,7 @@ class NixlRegion:
             raise ValueError(f"{view.nbytes} bytes at offset {offset} lie outside of memory of {end} bytes")
         data = view.cast("B")
         pieces = deque(range(0, data.nbytes, _SLAB_BYTES))
-        with self._endpoint.borrow(min(len(pieces), _SLABS_A_TRANSFER), self._name, deadline) as slabs:
+        with self._endpoint.borrow(min(len(pieces), _TRANSFER_SLABS), self._name, deadline) as slabs:
             idle, busy = deque(slabs), deque[tuple[_Slab, memoryview]]()
             while pieces or busy:
                 if pieces and idle:
@@ -198,7 +198,7 @@ class NixlRegion:
                         slab.bytes[: piece.nbytes] = piece
                     slab.region, slab.is_written_out = self._name, not is_read
                     local, remote = slab.memory.address, self._exposed.address + offset + begin
-                    with self._endpoint.failing(_FAILED):
+                    with self._endpoint.failing(_FAILURE):
                         slab.transfer = self._endpoint.agent.start(is_read, local, remote, piece.nbytes, self._name)
                     busy.append((slab, piece))
                     continue
@@ -210,13 +210,13 @@ class NixlRegion:
 
     def _finish(self, slab: _Slab, deadline: float) -> None:
         node = self._endpoint.node
-        spin_until = time.monotonic() + _SPIN
+        spin_until = time.monotonic() + _SPIN_S
         while True:
-            with self._endpoint.failing(_FAILED):
+            with self._endpoint.failing(_FAILURE):
                 if self._endpoint.has_ended(slab):
                     return
             now = time.monotonic()
             if now >= deadline:
                 raise NodeTimeoutError(f"{node}: a one-sided transfer did not end in time", node=node)
             if now >= spin_until:
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE_S)

@@ -14,7 +14,7 @@ from farpool.errors import NodeError
 
 __all__ = ["NixlExposure"]
 
-_START_SECONDS = 20.0
+_START_TIMEOUT_S = 20.0
 
 
 class NixlExposure:
@@ -53,7 +53,7 @@ class NixlExposure:
 
     def _answer(self) -> Exposed:
         assert self._process.stdout is not None
-        timer = threading.Timer(_START_SECONDS, self._process.kill)
+        timer = threading.Timer(_START_TIMEOUT_S, self._process.kill)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -63,7 +63,7 @@ class NixlExposure:
             said = msgspec.json.decode(line, type=Exposed | str)
         except msgspec.DecodeError as error:
             raise NodeError(
-                f"the process for one-sided transfers ended, or did not start within {_START_SECONDS:g} s; it said "
+                f"the process for one-sided transfers ended, or did not start within {_START_TIMEOUT_S:g} s; it said "
                 f"{line[:80]!r}"
             ) from error
         if isinstance(said, str):

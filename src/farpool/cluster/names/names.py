@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from farpool.abc.objects import ObjectStore
+from farpool.checks import require_seconds
 from farpool.closing import Closing
 from farpool.cluster.names.context import Context
 from farpool.cluster.names.holds import ReaderHolds
@@ -37,7 +38,6 @@ from farpool.cluster.names.writer import Writer
 from farpool.cluster.registry import Condition, Entry, Registry, open_registry
 from farpool.cluster.roles import Session, holder_of
 from farpool.errors import (
-    ConfigError,
     FarpoolError,
     NameHeldError,
     NameMissingError,
@@ -90,8 +90,7 @@ class Names(Closing):
         timeout: float = 5.0,
     ) -> None:
         for value, what, least in ((hold, "hold", 0.0), (lease, "lease", 1.0), (orphan_ttl, "orphan_ttl", 1.0)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e9:
-                raise ConfigError(f"{what} is {value!r}, expected at least {least:g} seconds", setting=what)
+            require_seconds(value, what, least, 1e9)
         self._owned = not isinstance(registry, Registry)
         self._registry = registry if isinstance(registry, Registry) else open_registry(registry, timeout=timeout)
         self._store = store
@@ -336,11 +335,11 @@ class Names(Closing):
         deadline = time.monotonic() + self._timeout
         while record is not None and record.publication:
             first = publication_key(quoted, record.publication, 0)
-            held = self._registry.get(first, timeout=self._timeout)
-            if held is None:
+            part = self._registry.get(first, timeout=self._timeout)
+            if part is None:
                 break
             # A sweep removes the entry before it releases objects.
-            unswept = [Condition(first, held.revision), Condition(SWEEPER, 0)]
+            unswept = [Condition(first, part.revision), Condition(SWEEPER, 0)]
             release = self._holds.hold(quoted, record.publication, unswept, self._timeout)
             if release is not None:
                 return self._opened(name, record, release)

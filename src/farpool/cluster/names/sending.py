@@ -198,8 +198,8 @@ class Sending:
     def _check_hold(self) -> None:
         """Raise NameMovedError if the writer's hold has ended. If not, marks noted before this call are valid."""
         assert self.hold is not None
-        held = self._context.registry.get(self.hold.key, timeout=self._context.timeout)
-        if held is None or held.revision != self.hold.revision:
+        entry = self._context.registry.get(self.hold.key, timeout=self._context.timeout)
+        if entry is None or entry.revision != self.hold.revision:
             raise writer_lost(self._context, self._name, self._quoted)
 
     def _announce(self, keys: list[str]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from farpool._native import NodeServer
 from farpool.cluster.node.exposures import Exposures
-from farpool.cluster.wire.frames import LARGEST_KEY, Right
+from farpool.cluster.wire.frames import KEY_BYTES_MAX, Right
 from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import AccessDeniedError, ProtocolError
 
@@ -20,14 +20,14 @@ __all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_cal
 PassedFiles = Callable[[], list[int]]
 """Callable that opens the files to be passed; the caller closes the descriptors."""
 
-MOST_LISTED = 128
+LISTED_OBJECTS_MAX = 128
 """Maximum number of objects in a list. With the longest keys, and a few more objects from the data loop, the list fits
 into a frame's meta."""
 
-_Key = Annotated[bytes, msgspec.Meta(max_length=LARGEST_KEY)]
-_Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST_LISTED)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
 _Lease = Annotated[int, msgspec.Meta(ge=1)]
-_LOOKING = Right.READ | Right.ADMIN
+_READING_RIGHTS = Right.READ | Right.ADMIN
 
 
 class Stats(msgspec.Struct, tag="stats", tag_field="call"):
@@ -39,7 +39,7 @@ class List(msgspec.Struct, tag="list", tag_field="call"):
 
     prefix: _Key = b""
     after: _Key = b""
-    limit: _Limit = MOST_LISTED
+    limit: _Limit = LISTED_OBJECTS_MAX
 
 
 class Lend(msgspec.Struct, tag="lend", tag_field="call"):
@@ -79,9 +79,9 @@ class Expose(msgspec.Struct, tag="expose", tag_field="call"):
 Call = Stats | Lend | Release | Leases | AttachObjects | AttachLease | Expose
 
 _DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
-_NEEDED: dict[type[Call | List], Right] = {
-    Stats: _LOOKING,
-    List: _LOOKING,
+_NEEDED_RIGHTS: dict[type[Call | List], Right] = {
+    Stats: _READING_RIGHTS,
+    List: _READING_RIGHTS,
     Lend: Right.WRITE,
     Release: Right.WRITE,
     Leases: Right.WRITE,
@@ -96,13 +96,13 @@ def parse_call(meta: bytes) -> Call | List:
     try:
         return _DECODER.decode(meta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        names = ", ".join(kind.__struct_config__.tag for kind in _NEEDED)  # type: ignore[misc]
+        names = ", ".join(kind.__struct_config__.tag for kind in _NEEDED_RIGHTS)  # type: ignore[misc]
         raise ValueError(f"{error}; expected one of the calls {names} with its arguments") from None
 
 
 def check_right(call: Call | List, client: Accepted) -> None:
     """Raise AccessDeniedError if the client's key lacks the right to make the call."""
-    needed = _NEEDED[type(call)]
+    needed = _NEEDED_RIGHTS[type(call)]
     if not client.rights & needed:
         raise AccessDeniedError(
             f"the access key {client.key!r} lacks the right for this call, which is {_named(needed)}"

@@ -26,9 +26,9 @@ from farpool.cluster.wire.handshake import Accepted
 from farpool.cluster.wire.refusals import status_of
 from farpool.errors import FarpoolError, ProtocolError
 
-__all__ = ["STALL_SECONDS", "ControlService"]
+__all__ = ["STALL_TIMEOUT_S", "ControlService"]
 
-STALL_SECONDS = 10.0
+STALL_TIMEOUT_S = 10.0
 """Longest time a client may take to send the rest of a frame that it began, or to receive one."""
 
 
@@ -68,7 +68,7 @@ class ControlService:
     async def serve(self, connection: Arrival, client: Accepted) -> None:
         """Answer calls until the connection ends. The caller closes it, and holds the client's session until then."""
         if self._exposures is not None:
-            self._exposures.hold(client.session)
+            self._exposures.connect(client.session)
         try:
             reader = FrameReader("")
             while (frame := await _received(connection, reader)) is not None:
@@ -79,7 +79,7 @@ class ControlService:
             pass  # the client went, or stood still for too long
         finally:
             if self._exposures is not None:
-                self._exposures.drop(client.session)
+                self._exposures.disconnect(client.session)
 
     def refusals(self) -> dict[tuple[int, int], int]:
         """Calls that were refused so far, by tenant and status."""
@@ -101,7 +101,7 @@ class ControlService:
         finally:
             for file in files:
                 os.close(file)
-        async with patience(STALL_SECONDS):
+        async with patience(STALL_TIMEOUT_S):
             await connection.send(reply[sent:])
 
     async def _outcome(
@@ -146,7 +146,7 @@ async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
     data = await connection.receive(reader.needed)
     if not data:
         return None
-    async with patience(STALL_SECONDS):
+    async with patience(STALL_TIMEOUT_S):
         while (frame := reader.feed(data)) is None:
             data = await connection.receive(reader.needed)
             if not data:

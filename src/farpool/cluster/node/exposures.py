@@ -30,24 +30,24 @@ class Exposures:
         self._fabric = load_fabric(fabric, "--fabric")
         self._loopback = loopback
         self._exposures: dict[tuple[int, str], Exposure] = {}
-        self._held: Counter[int] = Counter()
+        self._connections: Counter[int] = Counter()
         """Number of control connections by session."""
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         self._check()
 
-    def hold(self, session: int) -> None:
+    def connect(self, session: int) -> None:
         """Count a new control connection of the session."""
         with self._lock:
-            self._held[session] += 1
+            self._connections[session] += 1
 
-    def drop(self, session: int) -> None:
+    def disconnect(self, session: int) -> None:
         """Record that a control connection of the session has ended; after the last one, end its exposures."""
         with self._lock:
-            self._held[session] -= 1
-            gone = not self._held[session]
+            self._connections[session] -= 1
+            gone = not self._connections[session]
             if gone:
-                del self._held[session]
+                del self._connections[session]
         if gone:
             self._withdraw(lambda owner, _: owner == session)
 
@@ -70,12 +70,12 @@ class Exposures:
             finally:
                 os.close(file)
             with self._lock:
-                is_held = self._held[session] > 0
-                if is_held:
+                is_connected = self._connections[session] > 0
+                if is_connected:
                     self._exposures[key] = exposure
             if found is not None:
                 found.close()
-            if not is_held:
+            if not is_connected:
                 exposure.close()
                 raise NodeError("the session's control connection was closed")
             return exposure.exposed

@@ -10,7 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
-from farpool.cluster.wire.address import LONGEST_PATH
+from farpool.cluster.wire.address import PATH_BYTES_MAX
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
 
@@ -91,10 +91,10 @@ class Folder:
             file system has less room than `capacity` and the folder has nothing of an earlier start. The files that
             the folder already has count as room.
         """
-        if len(os.fsencode(self.socket_path)) > LONGEST_PATH:
+        if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise ConfigError(
                 f"the folder {self.path} has too long a path for the UNIX socket in it, expected at most "
-                f"{LONGEST_PATH - len(_SOCKET) - 1} bytes; choose a shorter --folder or --name",
+                f"{PATH_BYTES_MAX - len(_SOCKET) - 1} bytes; choose a shorter --folder or --name",
                 setting="folder",
             )
         present = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))

@@ -33,13 +33,13 @@ from farpool.errors import AccessDeniedError, NodeError, NodeFullError, Protocol
 
 __all__ = ["Listener"]
 
-_HANDSHAKE_SECONDS = 5.0
-_LINGER_SECONDS = 1.0
-_LINGER_BYTES = 1 << 20
-_MOST_HALF_OPEN = 1024
-_MOST_HALF_OPEN_OF_ONE = 256
-_RETRY_SECONDS = 0.1
-_EVENTS_SECONDS = 1.0
+_HANDSHAKE_TIMEOUT_S = 5.0
+_LINGER_TIMEOUT_S = 1.0
+_LINGER_BYTES_MAX = 1 << 20
+_HALF_OPEN_MAX = 1024
+_HALF_OPEN_PER_HOST_MAX = 256
+_RETRY_INTERVAL_S = 0.1
+_EVENTS_INTERVAL_S = 1.0
 _EXPECTS_TLS = refused_frame(
     ProtocolError("it expects TLS: give its address as tls://HOST:PORT, and a certificate in FARPOOL_TLS")
 )
@@ -73,7 +73,7 @@ class Listener:
         self._access = access
         self._server = server
         self._control = control
-        self._half_open = [HalfOpen(_MOST_HALF_OPEN, _MOST_HALF_OPEN_OF_ONE) for _ in sockets]
+        self._half_open = [HalfOpen(_HALF_OPEN_MAX, _HALF_OPEN_PER_HOST_MAX) for _ in sockets]
         self._dropped = 0
         self._serving: dict[asyncio.Task[None], str] = {}
         """Tasks of control connections, and the names of the keys that opened them."""
@@ -135,7 +135,7 @@ class Listener:
     async def _keep_logging(self) -> None:
         while True:
             self._log_events()
-            await asyncio.sleep(_EVENTS_SECONDS)
+            await asyncio.sleep(_EVENTS_INTERVAL_S)
 
     def _log_events(self) -> None:
         for kind, session, text in self._server.events():
@@ -154,7 +154,7 @@ class Listener:
             except OSError as error:
                 # Out of descriptors, most likely: the listening socket stays readable, so wait instead of spinning.
                 log("cannot accept", level=logging.ERROR, reason=str(error))
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
             else:
                 meeting = tasks.create_task(self._meet(arrival, half_open))
                 # A task that is cancelled before its first step never runs, so its own code cannot do this.
@@ -202,11 +202,11 @@ class Listener:
                 rights = int(client.rights)
                 self._server.adopt(arrival.detach(), client.session, client.tenant, rights, client.key)
         finally:
-            self._server.drop(client.session)
+            self._server.disconnect(client.session)
 
     async def _shake_hands(self, arrival: Arrival) -> Accepted | None:
         try:
-            async with patience(_HANDSHAKE_SECONDS):
+            async with patience(_HANDSHAKE_TIMEOUT_S):
                 stranger = self._access.refusal(arrival.socket)  # asked before TLS takes the socket
                 handshake = self._access.handshake(await self._secured(arrival))
                 client = await self._introduced(arrival, handshake, stranger)
@@ -214,7 +214,7 @@ class Listener:
             await self._refuse(arrival, str(refused), refused.frame)
             return None
         except OSError as error:
-            reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_SECONDS:g} s"
+            reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_TIMEOUT_S:g} s"
             if is_shortage(error) and (arrival.is_secure or arrival.is_local or self._access.tls is None):
                 short = NodeFullError(f"it is short of descriptors or memory ({reason}); try again soon")
                 await self._refuse(arrival, str(short), refused_frame(short))
@@ -227,7 +227,7 @@ class Listener:
     async def _introduced(
         self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
     ) -> Accepted:
-        """Do the handshake, refuse a `stranger` at its end, and hold the session of an accepted client."""
+        """Do the handshake, refuse a `stranger` at its end, and count a connection to an accepted client's session."""
         while True:
             data = await arrival.receive(handshake.needed)
             if not data:
@@ -241,7 +241,7 @@ class Listener:
                     if not self._access.still_grants(handshake):
                         raise AccessDeniedError("its access key has just been changed")
                     # Before the welcome: this refuses a session that belongs to another key or tenant.
-                    self._server.hold(client.session, client.tenant, client.key)
+                    self._server.connect(client.session, client.tenant, client.key)
             except NodeError as error:
                 raise _Refused(str(error), refused_frame(error)) from error
             if handshake.accepted is None:
@@ -250,7 +250,7 @@ class Listener:
             try:
                 await arrival.send(to_send)
             except BaseException:
-                self._server.drop(handshake.accepted.session)
+                self._server.disconnect(handshake.accepted.session)
                 raise
             return handshake.accepted
 
@@ -261,10 +261,10 @@ class Listener:
             return
         # Let the refusal arrive, with any alert of TLS itself.
         with contextlib.suppress(OSError):
-            async with patience(_LINGER_SECONDS):
+            async with patience(_LINGER_TIMEOUT_S):
                 if frame:
                     await arrival.send(frame)
-                await arrival.end(_LINGER_BYTES, plain)
+                await arrival.end(_LINGER_BYTES_MAX, plain)
 
     async def _secured(self, arrival: Arrival) -> str | None:
         """Begin TLS if the connection is to have it; return the name in the client's certificate, else None."""

@@ -76,7 +76,7 @@ _GAUGES = {
     "sessions": ("sessions", "Programs that hold something or are connected"),
     "half_open": ("half_open_connections", "Connections whose handshake is under way"),
 }
-_OF_TENANTS = {
+_TENANT_GAUGES = {
     "objects": ("objects", "Published objects of a tenant"),
     "used": ("used_bytes", "Bytes that a tenant uses for objects, their tables and leases"),
     "backed": ("backed_bytes", "Memory of a tenant that counts against what the node may lend"),
@@ -88,12 +88,12 @@ _OF_TENANTS = {
     "leases": ("leases", "Leases of a tenant"),
     "connections": ("connections", "Connections of a tenant"),
 }
-_COUNTERS_OF_TENANTS = {
+_TENANT_COUNTERS = {
     "searches": ("searches", "Keys looked for in the index of a tenant"),
     "gets": ("gets", "Objects that a tenant asked for over a connection"),
     "hits": ("hits", "Objects that a tenant asked for over a connection and that were there"),
 }
-_OF_KEYS = {
+_KEY_GAUGES = {
     "held": ("held_bytes", "Bytes that an access key holds in leases, pins and unfinished publishes"),
     "pins": ("pins", "Pins of an access key"),
     "preparations": ("preparations", "Unfinished publishes of an access key"),
@@ -143,18 +143,18 @@ class NodeCollector(Collector):
             gauge.add_metric([self._node], stats[name])
             yield gauge
         tenants = self._source.tenants()
-        for name, (metric, text) in _OF_TENANTS.items():
+        for name, (metric, text) in _TENANT_GAUGES.items():
             gauge = GaugeMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
             for tenant, has in tenants.items():
                 gauge.add_metric([self._node, str(tenant)], has[name])
             yield gauge
-        for name, (metric, text) in _COUNTERS_OF_TENANTS.items():
+        for name, (metric, text) in _TENANT_COUNTERS.items():
             counter = CounterMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
             for tenant, has in tenants.items():
                 counter.add_metric([self._node, str(tenant)], has[name])
             yield counter
         keys = self._source.keys()
-        for name, (metric, text) in _OF_KEYS.items():
+        for name, (metric, text) in _KEY_GAUGES.items():
             gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])
             for key, has in keys.items():
                 gauge.add_metric([self._node, str(has["tenant"]), key], has[name])

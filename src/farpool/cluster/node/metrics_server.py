@@ -18,9 +18,9 @@ from farpool.errors import ConfigError
 
 __all__ = ["MetricsServer"]
 
-_MOST_CONNECTIONS = 16
-_STALL_SECONDS = 5.0
-_RETRY_SECONDS = 0.1
+_CONNECTIONS_MAX = 16
+_STALL_TIMEOUT_S = 5.0
+_RETRY_INTERVAL_S = 0.1
 
 
 class MetricsServer:
@@ -69,7 +69,7 @@ class MetricsServer:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _STALL_SECONDS
+    timeout = _STALL_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: a node's log is about its clients."""
@@ -82,7 +82,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._places = threading.BoundedSemaphore(_CONNECTIONS_MAX)
         self._connections: dict[socket.socket, None] = {}  # in the order of arrival
         self._lock = threading.Lock()
         super().__init__(address, handler)
@@ -92,7 +92,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(_RETRY_INTERVAL_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:

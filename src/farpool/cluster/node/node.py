@@ -16,7 +16,7 @@ from typing import Literal
 
 from farpool._native import NodeServer, tls_available
 from farpool.available import available_memory
-from farpool.checks import require_package
+from farpool.checks import require_package, require_seconds
 from farpool.cluster.node.access import NodeAccess
 from farpool.cluster.node.control import ControlService
 from farpool.cluster.node.exposures import Exposures
@@ -36,7 +36,7 @@ from farpool.sizes import format_size
 
 __all__ = ["Node"]
 
-_BACKLOG = 1024
+_BACKLOG_CONNECTIONS = 1024
 
 
 class Node:
@@ -156,8 +156,7 @@ class Node:
         if self.name:
             check_name(self.name)
         for setting, seconds in (("grace", self._grace), ("spin", self._spin)):
-            if not 0 <= seconds < float("inf"):
-                raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
+            require_seconds(seconds, f"--{setting}", setting=setting)
         if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
             raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
         if self.metrics_address is not None:
@@ -298,7 +297,7 @@ class Node:
         server = self._server_in(folder)
         undo.callback(server.stop)
         _expect(server, self._keys)
-        local = undo.enter_context(folder.listen(_BACKLOG))
+        local = undo.enter_context(folder.listen(_BACKLOG_CONNECTIONS))
         undo.callback(folder.socket_path.unlink, missing_ok=True)
         server.start()
         own = folder.identity(kept=not self._ephemeral)
@@ -388,9 +387,11 @@ class Node:
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
     """Tell the data loop which tenants and keys programs may use, and which of them can hold memory."""
-    holders = Right.READ | Right.WRITE | Right.PUBLISH
-    grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
-    server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})
+    memory_rights = Right.READ | Right.WRITE | Right.PUBLISH
+    grants = {
+        name: (grant.tenant, bool(grant.rights & memory_rights), grant.bytes) for name, grant in (keys or {}).items()
+    }
+    server.expect_tenants({tenant for tenant, has_memory, _ in grants.values() if has_memory})
     server.expect_keys(grants)
 
 
@@ -406,7 +407,7 @@ def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Ad
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
-        listening.listen(_BACKLOG)
+        listening.listen(_BACKLOG_CONNECTIONS)
     except OSError as error:
         listening.close()
         advice = "another process listens there; choose another port" if error.errno == errno.EADDRINUSE else ""

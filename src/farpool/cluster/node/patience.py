@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 __all__ = ["patience"]
 
-_SLICE_SECONDS = 0.5
+_SLICE_S = 0.5
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +45,7 @@ class _Slices:
         self._timeout = timeout
         self._left = seconds
         self._was_late = False
-        self._begin(min(seconds, _SLICE_SECONDS))
+        self._begin(min(seconds, _SLICE_S))
 
     def cancel(self) -> None:
         """Count no more."""
@@ -57,12 +57,12 @@ class _Slices:
         self._timer = self._loop.call_at(self._due, self._end_slice)
 
     def _end_slice(self) -> None:
-        late = self._loop.time() - self._due > _SLICE_SECONDS
+        late = self._loop.time() - self._due > _SLICE_S
         if self._left > 0:
-            self._begin(min(self._left, _SLICE_SECONDS))
+            self._begin(min(self._left, _SLICE_S))
         elif late and not self._was_late:
             # The client's bytes may be there. Wait for them once only, because a slow loop would never end otherwise.
-            self._begin(_SLICE_SECONDS)
+            self._begin(_SLICE_S)
         else:
             self._timeout.reschedule(self._loop.time())
         self._was_late = late

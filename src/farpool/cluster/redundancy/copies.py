@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from farpool.abc.objects import Payload
 from farpool.abc.redundancy import MemberT, Redundancy
+from farpool.checks import require_whole
 from farpool.errors import ConfigError
 
 __all__ = ["Copies", "redundancy_of"]
@@ -31,9 +32,7 @@ class Copies(Redundancy):
     needed = 1
 
     def __init__(self, parts: int) -> None:
-        if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= _COPIES_MAX:
-            raise ConfigError(f"replicas is {parts!r}, expected 1 to {_COPIES_MAX}", setting="replicas")
-        self.parts = parts
+        self.parts = require_whole(parts, "replicas", 1, _COPIES_MAX)
 
     def __repr__(self) -> str:
         return f"Copies({self.parts})"

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 
 from farpool.abc.registry import KEY_BYTES_MAX, OPERATIONS_MAX, VALUE_BYTES_MAX, Condition, Operation, Put
+from farpool.checks import require_seconds
 from farpool.errors import ConfigError, RegistryDamagedError, RegistryLeaseError
 
 __all__ = ["checked_key", "checked_transaction", "checked_ttl", "checksum", "damaged", "deadline_of", "no_lease"]
@@ -16,17 +17,12 @@ _TTL_MAX_S = 1e9
 
 def deadline_of(timeout: float | None, default: float) -> float:
     """Turn a call's timeout into a deadline of the monotonic clock."""
-    seconds = default if timeout is None else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1e6:
-        raise ConfigError(f"timeout is {seconds!r}, expected seconds from 0 to 1,000,000", setting="timeout")
-    return time.monotonic() + seconds
+    return time.monotonic() + require_seconds(default if timeout is None else timeout, "timeout", 0.0, 1e6)
 
 
 def checked_ttl(ttl: float) -> float:
     """Check a lease's time to live and return it, in seconds."""
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _TTL_MAX_S:
-        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_TTL_MAX_S:g}", setting="ttl")
-    return float(ttl)
+    return require_seconds(ttl, "ttl", None, _TTL_MAX_S)
 
 
 def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:

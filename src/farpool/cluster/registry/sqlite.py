@@ -83,7 +83,7 @@ CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
     DELETE FROM change_checksum WHERE revision = OLD.revision AND key = OLD.key; END;
 """
 _REVISION_MAX = 1 << 62
-_LAST = b"\xff"  # above every byte of UTF-8
+_LAST_BYTE = b"\xff"  # above every byte of UTF-8
 _making = threading.Lock()
 
 
@@ -121,7 +121,7 @@ class SqliteRegistry(Registry):
     def forked(self) -> None:
         """Begin without connections in a forked child, which must neither use nor close copies of the parent's."""
         self._lock = threading.Lock()
-        _FORKED.extend(self._idle)
+        _PARENT_CONNECTIONS.extend(self._idle)
         self._idle = []
 
     # Connections: one for each call that is under way, because a transaction belongs to its connection.
@@ -244,14 +244,14 @@ class SqliteRegistry(Registry):
                     registry=self.address,
                     endpoints={self.address: waited},
                 ) from error
-            if code in _FULL or (code in _DENIED and done == "written"):
+            if code in _FULL_CODES or (code in _DENIED_CODES and done == "written"):
                 raise RegistryUnwritableError(
                     f"the registry {self.address} cannot be {done} now: {error}; check its disk and its permissions",
                     registry=self.address,
                 ) from error
-            if code in _DAMAGED:
+            if code in _DAMAGED_CODES:
                 raise damaged(self.address, str(error)) from error
-            kind = RegistryDeniedError if code in _DENIED else RegistryError
+            kind = RegistryDeniedError if code in _DENIED_CODES else RegistryError
             raise kind(f"the registry {self.address} could not be {done}: {error}", registry=self.address) from error
 
     @contextlib.contextmanager
@@ -316,7 +316,7 @@ class SqliteRegistry(Registry):
         return entry
 
     def _select(self) -> str:
-        return _SELECT if self._sums else _SELECT_WITHOUT
+        return _SELECT_QUERY if self._sums else _UNSUMMED_SELECT_QUERY
 
     def _entry(self, row: tuple[object, ...]) -> Entry:
         """Make an entry from a row of `entry` or `change`; raise RegistryDamagedError if it fails its checksum."""
@@ -333,7 +333,7 @@ class SqliteRegistry(Registry):
 
     def _check_absent(self, connection: sqlite3.Connection, begin: bytes, end: bytes) -> None:
         """Raise RegistryDamagedError if one of these keys has a checksum and no entry."""
-        lost = self._sums and connection.execute(f"{_LOST} LIMIT 1", (begin, end)).fetchone()
+        lost = self._sums and connection.execute(f"{_LOST_KEYS_QUERY} LIMIT 1", (begin, end)).fetchone()
         if lost:
             raise damaged(self.address, "was written and is missing", bytes(lost[0]).decode(errors="replace"))
 
@@ -344,10 +344,10 @@ class SqliteRegistry(Registry):
             revision = _revision(connection, self.address)
             alive = _alive(connection, self.address)
             for prefix in wanted:
-                self._check_absent(connection, prefix, prefix + _LAST)
+                self._check_absent(connection, prefix, prefix + _LAST_BYTE)
                 rows = connection.execute(
-                    f"{self._select()} WHERE entry.key >= ? AND entry.key < ? AND {_ALIVE} ORDER BY entry.key",
-                    (prefix, prefix + _LAST, *alive),
+                    f"{self._select()} WHERE entry.key >= ? AND entry.key < ? AND {_ALIVE_TEST} ORDER BY entry.key",
+                    (prefix, prefix + _LAST_BYTE, *alive),
                 )
                 entries += map(self._entry, rows)
         return Snapshot(revision, tuple(entries))
@@ -381,7 +381,7 @@ class SqliteRegistry(Registry):
                 lines = [str(line) for (line,) in connection.execute("PRAGMA integrity_check").fetchall()]
                 wrong += [] if lines == ["ok"] else lines
                 _state(connection, self.address)
-                lost = connection.execute(_LOST, (b"", _LAST)).fetchall() if self._sums else []
+                lost = connection.execute(_LOST_KEYS_QUERY, (b"", _LAST_BYTE)).fetchall() if self._sums else []
                 wrong += [f"the entry {bytes(key).decode(errors='replace')!r} is missing" for (key,) in lost]
                 for row in connection.execute(f"{self._select()} ORDER BY entry.key").fetchall():
                     try:
@@ -440,23 +440,23 @@ class SqliteRegistry(Registry):
             connection.close()
 
 
-_FORKED: list[sqlite3.Connection] = []
+_PARENT_CONNECTIONS: list[sqlite3.Connection] = []
 """Connections of the process that this one was forked from. They are never closed: that could remove files in use."""
-_SELECT = (
+_SELECT_QUERY = (
     "SELECT entry.key, value, entry.revision, lease, crc FROM entry LEFT JOIN entry_checksum "
     "ON entry_checksum.key = entry.key"
 )
-_SELECT_WITHOUT = "SELECT key, value, revision, lease, NULL FROM entry"  # in the file of an earlier release
-_LOST = (
+_UNSUMMED_SELECT_QUERY = "SELECT key, value, revision, lease, NULL FROM entry"  # in the file of an earlier release
+_LOST_KEYS_QUERY = (
     "SELECT key FROM entry_checksum WHERE key >= ? AND key < ? "
     "AND NOT EXISTS (SELECT 1 FROM entry WHERE entry.key = entry_checksum.key)"
 )
 # An entry exists if it has no lease or its lease has not ended. `_alive` returns the parameters.
-_ALIVE = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
-_DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
-_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_ALIVE_TEST = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
+_DENIED_CODES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
+_FULL_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 # Two equal rows show that a number is damaged, and an error without a code shows that a text is not UTF-8.
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, 0)
+_DAMAGED_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, 0)
 
 
 class _SqliteWatch(Watch):
@@ -472,7 +472,7 @@ class _SqliteWatch(Watch):
     def forked(self) -> None:
         """Begin without a connection in a forked child, which must neither use nor close a copy of the parent's."""
         if self._connection is not None:
-            _FORKED.append(self._connection)
+            _PARENT_CONNECTIONS.append(self._connection)
         self._connection, self._seen = None, -1
 
     def next(self, timeout: float) -> Changes:
@@ -525,7 +525,7 @@ class _SqliteWatch(Watch):
             rows = connection.execute(
                 f"SELECT key, coalesce(value, x''), revision, lease, {crc}, value IS NULL FROM change WHERE "
                 "revision > ? AND key >= ? AND key < ? ORDER BY revision, key",
-                (self._after, self._prefix, self._prefix + _LAST),
+                (self._after, self._prefix, self._prefix + _LAST_BYTE),
             ).fetchall()
             changes = Changes(max(self._after, revision), tuple(map(registry._entry, rows)))
         self._after = changes.revision
@@ -605,7 +605,7 @@ _THIS_BOOT = _boot()
 
 
 def _alive(connection: sqlite3.Connection, address: str) -> tuple[bool, int]:
-    """Return the parameters of `_ALIVE`: False if the host was restarted, which ended all leases; and the time."""
+    """Return the parameters of `_ALIVE_TEST`: False if a restart of the host ended all leases; and the time."""
     return _state(connection, address)[2] == _THIS_BOOT, _now()
 
 

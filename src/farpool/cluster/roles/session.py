@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 _RENEWALS_PER_TTL = 3
 _PAUSE_S = 0.05
 """Pause before a session tries again to take a role that another thread of this program is taking."""
-_WATCH_S = 1.0
+_WATCH_SLICE_S = 1.0
 """Longest wait of one look at a held role, so that closing the session ends the wait soon."""
 
 
@@ -236,7 +236,7 @@ class Session(Closing):
         with self._registry.watch(role, snapshot.revision) as watch:
             while not self._closed and (left := deadline - time.monotonic()) > 0:
                 try:
-                    changes = watch.next(min(left, _WATCH_S))
+                    changes = watch.next(min(left, _WATCH_SLICE_S))
                 except RegistryCompactedError:
                     return
                 if any(entry.key == role and entry.deleted for entry in changes.entries):

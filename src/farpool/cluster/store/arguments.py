@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast, overload
 from farpool._native import Slices, target_sizes
 from farpool._native import as_keys as native_keys
 from farpool.abc.objects import Payload
-from farpool.cluster.wire.frames import LARGEST_KEY
+from farpool.checks import require_seconds
+from farpool.cluster.wire.frames import KEY_BYTES_MAX
 from farpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_key", "as_keys", "as_payload", "as_prefix", "as_target", "as_targets", "nbytes_of", "parts_of", "ttl_of"]
 
-_LONGEST_TTL = 1e16
-"""Longest time to live in seconds; about the largest that the wire format can express."""
+_TTL_MAX_S = 1e16
+"""Longest time to live, about the largest that the wire format can express."""
 
 
 def as_key(key: str | bytes) -> bytes:
@@ -61,9 +62,9 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
         data = text
     else:
         raise TypeError(f"a {what} is a str or bytes, this one is a {type(text).__name__}: {text!r}")
-    if not fewest <= len(data) <= LARGEST_KEY:
+    if not fewest <= len(data) <= KEY_BYTES_MAX:
         raise ConfigError(
-            f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {LARGEST_KEY}", setting=what
+            f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {KEY_BYTES_MAX}", setting=what
         )
     return data
 
@@ -160,14 +161,4 @@ def ttl_of(ttl: float | None) -> int:
     """
     if ttl is None:
         return 0
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
-        raise ConfigError(
-            f"ttl is {_brief(ttl)}, expected seconds above 0 and at most {_LONGEST_TTL:g}, or None for no limit",
-            setting="ttl",
-        )
-    return math.ceil(ttl * 1000)
-
-
-def _brief(value: object) -> str:
-    """Format a value for an error message; a whole number may have more digits than Python prints."""
-    return "too large a number" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
+    return math.ceil(require_seconds(ttl, "ttl", None, _TTL_MAX_S, hint=", or None for no limit") * 1000)

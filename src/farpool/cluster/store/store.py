@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from farpool import forks
 from farpool.abc.membership import Membership
 from farpool.abc.objects import PutOutcome, Touched
 from farpool.abc.redundancy import Redundancy
+from farpool.checks import require_seconds
 from farpool.closing import Closing
 from farpool.cluster.members import StaticMembers
 from farpool.cluster.names import Names
@@ -140,8 +140,7 @@ class Store(Closing):
     ) -> None:
         membership = _membership_of(nodes)
         transport = checked_transport(transport)
-        if isinstance(spin, bool) or not isinstance(spin, int | float) or not 0 <= spin < math.inf:
-            raise ConfigError(f"spin is {spin!r}, expected seconds, at least 0", setting="spin")
+        require_seconds(spin, "spin")
         access = client_key(key)
 
         def connect(address: str) -> Channel:

@@ -45,7 +45,7 @@ __all__ = [
 KEY_VARIABLE = "FARPOOL_KEY"
 KEY_FILE_VARIABLE = "FARPOOL_KEY_FILE"
 LONGEST_NAME = 64
-_SHORTEST_SECRET = 16
+_SECRET_BYTES_MIN = 16
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
 
 
@@ -199,9 +199,9 @@ def _check(name: str, secret: bytes | None, what: str) -> None:
             f"{what} has the name {name!r}, expected 1 to {LONGEST_NAME} letters, digits, dots, dashes or underscores",
             setting="key",
         )
-    if secret is not None and len(secret) < _SHORTEST_SECRET:
+    if secret is not None and len(secret) < _SECRET_BYTES_MIN:
         raise ConfigError(
-            f"{what} has a secret of {len(secret)} bytes, expected at least {_SHORTEST_SECRET}; "
+            f"{what} has a secret of {len(secret)} bytes, expected at least {_SECRET_BYTES_MIN}; "
             "for example what 'openssl rand -hex 32' prints",
             setting="key",
         )

@@ -9,9 +9,9 @@ from typing import Literal
 
 from farpool.errors import ConfigError
 
-__all__ = ["LONGEST_PATH", "Address", "is_host", "parse_address"]
+__all__ = ["PATH_BYTES_MAX", "Address", "is_host", "parse_address"]
 
-LONGEST_PATH = 107
+PATH_BYTES_MAX = 107
 """Longest path of a UNIX socket, in bytes; the kernel's limit."""
 _EXPECTED = "expected an address like 'tcp://10.0.0.7:7471', '[::1]:7471' or 'unix:///run/farpool/socket'"
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCII)
@@ -69,9 +69,10 @@ def parse_address(text: str, what: str = "address", *, any_port: bool = False) -
     if address.scheme != "unix" and not (0 if any_port else 1) <= address.port <= 65535:
         lowest = "0 (any free one)" if any_port else "1"
         raise ConfigError(f"{what} is {text!r}, expected a port from {lowest} to 65535", setting=what)
-    if len(address.path.encode()) > LONGEST_PATH:
+    if len(address.path.encode()) > PATH_BYTES_MAX:
         raise ConfigError(
-            f"{what} is {text!r}, expected a path of at most {LONGEST_PATH} bytes, which is the limit for UNIX sockets",
+            f"{what} is {text!r}, expected a path of at most {PATH_BYTES_MAX} bytes, which is the limit "
+            "for UNIX sockets",
             setting=what,
         )
     return address

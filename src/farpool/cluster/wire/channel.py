@@ -13,10 +13,10 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from farpool import forks
 from farpool._native import Connection, ConnectionPool, ObjectReader, RemoteEnd, Stream, TenantEpoch
 from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.control import Control
@@ -109,8 +109,8 @@ class Channel:
         self._spin = spin
         self._dial = dial
         self._fabric = None if transport in BUILT_IN else load_fabric(transport)
-        self._forget_all()
-        _channels.add(self)
+        self._begin()
+        forks.begin_again(self)
 
     def connect(self, deadline: float) -> Welcome:
         """Open the control connection, unless it is open.
@@ -261,8 +261,15 @@ class Channel:
             epoch=self.epoch,
         )
 
-    def _forget_all(self) -> None:
-        """Reset to a new channel's state without shutting connections down: in a forked child they are the parent's."""
+    def forked(self) -> None:
+        """Begin again in a forked child: the connections are the parent's, so they are closed here, not shut down."""
+        if self._control_socket is not None:
+            self._control_socket.close()
+        if self.one_sided is not None:
+            self.one_sided.leave_to_parent()
+        self._begin()
+
+    def _begin(self) -> None:
         self.reader = None
         self.welcome = None
         self._session = 0
@@ -381,9 +388,6 @@ class Channel:
                 os.close(file)
 
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
 def _has_hung_up(connected: Connected | None) -> bool:
     """Return True if the node ended the connection. Reads nothing: another thread may be waiting for a reply."""
     descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
@@ -392,16 +396,3 @@ def _has_hung_up(connected: Connected | None) -> bool:
     asked = select.poll()
     asked.register(descriptor, select.POLLRDHUP)
     return bool(asked.poll(0))
-
-
-def _forget_in_child() -> None:
-    for channel in list(_channels):
-        # Closed, not shut down: the parent goes on using it.
-        if channel._control_socket is not None:
-            channel._control_socket.close()
-        if channel.one_sided is not None:
-            channel.one_sided.leave_to_parent()
-        channel._forget_all()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

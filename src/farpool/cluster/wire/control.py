@@ -15,14 +15,14 @@ import msgspec
 
 from farpool.closing import Closing
 from farpool.cluster.wire.dial import Dialled, remaining
-from farpool.cluster.wire.frames import LARGEST_META, Frame, FrameReader, Op, Status, pack_frame
+from farpool.cluster.wire.frames import META_BYTES_MAX, Frame, FrameReader, Op, Status, pack_frame
 from farpool.cluster.wire.handshake import Welcome
 from farpool.cluster.wire.refusals import refusal
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
 
-__all__ = ["MOST_FILES", "Control"]
+__all__ = ["FILES_MAX", "Control"]
 
-MOST_FILES = 3
+FILES_MAX = 3
 """Maximum number of file descriptors that one reply passes."""
 
 
@@ -107,8 +107,8 @@ class Control(Closing):
     def _exchange(self, name: str, deadline: float, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         self._request += 1
         meta = msgspec.msgpack.encode({"call": name, **arguments})
-        if len(meta) > LARGEST_META:
-            raise ValueError(f"the arguments of {name} are {len(meta)} bytes, expected at most {LARGEST_META}")
+        if len(meta) > META_BYTES_MAX:
+            raise ValueError(f"the arguments of {name} are {len(meta)} bytes, expected at most {META_BYTES_MAX}")
         tenant = self.welcome.tenant
         request = pack_frame(Op.CALL, meta, request=self._request, tenant=tenant, credential=self._credential)
         files: list[int] = []
@@ -127,7 +127,7 @@ class Control(Closing):
         return result, files
 
     def _receive(self, deadline: float, files: list[int]) -> Frame:
-        room = socket.CMSG_LEN(MOST_FILES * array.array("i").itemsize)
+        room = socket.CMSG_LEN(FILES_MAX * array.array("i").itemsize)
         while True:
             self._socket.settimeout(remaining(deadline))
             # Not socket.recv_fds: before Python 3.12 it drops its flags, and children would inherit the descriptors.
@@ -137,9 +137,9 @@ class Control(Closing):
                     files.extend(array.array("i", content[: len(content) // 4 * 4]))
             if not data:
                 raise ConnectionResetError("it ended the connection")
-            if flags & socket.MSG_CTRUNC or len(files) > MOST_FILES:
+            if flags & socket.MSG_CTRUNC or len(files) > FILES_MAX:
                 raise ProtocolError(
-                    f"{self._node} passed more than {MOST_FILES} files, or more than this process may have open",
+                    f"{self._node} passed more than {FILES_MAX} files, or more than this process may have open",
                     node=self._node,
                 )
             frame = self._reader.feed(data)

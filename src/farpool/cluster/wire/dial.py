@@ -25,7 +25,7 @@ __all__ = ["Connected", "Dialled", "dial", "remaining"]
 Connected = socket.socket | SecureSocket
 """Socket that is connected to a node, plain or with TLS."""
 
-_RETRY_SECONDS = 0.002
+_RETRY_INTERVAL_S = 0.002
 _Target = tuple[int, Any]
 """Address family, and the address as the socket module takes it."""
 
@@ -165,7 +165,7 @@ def _connect_one(connection: socket.socket, target: Any, deadline: float) -> Non
             connection.connect(target)
         except BlockingIOError:
             # A UNIX socket whose backlog is full does not let wait for room in it.
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(_RETRY_INTERVAL_S)
         else:
             return
 

@@ -20,10 +20,10 @@ __all__ = [
     "HEAD",
     "HEADER_BYTES",
     "KEPT",
-    "LARGEST_KEY",
-    "LARGEST_META",
+    "KEY_BYTES_MAX",
     "LOOKUP",
     "MARK_OF_NONE",
+    "META_BYTES_MAX",
     "OFFSET",
     "PLACE",
     "PRESENT",
@@ -45,8 +45,8 @@ __all__ = [
 
 VERSION = 2
 HEADER_BYTES = 64
-LARGEST_META = 65536
-LARGEST_KEY = 256
+META_BYTES_MAX = 65536
+KEY_BYTES_MAX = 256
 """Longest key of an object, in bytes."""
 _MAGIC = b"FPW1"
 _HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
@@ -188,13 +188,13 @@ class FrameReader:
     ----------
     node : str
         Address of the node, for errors; empty at the node itself.
-    largest_meta : int
+    meta_bytes_max : int
         A frame with more meta than this is refused before its meta is read.
     """
 
-    def __init__(self, node: str, largest_meta: int = LARGEST_META) -> None:
+    def __init__(self, node: str, meta_bytes_max: int = META_BYTES_MAX) -> None:
         self._node = node
-        self._largest_meta = largest_meta
+        self._meta_bytes_max = meta_bytes_max
         self._data = bytearray()
         self._needed = HEADER_BYTES
 
@@ -237,9 +237,9 @@ class FrameReader:
             raise self._error(f"does not speak farpool's protocol: it sent {bytes(self._data[:8])!r}")
         if version != VERSION:
             raise self._error(f"sent a frame of version {version}, this farpool speaks version {VERSION}")
-        if meta_nbytes > self._largest_meta:
+        if meta_nbytes > self._meta_bytes_max:
             raise self._error(
-                f"sent a frame with {meta_nbytes} bytes of meta, expected at most {self._largest_meta} here"
+                f"sent a frame with {meta_nbytes} bytes of meta, expected at most {self._meta_bytes_max} here"
             )
         if payload_nbytes:
             raise self._error(

@@ -22,9 +22,9 @@ import msgspec
 from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.frames import VERSION, Credential, Frame, FrameReader, Op, Right, Status, pack_frame
 from farpool.cluster.wire.messages import (
-    LARGEST_META,
-    LARGEST_SESSION,
-    LONGEST_TEXT,
+    HANDSHAKE_META_BYTES_MAX,
+    SESSION_MAX,
+    TEXT_CHARACTERS_MAX,
     Challenge,
     Hello,
     Proof,
@@ -164,7 +164,7 @@ class ClientHandshake:
         self._credential = Credential.CERTIFICATE if secure else Credential.SECRET if key else Credential.NONE
         self._nonce = os.urandom(32)
         self._hello = Hello((VERSION, VERSION), 0, self._nonce, key.name if key else "", purpose, session)
-        self._reader = FrameReader(node, LARGEST_META)
+        self._reader = FrameReader(node, HANDSHAKE_META_BYTES_MAX)
         self._challenge: Challenge | None = None
 
     @property
@@ -284,7 +284,7 @@ class NodeHandshake:
         self._identity = identity
         self._keys = keys
         self._nonce = os.urandom(32)
-        self._reader = FrameReader("", LARGEST_META)
+        self._reader = FrameReader("", HANDSHAKE_META_BYTES_MAX)
         self._hello: Hello | None = None
         self._secret = b""
 
@@ -346,7 +346,7 @@ class NodeHandshake:
             raise AccessDeniedError(
                 f"the secret of the access key {hello.key!r} was not proved: it is another one, or there is no such key"
             )
-        session = hello.session or secrets.randbelow(LARGEST_SESSION) + 1
+        session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
         self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant)
         identity = self._identity
@@ -358,7 +358,7 @@ class NodeHandshake:
 
 def refused_frame(error: NodeError) -> bytes:
     """Encode the frame that tells a client why it is refused."""
-    reason = str(error)[:LONGEST_TEXT]
+    reason = str(error)[:TEXT_CHARACTERS_MAX]
     return pack_frame(Op.REFUSED, msgspec.msgpack.encode(Refused(reason)), status=status_of(error))
 
 

@@ -11,9 +11,9 @@ from farpool.cluster.wire.frames import Frame, Op
 from farpool.errors import ProtocolError
 
 __all__ = [
-    "LARGEST_META",
-    "LARGEST_SESSION",
-    "LONGEST_TEXT",
+    "HANDSHAKE_META_BYTES_MAX",
+    "SESSION_MAX",
+    "TEXT_CHARACTERS_MAX",
     "Challenge",
     "Hello",
     "Proof",
@@ -27,16 +27,16 @@ __all__ = [
 
 Purpose = Literal["control", "data"]
 """Use of a connection: for control calls, or for data."""
-LARGEST_META = 4096
+HANDSHAKE_META_BYTES_MAX = 4096
 """Maximum bytes of meta in a frame of the handshake."""
-LARGEST_SESSION = 2**63 - 1
-LONGEST_TEXT = 512
+SESSION_MAX = 2**63 - 1
+TEXT_CHARACTERS_MAX = 512
 
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
-_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS_MAX)]
 _Unsigned = Annotated[int, msgspec.Meta(ge=0)]
-_Session = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SESSION)]
+_Session = Annotated[int, msgspec.Meta(ge=0, le=SESSION_MAX)]
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class WelcomeFields(msgspec.Struct, frozen=True):
     """The node's acceptance: its proof, the client's session and rights, and where else the node can be reached."""
 
     proof: _Proof
-    session: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_SESSION)]
+    session: Annotated[int, msgspec.Meta(ge=1, le=SESSION_MAX)]
     rights: _Unsigned
     tenant: _Unsigned
     largest: _Unsigned

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeMemory"]
 
-_UNPIN_SECONDS = 0.1
+_UNPIN_TIMEOUT_MIN_S = 0.1
 """Minimum time for sending an unpin: enough to hand a few bytes to the operating system."""
-_OBJECTS = None
+_OBJECTS_LEASE = None
 """Used in place of a lease's number for the tenant's objects."""
 
 _of_parents: list[NodeMemory] = []
@@ -116,10 +116,10 @@ class NodeMemory:
             view = memoryview(payload)[:nbytes]
             try:
                 if 0 < nbytes <= len(payload):
-                    self._move(_OBJECTS, deadline, lambda region: region.read(offset, view, deadline))
+                    self._move(_OBJECTS_LEASE, deadline, lambda region: region.read(offset, view, deadline))
             finally:
                 # Sent even after the deadline: the node unpins when it gets to it.
-                soon = max(deadline, time.monotonic() + _UNPIN_SECONDS)
+                soon = max(deadline, time.monotonic() + _UNPIN_TIMEOUT_MIN_S)
                 connection.exchange(Op.UNPIN, UNPIN.pack(offset, number), soon, serial=pinned.serial)
         if len(payload) < nbytes:
             raise ValueError(f"{key!r} has {nbytes} bytes, the buffer {len(payload)}")

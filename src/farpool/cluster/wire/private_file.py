@@ -9,7 +9,7 @@ from farpool.errors import ConfigError
 
 __all__ = ["read_file"]
 
-_LARGEST = 1 << 20
+_FILE_BYTES_MAX = 1 << 20
 
 
 def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False) -> bytes:
@@ -42,9 +42,9 @@ def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False)
                     f"it; expected 0600: chmod 600 {name}",
                     setting=what,
                 )
-            content = file.read(_LARGEST + 1)
-            if len(content) > _LARGEST:
-                raise ConfigError(f"{what}: {name} has more than {_LARGEST} bytes", setting=what)
+            content = file.read(_FILE_BYTES_MAX + 1)
+            if len(content) > _FILE_BYTES_MAX:
+                raise ConfigError(f"{what}: {name} has more than {_FILE_BYTES_MAX} bytes", setting=what)
             return content
     except OSError as error:
         raise ConfigError(f"{what}: {name} cannot be read: {error.strerror}", setting=what) from error

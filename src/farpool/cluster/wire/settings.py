@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from farpool.checks import require_seconds
 from farpool.cluster.wire.fabrics import load_fabric
-from farpool.errors import ConfigError
 
-__all__ = ["BUILT_IN", "LONGEST_TIMEOUT", "Transport", "checked_timeout", "checked_transport"]
+__all__ = ["BUILT_IN", "TIMEOUT_MAX_S", "Transport", "checked_timeout", "checked_transport"]
 
 Transport = str
 """Way to move bytes of a node: ``auto`` maps them if the node is on this host, ``mapped`` maps them or fails, ``tcp``
@@ -15,8 +15,8 @@ socket then)."""
 BUILT_IN = ("auto", "mapped", "tcp")
 """Transports that need no fabric."""
 
-LONGEST_TIMEOUT = 1e6
-"""Longest timeout in seconds; a socket takes no more than 24 days."""
+TIMEOUT_MAX_S = 1e6
+"""Longest timeout; a socket takes no more than 24 days."""
 
 
 def checked_timeout(timeout: object, what: str = "timeout") -> float:
@@ -34,14 +34,7 @@ def checked_timeout(timeout: object, what: str = "timeout") -> float:
     ConfigError
         It is not a number of seconds above 0, or is longer than a socket can wait.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST_TIMEOUT:
-        # Whole numbers may have more digits than Python prints.
-        given = "too large a number" if isinstance(timeout, int) and abs(timeout) > 1 << 64 else repr(timeout)
-        raise ConfigError(
-            f"{what} is {given}, expected seconds above 0, for example 5.0, and at most {LONGEST_TIMEOUT:,.0f}",
-            setting="timeout",
-        )
-    return float(timeout)
+    return require_seconds(timeout, what, None, TIMEOUT_MAX_S, setting="timeout", example=", for example 5.0,")
 
 
 def checked_transport(transport: object, what: str = "transport") -> Transport:

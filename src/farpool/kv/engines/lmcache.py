@@ -30,6 +30,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from farpool.checks import require_seconds, require_whole
 from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.engines.connector import Connector
@@ -100,13 +101,8 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
                 "or a codec, also name the data type of the KV",
                 setting="kv_dtype",
             )
-        if not 0.001 <= self.lock_ttl <= 1e6:
-            raise ConfigError(f"lock_ttl is {self.lock_ttl!r}, expected 0.001 to 1e6 seconds", setting="lock_ttl")
-        if self.capacity_bytes < 0:
-            raise ConfigError(
-                f"capacity_bytes is {self.capacity_bytes!r}, expected a number of bytes, or 0 for no limit",
-                setting="capacity_bytes",
-            )
+        require_seconds(self.lock_ttl, "lock_ttl", 0.001, 1e6)
+        require_whole(self.capacity_bytes, "capacity_bytes", 0, hint=", which means no limit")
 
 
 class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]

@@ -39,11 +39,11 @@ class CheckedExecutor(Executor):
         self._inner = inner
         self._open: dict[int, Transfer] = {}
         """Transfers whose end has not been polled, but for those that an earlier failure cancels."""
-        self._held: dict[Hashable, tuple[Span, ...]] = {}
+        self._pinned: dict[Hashable, tuple[Span, ...]] = {}
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
-    def hold(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
+    def pin(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
         """Record that an access has been granted these ranges.
 
         Raises
@@ -58,11 +58,11 @@ class CheckedExecutor(Executor):
                         f"{op or 'access'} was granted arena range {_named(span.place, span.nbytes)} to "
                         f"{'write' if span.writes else 'read'} while {_described(transfer)} is under way there"
                     )
-        self._held[access] = tuple(spans)
+        self._pinned[access] = tuple(spans)
 
-    def let_go(self, access: Hashable) -> None:
+    def release(self, access: Hashable) -> None:
         """Record that an access has been released."""
-        self._held.pop(access, None)
+        self._pinned.pop(access, None)
 
     def under_way(self, place: int, nbytes: int) -> list[Transfer]:
         """Return the transfers under way that touch this range of the arena."""
@@ -104,7 +104,7 @@ class CheckedExecutor(Executor):
                 raise OrderError(
                     f"a move {end} arena range {_named(place, move.nbytes)} while {_described(transfer)} is under way"
                 )
-            for spans in self._held.values():
+            for spans in self._pinned.values():
                 for span in spans:
                     if _overlap(place, move.nbytes, span.place, span.nbytes):
                         raise OrderError(
@@ -117,7 +117,7 @@ class CheckedExecutor(Executor):
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
-            for spans in self._held.values()
+            for spans in self._pinned.values()
         )
 
     def _check_transfer(self, transfer: Transfer) -> None:
@@ -134,7 +134,7 @@ class CheckedExecutor(Executor):
                     f"{_described(transfer)} does not wait for {_described(other)}, which is under way in the same "
                     f"range; it waits for {sorted(before) or 'nothing'}"
                 )
-        for spans in self._held.values():
+        for spans in self._pinned.values():
             for span in spans:
                 if (fetch or span.writes) and _touches(transfer, span.place, span.nbytes):
                     raise OrderError(

@@ -12,8 +12,8 @@ __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
 
 POISON = b"\xdb\xff"
 """Content of free bytes, from even offsets: NaN in each floating-point type of two bytes or more."""
-_CHUNK = 1 << 20
-_POISONED = POISON * (_CHUNK // 2 + 1)
+_CHUNK_BYTES = 1 << 20
+_POISONED = POISON * (_CHUNK_BYTES // 2 + 1)
 
 
 class Memory(Protocol):
@@ -43,8 +43,8 @@ class HostMemory:
 
     def fill(self, place: int, nbytes: int) -> None:
         view = self._arena.view()
-        for start in range(place, place + nbytes, _CHUNK):
-            stop = min(start + _CHUNK, place + nbytes)
+        for start in range(place, place + nbytes, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, place + nbytes)
             view[start:stop] = _expected(start, stop)
 
     def checksum(self, place: int, nbytes: int) -> int:
@@ -52,8 +52,8 @@ class HostMemory:
 
     def first_change(self, place: int, nbytes: int) -> int:
         view = self._arena.view()
-        for start in range(place, place + nbytes, _CHUNK):
-            stop = min(start + _CHUNK, place + nbytes)
+        for start in range(place, place + nbytes, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, place + nbytes)
             found, expected = bytes(view[start:stop]), _expected(start, stop)
             if found != expected:
                 return start + next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)

@@ -28,7 +28,7 @@ from farpool.memory.pager.use import Use
 
 __all__ = ["Watch"]
 
-_LOOK = 1 << 18
+_COMPARED_BYTES = 1 << 18
 """Free bytes that are compared with poison at each release; each release goes on after the bytes of the last one."""
 
 
@@ -43,7 +43,7 @@ class _Frozen:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Granted:
     """State of a granted access: its operands, their generations and its frozen parts."""
 
     op: str
@@ -82,7 +82,7 @@ class Watch:
         self._tenants = Tenants(pager)
         self._content: dict[int, int] = {}
         """Checksum of each block whose content is known and that no access may be writing."""
-        self._held: dict[Grant, _Held] = {}
+        self._granted: dict[Grant, _Granted] = {}
         self._writers: Counter[int] = Counter()
         self._writings: Counter[int] = Counter()
         """Number of times that a block was granted for writing, or released after that."""
@@ -106,8 +106,8 @@ class Watch:
     def look(self) -> None:
         """Check everything that can be checked now: all blocks that no access writes, and all that is free."""
         self.follow(())
-        for held in self._held.values():
-            self._check_generations(held)
+        for granted in self._granted.values():
+            self._check_generations(granted)
         for tenant in self._tenants:
             if not self.executor.under_way(tenant.place, tenant.nbytes):
                 self._verify(tenant, "")
@@ -255,7 +255,7 @@ class Watch:
                     self._verify(self._tenants[block], "", names)
             self.raise_findings()
             tenants = [self._tenants[block] for block, _ in blocks]
-            self.executor.hold(
+            self.executor.pin(
                 grant,
                 [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)],
                 op,
@@ -263,7 +263,7 @@ class Watch:
         except FarpoolError:
             self._pager.abandon(grant)
             raise
-        held = self._held[grant] = _Held(
+        granted = self._granted[grant] = _Granted(
             op,
             names,
             {block: self._tenants.generation[block] for block, _ in blocks},
@@ -272,17 +272,17 @@ class Watch:
         written = [_range_of(use, self._tenants) for use in uses if use.mode != Mode.READ and use.stop > use.start]
         for tenant, (block, mode) in zip(tenants, blocks, strict=True):
             if mode == Mode.READ:
-                held.writings[block] = self._writings[block]
+                granted.writings[block] = self._writings[block]
                 continue
             self._content.pop(block, None)
             if mode == Mode.OVERWRITE and not self._writers[block] and self._pager.block(block).pins == 1:
                 self._memory.fill(tenant.place, self._pager.rounded(tenant.nbytes))
             elif self._memory.readable:
-                held.frozen += self._freeze(tenant, written)
+                granted.frozen += self._freeze(tenant, written)
             tenant.filled = True
             self._writers[block] += 1
             self._writings[block] += 1
-            held.writings[block] = self._writings[block]
+            granted.writings[block] = self._writings[block]
 
     def _freeze(self, tenant: Tenant, written: list[tuple[int, int]]) -> list[_Frozen]:
         frozen = []
@@ -296,51 +296,53 @@ class Watch:
 
     def released(self, grant: Grant) -> None:
         """Check an access that is about to be released. Errors are kept: see `raise_findings`."""
-        held = self._held.pop(grant, None)
-        if held is None:
+        granted = self._granted.pop(grant, None)
+        if granted is None:
             return
         self.follow(())
         if self._device is not None:
-            self._device.used([(t.place, t.nbytes) for t in map(self._tenants.get, held.generations) if t is not None])
-        in_place = self._check_generations(held)
-        for frozen in held.frozen:
+            self._device.used(
+                [(t.place, t.nbytes) for t in map(self._tenants.get, granted.generations) if t is not None]
+            )
+        in_place = self._check_generations(granted)
+        for frozen in granted.frozen:
             if (
                 frozen.block in in_place
-                and self._undisturbed(held, frozen.block)
+                and self._undisturbed(granted, frozen.block)
                 and self._memory.checksum(frozen.place, frozen.nbytes) != frozen.checksum
             ):
                 self._lifetime(
-                    f"{held.op} wrote to arena range [{frozen.place}, {frozen.place + frozen.nbytes}) of "
-                    f"{self._name(frozen.block, held.names)}, outside the bytes that it was to write"
+                    f"{granted.op} wrote to arena range [{frozen.place}, {frozen.place + frozen.nbytes}) of "
+                    f"{self._name(frozen.block, granted.names)}, outside the bytes that it was to write"
                 )
-        for block in held.generations:
-            if block not in held.writes:
-                if block in in_place and self._undisturbed(held, block):
-                    self._verify(self._tenants[block], held.op, held.names)
+        for block in granted.generations:
+            if block not in granted.writes:
+                if block in in_place and self._undisturbed(granted, block):
+                    self._verify(self._tenants[block], granted.op, granted.names)
             else:
                 self._writers[block] -= 1
                 self._writings[block] += 1
         for block in in_place:
             if block not in self._content and not self._writers[block]:
                 self._remember(self._tenants[block])
-            self._last_op[block] = held.op
-        self.executor.let_go(grant)
-        self._check_free(_LOOK)
+            self._last_op[block] = granted.op
+        self.executor.release(grant)
+        self._check_free(_COMPARED_BYTES)
 
-    def _undisturbed(self, held: _Held, block: int) -> bool:
+    def _undisturbed(self, granted: _Granted, block: int) -> bool:
         """Return True if no other access could write to the block during this one."""
-        return self._writings[block] == held.writings[block] and self._writers[block] == (block in held.writes)
+        return self._writings[block] == granted.writings[block] and self._writers[block] == (block in granted.writes)
 
-    def _check_generations(self, held: _Held) -> list[int]:
+    def _check_generations(self, granted: _Granted) -> list[int]:
         """Return the blocks of an access that are where they were when it was granted; note an error for the others."""
         in_place = []
-        for block, generation in held.generations.items():
+        for block, generation in granted.generations.items():
             now = self._tenants.generation[block]
             if now == generation:
                 in_place.append(block)
             else:
                 self._lifetime(
-                    f"{self._name(block, held.names)} was granted to {held.op} as generation {generation} and is "
+                    f"{self._name(block, granted.names)} was granted to {granted.op} as generation {generation} and is "
                     f"generation {now} now: its place in the arena changed, or was given away, while the access held it"
                 )
         return in_place

@@ -21,7 +21,7 @@ __all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 
 Ended: TypeAlias = tuple[Transfer, float, float, int]
 """An ended transfer of bytes, with its start, its end, and the bytes of the arena that blocks owned then."""
-_SLICE = 0.1
+_WAIT_SLICE_S = 0.1
 """Seconds after which a waiting thread checks again, because another thread may have noted the end of its transfer."""
 
 
@@ -272,7 +272,7 @@ class ExecutorDriver:
             self._ended.append((transfer, done.start, done.end, self._pager.used))
 
     def wait(self, timeout: float) -> None:
-        remaining = max(0.0, min(timeout, _SLICE))
+        remaining = max(0.0, min(timeout, _WAIT_SLICE_S))
         if self._pager.under_way:
             self._lock.release()
             try:

@@ -19,23 +19,23 @@ __all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "Sto
 CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
 """Classes that blocks may have."""
 
-_PARTS = 16
+_BLOCK_DIVISOR = 16
 """A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit at
 once."""
-_SMALL = 8
+_SMALL_DIVISOR = 8
 """A storage shares a block with others if it is no larger than a shared block divided by this."""
-_SHARED = 1 << 20
+_SHARED_BYTES_MAX = 1 << 20
 """Maximum bytes of a shared block: larger transfers are no faster."""
-_ROWS = 16 << 10
+_ROW_BLOCK_BYTES_MAX = 16 << 10
 """Maximum bytes of a block of a table whose rows are picked by data, unless a row is larger."""
-_LEAST = 3200
+_ROW_BLOCK_BYTES_MIN = 3200
 """Minimum bytes of such a block. The native pager needs some 110 bytes for each block, a thirtieth of this."""
-_ROUNDED = 8
+_ROUNDING_DIVISOR = 8
 """Rounding such a block to pages in a file may add at most its bytes divided by this."""
-_PAGE = 4096
-_SECTOR = 512
+_PAGE_BYTES = 4096
+_SECTOR_BYTES = 512
 """Alignment of memory in bytes that direct I/O needs to do without a copy."""
-_DIRECT = 128
+_DIRECT_SECTORS_MIN = 128
 """Blocks of this many sectors or more are aligned to sectors, because they lose less to rounding than they gain."""
 
 
@@ -89,14 +89,14 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     packed : int
         Minimum alignment of storages that share a block.
     """
-    largest = fast // _PARTS
+    largest = fast // _BLOCK_DIVISOR
     if alignment == 0:
-        alignment = _SECTOR if largest >= _DIRECT * _SECTOR else packed
+        alignment = _SECTOR_BYTES if largest >= _DIRECT_SECTORS_MIN * _SECTOR_BYTES else packed
     largest = max(alignment, largest // alignment * alignment)
-    if largest > _PAGE * _PARTS:
-        largest = largest // _PAGE * _PAGE
-    shared = min(largest, _SHARED)
-    return Cut(largest, shared, shared // _SMALL, alignment, packed)
+    if largest > _PAGE_BYTES * _BLOCK_DIVISOR:
+        largest = largest // _PAGE_BYTES * _PAGE_BYTES
+    shared = min(largest, _SHARED_BYTES_MAX)
+    return Cut(largest, shared, shared // _SMALL_DIVISOR, alignment, packed)
 
 
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
@@ -111,13 +111,13 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
         if step > 0:
             return step
     limit = sizes.largest
-    if cls == "embedding" and limit >= _PAGE:
-        limit = _table_block_bytes(row_bytes, limit // _PAGE * _PAGE)
+    if cls == "embedding" and limit >= _PAGE_BYTES:
+        limit = _table_block_bytes(row_bytes, limit // _PAGE_BYTES * _PAGE_BYTES)
         return -(-min(nbytes, limit) // sizes.alignment) * sizes.alignment
     if nbytes <= limit:
         return -(-nbytes // sizes.alignment) * sizes.alignment
     if row_bytes > 0:
-        for unit in (_PAGE, sizes.alignment):
+        for unit in (_PAGE_BYTES, sizes.alignment):
             step = math.lcm(row_bytes, unit)
             if step <= limit:
                 return limit // step * step
@@ -128,7 +128,7 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
     """Bytes of the largest block that divides a row evenly; 0 if only small blocks do."""
     fewest = -(-row_bytes // sizes.largest)
     most = row_bytes // max(sizes.small, sizes.alignment)
-    for unit in (_PAGE, sizes.alignment):
+    for unit in (_PAGE_BYTES, sizes.alignment):
         for parts in range(fewest, most + 1):
             if row_bytes % (parts * unit) == 0:
                 return row_bytes // parts
@@ -143,11 +143,11 @@ def _table_block_bytes(row_bytes: int, limit: int) -> int:
     rows are in two blocks, which have to be fetched together.
     """
     if row_bytes > 0:
-        step = math.lcm(row_bytes, _SECTOR)
-        for nbytes in range(step, min(limit, max(_ROWS, row_bytes)) + 1, step):
-            if nbytes >= _LEAST and -nbytes % _PAGE <= nbytes // _ROUNDED:
+        step = math.lcm(row_bytes, _SECTOR_BYTES)
+        for nbytes in range(step, min(limit, max(_ROW_BLOCK_BYTES_MAX, row_bytes)) + 1, step):
+            if nbytes >= _ROW_BLOCK_BYTES_MIN and -nbytes % _PAGE_BYTES <= nbytes // _ROUNDING_DIVISOR:
                 return nbytes
-    return min(limit, max(_PAGE, row_bytes // _PAGE * _PAGE))
+    return min(limit, max(_PAGE_BYTES, row_bytes // _PAGE_BYTES * _PAGE_BYTES))
 
 
 class StorageOwner(Protocol):

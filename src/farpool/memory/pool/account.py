@@ -12,7 +12,7 @@ from farpool.memory.pool.stats import LinkStats, Stall
 
 __all__ = ["Account"]
 
-_LAST_STALLS = 8
+_KEPT_STALLS_MAX = 8
 
 
 class Account:
@@ -28,7 +28,7 @@ class Account:
         self._names = names
         self._listeners: list[Callable[[Event], None]] = []
         self._events: deque[Event] = deque()
-        self._last: deque[Stall] = deque(maxlen=_LAST_STALLS)
+        self._last: deque[Stall] = deque(maxlen=_KEPT_STALLS_MAX)
         self.stalls = 0
         self.stall_seconds = 0.0
 

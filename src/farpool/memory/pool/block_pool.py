@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from farpool import forks
 from farpool._native import Driver as NativeDriver
 from farpool._native import Grant
 from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockPool", "open_pools"]
 
-_LAST_CHANCE = 5.0
+_EXIT_TIMEOUT_S = 5.0
 """Seconds that transfers get to end when the interpreter exits."""
 
 
@@ -127,6 +128,12 @@ class BlockPool:
         )
         self.closed = False
         _POOLS.add(self)
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Count as closed in a forked child: native threads are gone there, and locks may never be released."""
+        self.closed = True
+        self.driver.forget_parent()
 
     def _make_driver(self) -> Driver:
         executor, timeout = self._executor, self.config.timeout
@@ -205,9 +212,9 @@ class BlockPool:
     def check_unused(self) -> None:
         """Raise `PoolClosedError` if an open pool holds storages that are in use."""
         if not self.closed and self.live:
-            held = self.allocation
+            used = self.allocation
             raise PoolClosedError(
-                f"the pool still holds {held.storages} live storages ({format_size(sum(held.live.values()))}): "
+                f"the pool still holds {used.storages} live storages ({format_size(sum(used.live.values()))}): "
                 "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
             )
 
@@ -305,11 +312,13 @@ class BlockPool:
         storage.loose = not storage.adopted
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
-        held = self.allocation.written
-        if held + nbytes <= self.fast:
+        written = self.allocation.written
+        if written + nbytes <= self.fast:
             return
-        if nbytes > self.fast + self._lower.capacity - held:
-            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
+        if nbytes > self.fast + self._lower.capacity - written:
+            raise does_not_fit(
+                name or cls, nbytes, written, self.fast, self._lower.tiers, self.allocation.sizes.largest
+            )
 
     # ---- acquiring ----------------------------------------------------------------------------------------------
 
@@ -513,8 +522,8 @@ class BlockPool:
             self._collect_dropped()
             self.driver.note_ends()
             # The native core allocates this memory and has no access to the ledger.
-            self.ledger.hold("host", "tape", self.pager.tape_bytes)
-            self.ledger.hold("host", "block tables", self.pager.table_bytes)
+            self.ledger.set_bytes("host", "tape", self.pager.tape_bytes)
+            self.ledger.set_bytes("host", "block tables", self.pager.table_bytes)
             return census.take(
                 self.pager,
                 self.arena.kind,
@@ -542,18 +551,10 @@ def open_pools() -> list[BlockPool]:
     return [pool for pool in _POOLS if not pool.closed]
 
 
-def _forked() -> None:
-    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may never be released."""
-    for pool in _POOLS:
-        pool.closed = True
-        pool.driver.forget_parent()
-
-
 def _close_all() -> None:
     """Close all pools when the interpreter exits, after which no thread may call into it."""
     for pool in open_pools():
-        pool.shut(_LAST_CHANCE)
+        pool.shut(_EXIT_TIMEOUT_S)
 
 
-os.register_at_fork(after_in_child=_forked)
 atexit.register(_close_all)

@@ -56,7 +56,7 @@ def take(
     )
     tiers = tuple(_lower_tier(space, ledger) for space in spaces)
     counters = pager.counters
-    held = arena.touched + sum(tier.touched for tier in tiers)
+    touched = arena.touched + sum(tier.touched for tier in tiers)
     return Stats(
         fast=fast,
         tiers=tiers,
@@ -83,7 +83,7 @@ def take(
         stalls=account.stalls,
         stall_seconds=account.stall_seconds,
         last_stalls=tuple(account.last_stalls),
-        unpaged_peak=_unpaged_peak(held),
+        unpaged_peak=_unpaged_peak(touched),
     )
 
 
@@ -132,14 +132,14 @@ def _touched(tier: Tier) -> int:
     return tier.touched if isinstance(tier, HoldsMemory) else 0
 
 
-def _unpaged_peak(held: int) -> int | None:
+def _unpaged_peak(touched: int) -> int | None:
     """The process's peak resident set, less the memory that farpool holds."""
     try:
         with open(f"/proc/{os.getpid()}/status") as status:
             peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
     except (OSError, StopIteration, ValueError):
         return None
-    return max(0, peak - held)
+    return max(0, peak - touched)
 
 
 def explain(stats: Stats, ledger: Ledger) -> str:

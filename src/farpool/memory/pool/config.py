@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
@@ -9,7 +10,7 @@ from typing import Any, get_type_hints
 from msgspec import Struct
 from msgspec.structs import asdict, fields, force_setattr
 
-from farpool.checks import require_type
+from farpool.checks import require_choice, require_seconds, require_type
 from farpool.errors import ConfigError
 from farpool.memory.pool.config_layers import (
     CONFIG_VARIABLE,
@@ -74,14 +75,9 @@ class PoolConfig(Struct, frozen=True):
                 raise ConfigError(
                     f"tiers: the name {name!r} is used twice; give one of them another with name=", setting="tiers"
                 )
-        if self.device not in _DEVICES:
-            raise ConfigError(
-                f"device: {self.device!r} is not known; expected one of {', '.join(_DEVICES)} (which GPU: "
-                "torch.cuda.set_device, before the pool is made)",
-                setting="device",
-            )
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout: {self.timeout!r} seconds; expected more than 0", setting="timeout")
+        which = " (which GPU: torch.cuda.set_device, before the pool is made)"
+        require_choice(self.device, "device", _DEVICES, which)
+        require_seconds(self.timeout, "timeout", None, math.inf)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.device == "cpu" and self.fast > memory:
             raise ConfigError(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FastTier", "open_device"]
 
-_STAGED = 4
+_STAGED_BLOCKS = 4
 """Blocks that staging memory has room for: one in each direction on either leg."""
-_MOST_STAGING = 1 << 30
+_STAGING_BYTES_MAX = 1 << 30
 """Maximum bytes of staging memory, unless the largest block needs more."""
 
 
@@ -90,7 +90,7 @@ def _cuda(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: 
     host = CudaHost(arena.tensor.device)
     device = CudaDevice(arena, host)
     largest = cut(config.fast).largest
-    nbytes = max(largest, min(_STAGED * largest, _MOST_STAGING))
+    nbytes = max(largest, min(_STAGED_BLOCKS * largest, _STAGING_BYTES_MAX))
     staging = CudaStaging(host, nbytes)
 
     def release() -> None:

@@ -17,7 +17,7 @@ from farpool.memory.pager.use import Use
 __all__ = ["smallest_budget", "uses_of_layers"]
 
 _NUMBER = re.compile(r"\d+")
-_SMALLER = 2
+_SMALL_DIVISOR = 2
 """Operations are ignored if they have fewer bytes than the largest one's divided by this."""
 
 
@@ -34,7 +34,7 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
         Alignment in bytes of storages that share a block.
     """
     raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
-    least = max(raw) // _SMALLER
+    least = max(raw) // _SMALL_DIVISOR
     large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes >= least]
     considered = list({_shape(uses): uses for uses in (*large, operations[0])}.values())
     used = {use.storage for uses in considered for use in uses}

@@ -20,7 +20,7 @@ from farpool.memory.pool.allocation import USED, Allocation
 
 __all__ = ["Packing"]
 
-_SLICE = 0.1
+_WAIT_SLICE_S = 0.1
 """Seconds after which a thread that waits for another to pack a storage checks again."""
 
 
@@ -65,7 +65,7 @@ class Packing:
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         with self._driver:
             while storage.loose and id(storage) in self._under_way:
-                self._driver.wait(_SLICE)  # the thread that packs it gives up after the timeout
+                self._driver.wait(_WAIT_SLICE_S)  # the thread that packs it gives up after the timeout
                 self._check_open()
             if not storage.loose:
                 return

@@ -29,10 +29,10 @@ from farpool.memory.tiers import Tier
 
 __all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
 
-_NANOSECONDS = round(TICK * 1e9)
-_WEIGHT = 2048
+_TICK_NS = round(TICK * 1e9)
+_CHUNK_RECORDS = 2048
 """Records in a chunk that is written at once; each run of an access counts as one."""
-_PATIENCE = 1_000_000_000
+_WRITE_INTERVAL_NS = 1_000_000_000
 """Nanoseconds after which noted records are written, so that little is lost if the process is killed."""
 
 
@@ -81,13 +81,13 @@ class Recording:
         self._ended = False
         self._error: Exception | None = None
         self._written = time.perf_counter_ns()
-        self._began = self._written // _NANOSECONDS
+        self._began = self._written // _TICK_NS
         self._threads: dict[int, tuple[int, int]] = {}
         """Ordinal of each thread and the time of its last release in ticks, by the thread's identity."""
 
     def advance(self, now: int) -> None:
         """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
-        if len(self.noted) < _WEIGHT and now - self._written < _PATIENCE:
+        if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
         if self._writing.acquire(blocking=False):
             try:
@@ -154,7 +154,7 @@ class Recording:
         """Take a chunk of records up to the first that is incomplete; with `last`, incomplete ones are skipped."""
         records: list[Record] = []
         weight = 0
-        while self.noted and weight < _WEIGHT:
+        while self.noted and weight < _CHUNK_RECORDS:
             noted = self.noted[0]
             if not isinstance(noted, Note):
                 records.append(noted)
@@ -169,7 +169,7 @@ class Recording:
 
     def _access(self, note: Note) -> Access:
         # Differences of rounded times: the errors of rounding do not add up.
-        asked, granted, released = (moment // _NANOSECONDS for moment in (note.asked, note.granted, note.released))
+        asked, granted, released = (moment // _TICK_NS for moment in (note.asked, note.granted, note.released))
         thread, before = self._threads.get(note.thread, (len(self._threads), self._began))
         self._threads[note.thread] = thread, released
         return Access(

@@ -15,9 +15,9 @@ __all__ += ["check_header", "decompress", "pack_chunk", "pack_header"]
 MAGIC = b"FARTAPE\0"
 VERSION = 1
 META, DATA, DONE = b"META", b"DATA", b"DONE"
-_LARGEST = 1 << 28
+_PAYLOAD_BYTES_MAX = 1 << 28
 """Maximum bytes of a payload, so that a damaged file cannot ask for all memory."""
-_LEVEL = 1
+_COMPRESSION_LEVEL = 1
 _HEADER = struct.Struct("<8sIIQI")
 _CHUNK = struct.Struct("<4sIII")
 _CHECKSUM = struct.Struct("<I")
@@ -91,9 +91,9 @@ def pack_chunk(kind: bytes, number: int, payload: bytes) -> bytes:
     ValueError
         The payload is too large for one chunk.
     """
-    if len(payload) > _LARGEST:
-        raise ValueError(f"a chunk of {len(payload)} bytes is too large; at most {_LARGEST} are read back")
-    stored = zlib.compress(payload, _LEVEL)
+    if len(payload) > _PAYLOAD_BYTES_MAX:
+        raise ValueError(f"a chunk of {len(payload)} bytes is too large; at most {_PAYLOAD_BYTES_MAX} are read back")
+    stored = zlib.compress(payload, _COMPRESSION_LEVEL)
     fields = _CHUNK.pack(kind, number, len(stored), len(payload))
     return fields + _CHECKSUM.pack(crc32c(stored, crc32c(fields))) + stored
 
@@ -106,8 +106,8 @@ def decompress(header: ChunkHeader, stored: bytes) -> bytes:
     ValueError
         It does not match the header.
     """
-    if header.nbytes > _LARGEST:
-        raise ValueError(f"{header.nbytes} bytes, at most {_LARGEST} are read")
+    if header.nbytes > _PAYLOAD_BYTES_MAX:
+        raise ValueError(f"{header.nbytes} bytes, at most {_PAYLOAD_BYTES_MAX} are read")
     try:
         payload = zlib.decompressobj().decompress(stored, header.nbytes + 1)
     except zlib.error as error:

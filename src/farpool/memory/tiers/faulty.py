@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Mapping
 from enum import StrEnum
 
 from farpool.abc.tier import Extent, Tier
+from farpool.checks import require_seconds
 from farpool.errors import ConfigError, TierError, TierFullError
 from farpool.memory.tiers.buffers import require_buffer
 from farpool.memory.tiers.wrapper import WrapperTier
@@ -80,8 +82,7 @@ class Faulty(WrapperTier):
         for name, value in probabilities.items():
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} is {value!r}, expected a probability from 0 to 1")
-        if not stall_seconds >= 0.0:
-            raise ConfigError(f"stall_seconds is {stall_seconds!r}, expected 0 or more seconds")
+        require_seconds(stall_seconds, "stall_seconds", most=math.inf)
         known = [fault.value for fault in Fault]
         for ordinal, fault in script.items():
             if fault not in known:

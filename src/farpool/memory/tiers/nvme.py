@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Nvme", "NvmeSpec"]
 
-_ALIGNMENT = 4096
-_ATTEMPTS = 10
+_ALIGNMENT_BYTES = 4096
+_ATTEMPTS_MAX = 10
 
 
 class Nvme(PortTier):
@@ -68,12 +68,12 @@ class Nvme(PortTier):
     ) -> None:
         super().__init__()
         nbytes = parse_size(capacity, f"capacity of {name}")
-        if nbytes < _ALIGNMENT:
+        if nbytes < _ALIGNMENT_BYTES:
             raise ConfigError(
-                f"capacity of {name} is {nbytes} bytes, expected {_ALIGNMENT} or more, for example '64GiB'"
+                f"capacity of {name} is {nbytes} bytes, expected {_ALIGNMENT_BYTES} or more, for example '64GiB'"
             )
         self._path = os.path.abspath(os.fspath(path))
-        self._info = TierInfo(name, "nvme", nbytes - nbytes % _ALIGNMENT, _ALIGNMENT)
+        self._info = TierInfo(name, "nvme", nbytes - nbytes % _ALIGNMENT_BYTES, _ALIGNMENT_BYTES)
         self._want_direct = direct
         self._want_ring = ring
         self._space = self._empty_space()
@@ -123,7 +123,7 @@ class Nvme(PortTier):
                     fd,
                     self._info.name,
                     direct=self._direct,
-                    alignment=_ALIGNMENT,
+                    alignment=_ALIGNMENT_BYTES,
                     base=HEADER_BYTES,
                     ring=self._want_ring,
                 )
@@ -159,7 +159,7 @@ class Nvme(PortTier):
 
     def _open_locked(self) -> tuple[int, bool]:
         """Open and lock the file; returns the descriptor, and True if the file was created."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS_MAX):
             fd, created = self._open_file()
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,8 +240,8 @@ class Nvme(PortTier):
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
             # Some file systems accept the flag and refuse the first read.
-            probe = Memory(_ALIGNMENT)
-            FilePort(fd, self._info.name, direct=True, ring=False).read(0, probe.address, _ALIGNMENT)
+            probe = Memory(_ALIGNMENT_BYTES)
+            FilePort(fd, self._info.name, direct=True, ring=False).read(0, probe.address, _ALIGNMENT_BYTES)
         except OSError as error:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags)
             if self._want_direct:

@@ -17,7 +17,7 @@ from farpool._native import FilePort
 from farpool.abc.tier import Extent, TierInfo
 from farpool.errors import ConfigError, TierError
 from farpool.memory.tiers.port_tier import PortTier
-from farpool.memory.tiers.safetensors_header import MAX_HEADER_BYTES, TensorEntry, parse_header
+from farpool.memory.tiers.safetensors_header import HEADER_BYTES_MAX, TensorEntry, parse_header
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -136,7 +136,7 @@ class SafetensorsFile(PortTier):
             if len(prefix) < 8:
                 raise ConfigError(f"{self._path} is no safetensors file: it has {file_bytes} bytes, expected 8 or more")
             length = int.from_bytes(prefix, "little")
-            if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+            if length > min(HEADER_BYTES_MAX, file_bytes - 8):
                 raise ConfigError(
                     f"{self._path} is no safetensors file: its header would have {length} bytes, the file has "
                     f"{file_bytes}"

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from farpool.abc.tier import Extent
 from farpool.errors import ConfigError
 
-__all__ = ["MAX_HEADER_BYTES", "SafetensorsHeader", "TensorEntry", "parse_header"]
+__all__ = ["HEADER_BYTES_MAX", "SafetensorsHeader", "TensorEntry", "parse_header"]
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 
 _BITS = {
     "BOOL": 8,

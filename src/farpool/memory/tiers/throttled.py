@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from farpool._native import ThrottledPort
 from farpool.abc.tier import Tier, TierInfo
-from farpool.errors import ConfigError
+from farpool.checks import require_seconds
 from farpool.memory.tiers.wrapper import WrapperTier
 from farpool.sizes import parse_rate
 
@@ -54,9 +54,7 @@ class Throttled(WrapperTier):
         super().__init__(inner)
         self._read_rate = _rate(read_bandwidth, "read_bandwidth")
         self._write_rate = _rate(write_bandwidth, "write_bandwidth")
-        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0.0 <= latency < math.inf:
-            raise ConfigError(f"latency is {latency!r}, expected 0 or more seconds, for example 0.0001")
-        self._latency = float(latency)
+        self._latency = require_seconds(latency, "latency", example=", for example 0.0001")
         self._shared = shared
         self._throttle: ThrottledPort | None = None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from farpool.abc.tier import Extent, Tier
+from farpool.checks import require_whole
 from farpool.errors import ConfigError
 from farpool.memory.tiers.wrapper import WrapperTier
 
@@ -88,8 +89,7 @@ class Traced(WrapperTier):
         keep: int = 10_000,
     ) -> None:
         super().__init__(inner)
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise ConfigError(f"keep is {keep!r}, expected a number of records, 0 or more")
+        require_whole(keep, "keep", 0, hint=" record")
         self._callback = callback
         self._path = None if path is None else os.path.abspath(os.fspath(path))
         self._file: BinaryIO | None = None

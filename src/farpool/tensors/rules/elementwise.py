@@ -17,7 +17,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pieces import compute_in_pieces
 
 _aten = torch.ops.aten
-_OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
+_OPTIMIZER_CLASSES = ("gradient", "optimizer", "embedding")
 """Classes of blocks that gradients and moments have; a table's moments may have the table's own class."""
 
 
@@ -71,7 +71,7 @@ def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def make_result(like: torch.Tensor) -> torch.Tensor:
         for value in args:
             # A result that an optimizer or autograd computes from gradients and moments is as large as their table.
-            if type(value) is PagedTensor and value._storage.cls in _OF_OPTIMIZERS and not value.requires_grad:
+            if type(value) is PagedTensor and value._storage.cls in _OPTIMIZER_CLASSES and not value.requires_grad:
                 pool, cls = value._storage.pool, value._storage.cls
                 return allocate(pool, like.size(), like.stride(), like.dtype, cls=cls, name=value._storage.name)
         device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())

@@ -24,9 +24,9 @@ from farpool.tensors.rules.norms import ADVICE
 from farpool.tensors.schema import signature_of
 
 _aten = torch.ops.aten
-_SHARE = 64
+_ELEMENTS_DIVISOR = 64
 """Elements are computed together if together they take at most the budget divided by this."""
-_PINNED = 2
+_BLOCKS_DIVISOR = 2
 """The blocks of elements that are computed together take at most the budget divided by this."""
 # Operations with one number for each tensor as results, which stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
@@ -102,7 +102,7 @@ def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     results: list[Any] = []
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and value]
-    for part in calls.stretches(lists, count, _SHARE, _PINNED):
+    for part in calls.stretches(lists, count, _ELEMENTS_DIVISOR, _BLOCKS_DIVISOR):
         try:
             result = _run(
                 func,

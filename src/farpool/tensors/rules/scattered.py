@@ -27,7 +27,7 @@ from farpool.tensors.schema import signature_of
 from farpool.tensors.transfer import same_layout
 
 _aten = torch.ops.aten
-_SHARE = 2
+_COPIES_DIVISOR = 2
 """The copies of one operation take at most the available memory divided by this."""
 _UNTAGGED = frozenset(
     (
@@ -128,7 +128,7 @@ def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None
             return None
         found.setdefault(_place(tensor), _Copy(tensor, strides))
     needed = sum(copy.nbytes for copy in found.values())
-    return found if needed <= available_memory() // _SHARE else None
+    return found if needed <= available_memory() // _COPIES_DIVISOR else None
 
 
 def _is_scattered(func: Any, paged: Sequence[PagedTensor], tensors: Sequence[torch.Tensor]) -> bool:

@@ -24,7 +24,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 __all__ = ["BRANCHES", "FORWARD_BRANCHES", "Branch"]
 
 _aten = torch.ops.aten
-_MEAN = 1
+_MEAN_REDUCTION = 1
 """ATen's number for ``reduction="mean"``."""
 
 
@@ -60,8 +60,8 @@ def _is_forward_mode(args: Sequence[Any]) -> bool:
 
 
 def _is_smoothed_mean(args: Sequence[Any]) -> bool:
-    reduction = args[3] if len(args) > 3 else _MEAN
-    return bool(reduction == _MEAN and len(args) > 5 and args[5] > 0)
+    reduction = args[3] if len(args) > 3 else _MEAN_REDUCTION
+    return bool(reduction == _MEAN_REDUCTION and len(args) > 5 and args[5] > 0)
 
 
 def _is_broadcast(operand: int, args: Sequence[Any]) -> bool:

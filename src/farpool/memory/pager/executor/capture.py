@@ -21,7 +21,7 @@ from farpool.errors import FarpoolWarning
 
 __all__ = ["exchange_function", "relax_thread", "relaxed"]
 
-_RELAXED = 2
+_RELAXED_MODE = 2
 """Value of ``cudaStreamCaptureModeRelaxed``, which is the same in the driver's API."""
 _warned = False
 
@@ -88,13 +88,13 @@ def _swap(mode: ctypes.c_int) -> None:
 
 def relax_thread() -> None:
     """Exempt the calling thread from capture checks for its whole life; only for farpool's own threads."""
-    _swap(ctypes.c_int(_RELAXED))
+    _swap(ctypes.c_int(_RELAXED_MODE))
 
 
 @contextmanager
 def relaxed() -> Iterator[None]:
     """Exempt the calling thread, which may be the program's, from capture checks inside a ``with`` block."""
-    mode = ctypes.c_int(_RELAXED)
+    mode = ctypes.c_int(_RELAXED_MODE)
     _swap(mode)
     try:
         yield

@@ -21,7 +21,7 @@ from farpool.sizes import format_size
 
 __all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]
 
-_BOUNCE = 16 << 20
+_BOUNCE_BYTES = 16 << 20
 """Bytes of device memory outside the arena that a move between overlapping ranges takes."""
 
 
@@ -287,9 +287,9 @@ class CudaDevice:
             if abs(target - source) >= nbytes:
                 arena[target : target + nbytes].copy_(arena[source : source + nbytes])
                 return
-            starts = range(0, nbytes, _BOUNCE)
+            starts = range(0, nbytes, _BOUNCE_BYTES)
             for start in starts if target < source else reversed(starts):
-                size = min(_BOUNCE, nbytes - start)
+                size = min(_BOUNCE_BYTES, nbytes - start)
                 piece = arena[source + start : source + start + size].clone()
                 arena[target + start : target + start + size].copy_(piece)
 

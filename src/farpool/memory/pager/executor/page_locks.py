@@ -22,7 +22,7 @@ from farpool.sizes import format_size
 
 __all__ = ["PageLocker", "PageLocks"]
 
-_CHUNK = 64 << 20
+_CHUNK_BYTES = 64 << 20
 """Bytes locked at once, a multiple of any page size. More would hold up threads that change the address space."""
 _OWNER = "page locks"
 
@@ -70,7 +70,7 @@ class PageLocks:
         Bytes to lock at once; a multiple of the page size.
     """
 
-    def __init__(self, locker: PageLocker, tiers: Sequence[Tier], ledger: Ledger, chunk: int = _CHUNK) -> None:
+    def __init__(self, locker: PageLocker, tiers: Sequence[Tier], ledger: Ledger, chunk: int = _CHUNK_BYTES) -> None:
         self._locker = locker
         self._ledger = ledger
         self._chunk = chunk

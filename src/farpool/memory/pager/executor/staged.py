@@ -26,16 +26,16 @@ from farpool.memory.pager.executor.page_locks import PageLocks
 
 __all__ = ["StagedExecutor"]
 
-_IDLE = 0.05
+_IDLE_INTERVAL_S = 0.05
 """Seconds after which the idle thread checks for work even if no signal woke it."""
-_AT_TIER = 0.2e-3
+_TIER_INTERVAL_S = 0.2e-3
 """Seconds between two checks while only tiers are at work: they wake the thread, new commands do not."""
-_COPYING = 50e-6
+_COPY_INTERVAL_S = 50e-6
 """Seconds between two polls of copies under way, because a device gives no signal when a copy has ended."""
-_AHEAD = 32 << 20
+_COPY_BYTES_MAX = 32 << 20
 """Bytes of copies under way in one direction above which only copies that an access waits for are started. It keeps the
 link busy from one poll to the next, and demanded copies wait behind no more than that."""
-_TROUBLED = 10e-3
+_TROUBLE_INTERVAL_S = 10e-3
 """Seconds between two polls of copies while the device raises instead of telling if they have ended."""
 
 
@@ -171,7 +171,7 @@ class StagedExecutor(Executor):
         while True:
             with self._lock:
                 if not self._jobs and not self._closing:
-                    self._lock.wait(_IDLE)
+                    self._lock.wait(_IDLE_INTERVAL_S)
                     continue
                 progressed = self._note_ends()
                 if not self._closing and (progressed or self._changed):
@@ -182,7 +182,8 @@ class StagedExecutor(Executor):
                 if not self._jobs:
                     continue
             if not progressed:
-                self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
+                poll = _COPY_INTERVAL_S if self._trouble is None else _TROUBLE_INTERVAL_S
+                self._queue.wait(poll if copying else _TIER_INTERVAL_S)
 
     def _note_ends(self) -> bool:
         """Record which legs have ended; return True if any has."""
@@ -241,7 +242,7 @@ class StagedExecutor(Executor):
             return True
         job.parts = job.parts or self._direct(job)
         if job.parts:
-            if self._blocked(job) or not (job.urgent or self._copying_bytes[job.transfer.kind] < _AHEAD):
+            if self._blocked(job) or not (job.urgent or self._copying_bytes[job.transfer.kind] < _COPY_BYTES_MAX):
                 return False
             job.start = time.monotonic()
             self._start_copies(job)

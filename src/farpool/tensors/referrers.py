@@ -1,4 +1,4 @@
-"""Find the variable or attribute that holds a tensor, for messages that ask the program to drop it."""
+"""Find the variable or attribute that refers to a tensor, for messages that ask the program to drop it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["holder_of"]
+__all__ = ["referrer_of"]
 
 
-def holder_of(tensor: torch.Tensor) -> str:
-    """Name the variable or attribute that holds a tensor, for a message, if the garbage collector knows it."""
-    for holder in gc.get_referrers(tensor):
-        if isinstance(holder, FrameType):
-            found = _in_frame(holder, tensor)
+def referrer_of(tensor: torch.Tensor) -> str:
+    """Name the variable or attribute that refers to a tensor, for a message, if the garbage collector knows it."""
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, FrameType):
+            found = _in_frame(referrer, tensor)
         else:
-            found = _in_dict(holder, tensor) if isinstance(holder, dict) else _in_object(holder, tensor)
+            found = _in_dict(referrer, tensor) if isinstance(referrer, dict) else _in_object(referrer, tensor)
         if found:
             return found
     return "a variable of a running function, a container or an autograd graph (a loss, outputs)"
