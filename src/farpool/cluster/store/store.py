@@ -163,6 +163,7 @@ class Store(Closing):
             raise ConfigError(f"replicas is {parts}, expected 1 to {most}, the number of nodes", setting="replicas")
         self._cluster: Cluster | None = Cluster(membership, connect, redundancy, checked_timeout(timeout))
         self.replicas = parts
+        self.confirming = next((count for count in range(1, parts) if redundancy.enough(count)), parts)
         self._upkeep = Upkeep(self._cluster) if parts > 1 else None
         if self._upkeep is not None:
             self._cluster.on_read = self._upkeep.note
@@ -359,7 +360,7 @@ class Store(Closing):
         QuotaExceededError
             With `keep` True: too few of the copies that a value is to have may be kept.
         """
-        return self._touch(keys, ttl, keep, copies=self.replicas if keep else 1, seen=seen)
+        return self._touch(keys, ttl, keep, copies=self.confirming if keep else 1, seen=seen)
 
     def _touch(
         self,
