@@ -436,14 +436,15 @@ class Store(Closing):
 
     def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Get many values at the same time; see `get`."""
-        cluster, checked = self._open(), as_keys(keys)
+        checked = as_keys(keys)
+        cluster = self._open()
         values = read_many(cluster, checked, [None] * len(checked), cluster.deadline())
         return cast("list[bytes | None]", results(values, checked))
 
     def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
         """Read many values into buffers at the same time; see `get_into`."""
-        cluster = self._open()
         checked = [(as_key(key), as_target(buffer)) for key, buffer in pairs]
+        cluster = self._open()
         keys = [key for key, _ in checked]
         sizes = read_many(cluster, keys, [into for _, into in checked], cluster.deadline())
         return cast("list[int | None]", results(sizes, keys))
