@@ -14,7 +14,7 @@ from farpool._native import crc32c
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.objects import PutOutcome
 from farpool.cluster.redundancy import Copies
-from farpool.cluster.store import driver, writing
+from farpool.cluster.store import driver, reading, writing
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.plan import Pause, Plan, Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
@@ -332,3 +332,16 @@ def test_an_error_of_a_step_does_not_end_the_plan_as_a_result() -> None:
 
     with pytest.raises(StopIteration, match="an error"):
         driver.run(_Cluster(view, 1, fail), plan(), 1e12)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_puts_keeps_half_of_the_time_while_a_member_was_not_asked_for_one_of_them() -> None:
+    view, _ = made(2)
+    cluster = _Cluster(view, 1, lambda ask: reply(Status.FULL) if ask.meta == b"other" else reply())
+    writing.put(cluster, [(KEY, VALUE), (b"other", VALUE)], b"", 1e12)  # type: ignore[arg-type]
+    assert [len(asks) for asks in cluster.rounds] == [2, 1]
+    assert all(deadline < 1e12 for deadline in cluster.deadlines)
+
+
+def test_a_program_that_was_warned_does_not_look_at_the_number_of_copies_again() -> None:
+    cluster: Any = SimpleNamespace(has_warned=True)
+    reading._warn_of_others(cluster, KEY, reply(meta=b""))

@@ -146,8 +146,10 @@ def _taken(cluster: Cluster, key: bytes, member: Member, reply: Reply, into: Pay
 
 def _warn_of_others(cluster: Cluster, key: bytes, reply: Reply) -> None:
     """Warn the caller of the store's method, once, if an object was put with another number of copies."""
+    if cluster.has_warned:
+        return
     copies, expected = reply.meta[_COPIES_OFFSET], cluster.redundancy.parts
-    if copies != expected and not cluster.has_warned:
+    if copies != expected:
         cluster.has_warned = True
         warnings.warn(
             f"{key!r} was put with replicas={copies}, this store has replicas={expected}: it looks for and mends that "

@@ -47,13 +47,12 @@ class _Put:
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
         """Offer each part that is not confirmed to the next member of the order; return the parts' numbers, too."""
         lacking = self.redundancy.missing(self.confirmed)
-        self.has_more = False
-        if not lacking:
-            return []
         order = targets(self.key, self.view, self.redundancy)
         waiting = [one for one in order if one.identity not in self.answered and one not in self.away]
         members = waiting[: len(lacking)]
         self.has_more = len(waiting) > len(members)
+        if not members:
+            return []
         parts = self.redundancy.encode(self.payload)
         asks = zip(lacking, members, strict=False)  # there may be too few members
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
