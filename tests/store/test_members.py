@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -707,3 +708,28 @@ def test_lists_that_change_all_the_time_lose_and_leak_nothing(local: Nodes) -> N
         assert wrong == []
         gc.collect()
         eventually(lambda: len({id(one) for member in left if (one := member()) is not None}) <= len(nodes))
+
+
+@pytest.mark.parametrize("call", ["get", "pin"])
+def test_a_read_finds_an_object_on_a_member_that_joins_while_the_first_is_asked(local: Nodes, call: str) -> None:
+    nodes = local(2, mapped=True)
+    with store_over(nodes[1:]) as other:
+        other.put("key", b"value")
+    members = StaticMembers(nodes[0].name)
+    with store_over(nodes, members=members) as store:
+        store.put("met", b"value")
+        cluster = cluster_of(store)
+        ask = cluster.ask
+
+        def join(*asked: Any, **settings: Any) -> Any:
+            cluster.ask = ask  # type: ignore[method-assign]
+            members.update(names(nodes))
+            eventually(lambda: has_met(store, *nodes))
+            return ask(*asked, **settings)
+
+        cluster.ask = join  # type: ignore[method-assign]
+        if call == "get":
+            assert store.get("key") == b"value"
+        else:
+            with store.pin("key") as pin:
+                assert bytes(pin.view) == b"value"

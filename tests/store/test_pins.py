@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farpool import AsyncStore, Store
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store.messages import Ask
 from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.errors import ChecksumError, ConfigError, NodeError, StoreClosedError
 from tests.node.nodes import Peer, node, until, walked
@@ -173,3 +175,27 @@ def test_each_pin_of_an_object_is_ended_by_its_own_number(tmp_path: Path) -> Non
         assert peer.ask(Op.UNPIN, lasting[:12], serial=serial).status == Status.BAD_REQUEST
         assert unpin(lasting) == Status.DONE
         assert pins() == 0
+
+
+def test_a_pin_of_a_node_with_other_files_by_now_gets_time_to_be_released(local: Nodes) -> None:
+    with store_over(local(mapped=True), timeout=5) as store:
+        store.put("key", b"value")
+        cluster = store._cluster
+        assert cluster is not None
+        (member,) = cluster.members
+        ask, left = cluster.ask, []
+
+        def noted(asks: Sequence[Ask], deadline: float, **settings: bool) -> list[Any]:
+            answers = ask(asks, deadline, **settings)
+            if asks[0].op == Op.PIN:
+                member.channel.reader = None
+            elif asks[0].op == Op.UNPIN:
+                left.append(deadline - time.monotonic())
+            return answers
+
+        cluster.ask = noted  # type: ignore[method-assign,assignment]
+        with store.pin("key") as pin:
+            assert not pin.is_mapped
+            assert len(left) == 1
+            assert left[0] > 4
+            assert pinned(store) == 0

@@ -14,7 +14,7 @@ from farpool._native import crc32c
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.objects import PutOutcome
 from farpool.cluster.redundancy import Copies
-from farpool.cluster.store import driver, writing
+from farpool.cluster.store import driver, reading, writing
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.plan import Pause, Plan, Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
@@ -288,3 +288,60 @@ def test_an_impatient_call_makes_one_attempt() -> None:
     assert (len(cluster.rounds), cluster.pauses) == (1, 5)
     assert cluster.put() is AWAY
     assert len(cluster.rounds) == 1 + 6
+
+
+def test_only_puts_that_may_still_succeed_are_tried_again_after_a_pause() -> None:
+    view, order = made(3)
+    asked: list[bytes] = []
+
+    def answer(ask: Any) -> Any:
+        asked.append(ask.meta)
+        if ask.meta == b"fails":
+            return AWAY if ask.member is order[2] else reply(Status.FULL)
+        return AWAY if asked.count(b"waits") < 6 else reply()
+
+    cluster = _Cluster(view, 2, answer, pauses=4)
+    items = [(b"fails", VALUE), (b"waits", VALUE)]
+    failed, stored = writing.put(cluster, items, b"", 1e12)  # type: ignore[arg-type]
+    assert "b'fails': 0 of 2 nodes confirmed the put" in str(failed)
+    assert stored == PutOutcome.STORED
+    assert asked.count(b"fails") == 3
+
+
+def test_a_put_of_nothing_stores_nothing_though_the_epoch_changes_in_between() -> None:
+    cluster = _Cluster(made(1)[0], 1, lambda ask: reply())
+    epochs = itertools.chain([1], itertools.repeat(2))
+
+    class Epoch:
+        @property
+        def value(self) -> int:
+            return next(epochs)
+
+    cluster.epoch = Epoch()  # type: ignore[assignment]
+    assert writing.put(cluster, [], b"", 1e12) == []  # type: ignore[arg-type]
+
+
+def test_an_error_of_a_step_does_not_end_the_plan_as_a_result() -> None:
+    view, (first,) = made(1)
+
+    def fail(ask: Ask) -> Any:
+        raise StopIteration("an error")
+
+    def plan() -> Plan[None]:
+        yield Send([Ask(first, Op.GET, KEY)])
+
+    with pytest.raises(StopIteration, match="an error"):
+        driver.run(_Cluster(view, 1, fail), plan(), 1e12)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_puts_keeps_half_of_the_time_while_a_member_was_not_asked_for_one_of_them() -> None:
+    view, _ = made(2)
+    cluster = _Cluster(view, 1, lambda ask: reply(Status.FULL) if ask.meta == b"other" else reply())
+    writing.put(cluster, [(KEY, VALUE), (b"other", VALUE)], b"", 1e12)  # type: ignore[arg-type]
+    assert [len(asks) for asks in cluster.rounds] == [2, 1]
+    assert all(deadline < 1e12 for deadline in cluster.deadlines)
+
+
+def test_a_program_that_was_warned_does_not_look_at_the_number_of_copies_again() -> None:
+    cluster: Any = SimpleNamespace(has_warned=True)
+    reading._warn_of_others(cluster, KEY, reply(meta=b""))

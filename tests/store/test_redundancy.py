@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,14 @@ class TwoOfThree(Copies):
         return acknowledged >= 2
 
 
+def test_a_name_is_published_with_as_many_copies_as_confirm_a_write(local: Nodes, tmp_path: Path) -> None:
+    nodes = local(3)
+    with store_over(nodes, redundancy=TwoOfThree(3), timeout=2, registry=tmp_path / "registry.db") as store:
+        store.put("met", b"value")
+        nodes[0].kill()
+        assert store.publish("name", b"value" * 100).version == 1
+
+
 def test_a_redundancy_decides_when_a_write_is_confirmed_and_when_an_object_is_missing(local: Nodes) -> None:
     nodes = local(3)
     with store_over(nodes, redundancy=TwoOfThree(3), timeout=0.5) as store:
@@ -125,11 +134,20 @@ class Pieces(Copies):
     needed = 2
 
 
+class Many(Copies):
+    """More copies than an object's head can express."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.parts = 300
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"redundancy": Pieces(3)}, "redundancy is Copies.3., expected one whose parts are whole values"),
         ({"redundancy": 2}, "redundancy is 2, expected"),
+        ({"redundancy": Many(2)}, "redundancy is Copies.300. with 300 parts, expected 1 to 255"),
         ({"redundancy": Copies(2), "replicas": 2}, "replicas is 2 and redundancy is Copies.2., expected one of them"),
         ({"redundancy": Copies(4)}, "replicas is 4, expected 1 to 3, the number of nodes"),
         ({"replicas": 0}, "replicas is 0, expected a whole number from 1 to 255"),

@@ -8,13 +8,16 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from farpool.cluster.store import AsyncStore, PutOutcome, Store
+from farpool.cluster.members import StaticMembers
+from farpool.cluster.store import AsyncStore, Demotion, PutOutcome, Store
 from farpool.cluster.store.cluster import Cluster
-from farpool.cluster.wire.frames import Right
+from farpool.cluster.wire.frames import Right, Status
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -781,3 +784,38 @@ def test_threads_share_a_store(local: Nodes) -> None:
             thread.join(60)
         assert store.get("shared") in {b"0", b"1", b"2", b"3"}
     assert not errors
+
+
+def test_a_touch_of_nothing_asks_no_node(local: Nodes) -> None:
+    (node,) = local()
+    node.kill()
+    with store_over([node], timeout=0.3) as store:
+        assert store.touch_many([], None).copies == []
+
+
+def test_a_drop_for_a_cache_names_the_node_that_could_not_be_asked_before_one_that_refused(local: Nodes) -> None:
+    nodes = local(3)
+    with store_over(nodes) as store:
+        store.put("key", b"value")
+        cluster = cluster_of(store)
+        first = cluster.snapshot.met[0]
+        denied, away = SimpleNamespace(status=Status.DENIED, meta=b""), NodeError("away")
+        cluster.ask = lambda asks, deadline: [denied if one.member is first else away for one in asks]  # type: ignore[method-assign,assignment,misc]
+        assert store.best_effort().drop_many([b"key", b"other"], 1) == [away, away]
+        assert store.best_effort().drop_many([], 1) == []
+
+
+def test_values_are_demoted_also_if_their_nodes_leave_during_the_call(local: Nodes) -> None:
+    nodes = local(2)
+    members = StaticMembers(nodes[0].name)
+    with store_over(nodes, members=members) as store:
+        store.put("key", b"value")
+        cluster = cluster_of(store)
+        answers = iter([Status.FULL, Status.DONE])
+
+        def ask(asks: Sequence[Any], deadline: float) -> list[Any]:
+            cluster._replace(())
+            return [SimpleNamespace(status=next(answers), meta=b"")]
+
+        cluster.ask = ask  # type: ignore[method-assign,assignment]
+        assert store.best_effort().demote_many([b"key"], 0.5) == [Demotion.LOWER]

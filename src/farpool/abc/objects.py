@@ -191,8 +191,8 @@ class ObjectStore(Protocol):
     """Store of write-once objects, such as `farpool.Store`."""
 
     @property
-    def replicas(self) -> int:
-        """Number of copies that each object is to have."""
+    def confirming(self) -> int:
+        """Number of copies that confirm the write of an object."""
 
     def put_many(
         self, items: Iterable[tuple[str, Buffer]], /, *, ttl: float | None = None, check: bool = False

@@ -66,7 +66,7 @@ class Redundancy(ABC):
         key : bytes
             The object's key.
         members : sequence
-            Members that take new objects, in the order of their ranks for the key.
+            Members that take new objects, in the order of their ranks for the key; there may be none.
 
         Returns
         -------

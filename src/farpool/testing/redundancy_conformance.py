@@ -44,6 +44,7 @@ class RedundancyConformance:
         assert 1 <= redundancy.needed <= redundancy.parts
 
     def test_parts_go_to_different_members_and_the_first_member_gets_one(self, redundancy: Redundancy) -> None:
+        assert not redundancy.place(b"key", [])
         for count in range(1, 2 * redundancy.parts + 3):
             members = [_Member(number) for number in range(count)]
             for seed in range(8):

@@ -21,7 +21,7 @@ _SELF = bytes(16)
 
 
 class FolderStore:
-    replicas = 1
+    confirming = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -23,7 +23,7 @@ _SELF = bytes(16)
 class MemoryStore:
     """Behaves like `farpool.Store` on one node, with a clock that only the test moves."""
 
-    replicas = 1
+    confirming = 1
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

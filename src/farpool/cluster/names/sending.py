@@ -168,7 +168,7 @@ class Sending:
         keys = list(keys)
         touched = self._store.touch_many(keys, ttl)
         self._seen.update(zip(keys, touched.marks, strict=True))
-        return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.replicas]
+        return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.confirming]
 
     def _keep_all(self) -> None:
         """Send the remaining objects, record all sent objects, then tell the nodes to keep their copies."""
@@ -177,7 +177,7 @@ class Sending:
         left = list(self._waiting)
         for _ in range(_ATTEMPTS_MAX):
             copies = self._store.touch_many(left, None, keep=True, seen=[self._seen[key] for key in left]).copies
-            left = [key for key, kept in zip(left, copies, strict=True) if kept < self._store.replicas]
+            left = [key for key, kept in zip(left, copies, strict=True) if kept < self._store.confirming]
             if not left:
                 break
             for key in self._look(left, _MARKS_TTL_S):

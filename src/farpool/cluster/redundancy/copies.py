@@ -59,13 +59,18 @@ def redundancy_of(redundancy: Redundancy | None, replicas: int) -> Redundancy:
     Raises
     ------
     ConfigError
-        Both are given, or a reader would need more than one part: a store reads whole values.
+        Both are given, there are too many parts, or a reader would need more than one: a store reads whole values.
     """
     if redundancy is None:
         return Copies(replicas)
     if not isinstance(redundancy, Redundancy) or redundancy.needed > 1:
         raise ConfigError(
             f"redundancy is {redundancy!r}, expected one whose parts are whole values, such as Copies(2)",
+            setting="redundancy",
+        )
+    if not 1 <= redundancy.parts <= _COPIES_MAX:
+        raise ConfigError(
+            f"redundancy is {redundancy!r} with {redundancy.parts} parts, expected 1 to {_COPIES_MAX}",
             setting="redundancy",
         )
     if replicas != 1:

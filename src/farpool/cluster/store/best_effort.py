@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from farpool.abc.objects import About, Demotion, Hold
@@ -190,15 +191,15 @@ class BestEffort:
         def drop(cluster: Cluster, deadline: float) -> Sequence[int | Exception]:
             met = cluster.reachable(deadline).met
             asks = [Ask(member, Op.DROP, key) for key in keys for member in met]
-            answers = [
-                decoded(ask, answer, (Status.DONE, Status.MISSING))
-                for ask, answer in zip(asks, cluster.ask(asks, deadline), strict=True)
-            ]
+            pairs = iter(zip(asks, cluster.ask(asks, deadline), strict=True))
             dropped: list[int | Exception] = []
-            for place in range(0, len(answers), len(met)):
-                own = answers[place : place + len(met)]
-                done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in own)
-                dropped.append(next((one for one in own if isinstance(one, Exception)), done))
+            for _ in keys:
+                own = list(islice(pairs, len(met)))
+                answers = [decoded(ask, given, (Status.DONE, Status.MISSING)) for ask, given in own]
+                # The error of a node that could not be asked comes before a refusal.
+                errors = [one for one in (*[given for _, given in own], *answers) if isinstance(one, Exception)]
+                done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in answers)
+                dropped.append(errors[0] if errors else done)
             return dropped
 
         return self._attempt(len(keys), timeout, drop)
@@ -261,7 +262,7 @@ def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | E
             elif answer.status != Status.MISSING:
                 demoted[place].append(_DEMOTED[answer.status])
         left = busy
-        if left and (yield Pause(_DEMOTE_PAUSE_S)) is None:
+        if left and (yield Pause(_DEMOTE_PAUSE_S, meets=False)) is None:
             for place, _ in left:
                 demoted[place].append(Demotion.FULL)
             break

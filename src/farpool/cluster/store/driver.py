@@ -36,20 +36,23 @@ def run(
     everyone : bool
         After a pause, try again to meet members that have not been met; False to leave these to the background.
     """
-    try:
-        step = next(plan)
-        while True:
-            if isinstance(step, Send):
-                step = plan.send(cluster.ask(step.asks, share_of(deadline, last=step.last)))
-            elif isinstance(step, Probe):
-                step = plan.send(probe(cluster, step.wanted, deadline))
-            elif patient and cluster.wait(deadline, step.seconds):
-                step = plan.send(cluster.reachable(deadline) if everyone else cluster.view(deadline))
-            else:
-                step = plan.send(None)
-    except StopIteration as end:
-        result: ResultT = end.value
-        return result
+    outcome: object = None
+    while True:
+        try:
+            step = plan.send(outcome)
+        except StopIteration as end:
+            result: ResultT = end.value
+            return result
+        if isinstance(step, Send):
+            outcome = cluster.ask(step.asks, share_of(deadline, last=step.last))
+        elif isinstance(step, Probe):
+            outcome = probe(cluster, step.wanted, deadline)
+        elif not patient or not cluster.wait(deadline, step.seconds):
+            outcome = None
+        elif not step.meets:
+            outcome = cluster.snapshot
+        else:
+            outcome = cluster.reachable(deadline) if everyone else cluster.view(deadline)
 
 
 def probe(

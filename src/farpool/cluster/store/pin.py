@@ -15,7 +15,7 @@ from farpool._native import buffer_address, crc32c_many
 from farpool.cluster.store.driver import run
 from farpool.cluster.store.messages import Ask, results
 from farpool.cluster.store.plan import Plan, Send
-from farpool.cluster.store.searching import find
+from farpool.cluster.store.reading import fetch
 from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.errors import ChecksumError
 
@@ -226,10 +226,6 @@ class _Place:
     number: int
     serial: int
 
-    def unpin(self) -> Ask:
-        """Make the request that unpins the object."""
-        return Ask(self.member, Op.UNPIN, UNPIN.pack(self.offset, self.number), self.serial)
-
     def release(self) -> None:
         """Have the node unpin the object."""
         _release([self])
@@ -240,7 +236,8 @@ def _release(places: Sequence[_Place]) -> None:
     if places:
         # The answers do not matter: a node that cannot be reached ends the pins with the session.
         cluster = places[0].cluster
-        cluster.ask([one.unpin() for one in places], cluster.deadline())
+        asks = [Ask(one.member, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
+        cluster.ask(asks, cluster.deadline())
 
 
 def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
@@ -260,8 +257,18 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
     # This time begins before the nodes' own, so that no view is used after its node has unpinned the object.
     until = now + ttl_ms / 1000 if ttl_ms else math.inf
     pins: list[Pin | None] = [None] * len(keys)
+    lost: list[_Place] = []
     try:
-        run(cluster, _pin(cluster, cluster.view(deadline), keys, pins, ttl_ms, until), deadline)
+        try:
+            run(cluster, _pin(cluster, cluster.view(deadline), keys, pins, lost, ttl_ms, until), deadline)
+        finally:
+            _release(lost)  # with its own time, because the pins of this call may have taken all of theirs
+        left = [number for number, pinned in enumerate(pins) if pinned is None]
+        rest = [keys[number] for number in left]
+        copies = fetch(cluster, rest, deadline) if rest else []
+        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
+            if found is not None:
+                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)
     except BaseException:
         Pins(pins).release()
         raise
@@ -269,9 +276,15 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
 
 
 def _pin(
-    cluster: Cluster, view: Snapshot, keys: Sequence[bytes], pins: list[Pin | None], ttl_ms: int, until: float
+    cluster: Cluster,
+    view: Snapshot,
+    keys: Sequence[bytes],
+    pins: list[Pin | None],
+    lost: list[_Place],
+    ttl_ms: int,
+    until: float,
 ) -> Plan[None]:
-    """Pin objects in mapped memory, rank by rank, and copy the others; enter the pins."""
+    """Pin objects in mapped memory, rank by rank; enter the pins, and those that no view can be made of in `lost`."""
     orders = [view.order(key) for key in keys]
     for rank in range(max(map(len, orders), default=0)):
         places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
@@ -285,7 +298,6 @@ def _pin(
         if not asks:
             continue
         answers: Sequence[Reply | Exception] = yield Send(asks)
-        lost: list[_Place] = []
         for (number, reader), ask, reply in zip(asked, asks, answers, strict=True):
             if isinstance(reply, Exception) or reply.status != Status.DONE:
                 continue
@@ -295,12 +307,3 @@ def _pin(
                 pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
             else:  # there was new contact in between, and the node may have other files now
                 lost.append(place)
-        if lost:
-            yield Send([one.unpin() for one in lost])
-    left = [number for number, pinned in enumerate(pins) if pinned is None]
-    if left:
-        rest = [keys[number] for number in left]
-        copies = yield from find(view, cluster.redundancy, rest, [None] * len(left))
-        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
-            if found is not None:
-                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)

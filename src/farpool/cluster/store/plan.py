@@ -71,9 +71,12 @@ class Pause(msgspec.Struct, gc=False):
     ----------
     seconds : float
         How long.
+    meets : bool
+        The call needs a member that has been met. False if it asks the same members again, also if they have left.
     """
 
     seconds: float = RETRY_PAUSE_S
+    meets: bool = True
 
 
 @dataclass(slots=True)

@@ -54,7 +54,8 @@ def read_one(cluster: Cluster, key: bytes, into: Payload | None) -> bytes | int 
     if not isinstance(answer, Exception) and answer.status == _DONE:
         _warn_of_others(cluster, key, answer)
         return _taken(cluster, key, member, answer, into)
-    plan = find(view, cluster.redundancy, [key], [into], first=(ask, answer))
+    # The members may have changed while the request was under way.
+    plan = find(cluster.view(deadline), cluster.redundancy, [key], [into], first=(ask, answer))
     (outcome,) = run(cluster, plan, deadline)
     if isinstance(outcome, Exception):
         raise outcome
@@ -89,9 +90,8 @@ def read_many(
         For each key its value, or the value's size if it was read into a target; an error if reading failed; None if
         there is no such object.
     """
-    view = cluster.view(deadline)
     values: list[bytes | int | Exception | None] = [None] * len(keys)
-    for member, numbers in view.by_first(keys).items():
+    for member, numbers in cluster.view(deadline).by_first(keys).items():
         channel = member.channel
         if channel.reader is None and channel.one_sided is None:
             continue
@@ -109,7 +109,7 @@ def read_many(
                 cluster.on_read(keys[number], member)
     left = [number for number, value in enumerate(values) if value is None]
     if left:
-        plan = find(view, cluster.redundancy, [keys[n] for n in left], [targets[n] for n in left])
+        plan = find(cluster.view(deadline), cluster.redundancy, [keys[n] for n in left], [targets[n] for n in left])
         for number, outcome in zip(left, run(cluster, plan, deadline, patient=patient), strict=True):
             if outcome is None or isinstance(outcome, Exception):
                 values[number] = outcome
@@ -146,8 +146,10 @@ def _taken(cluster: Cluster, key: bytes, member: Member, reply: Reply, into: Pay
 
 def _warn_of_others(cluster: Cluster, key: bytes, reply: Reply) -> None:
     """Warn the caller of the store's method, once, if an object was put with another number of copies."""
+    if cluster.has_warned:
+        return
     copies, expected = reply.meta[_COPIES_OFFSET], cluster.redundancy.parts
-    if copies != expected and not cluster.has_warned:
+    if copies != expected:
         cluster.has_warned = True
         warnings.warn(
             f"{key!r} was put with replicas={copies}, this store has replicas={expected}: it looks for and mends that "

@@ -162,6 +162,7 @@ class Store(Closing):
             raise ConfigError(f"replicas is {parts}, expected 1 to {most}, the number of nodes", setting="replicas")
         self._cluster: Cluster | None = Cluster(membership, connect, redundancy, checked_timeout(timeout))
         self.replicas = parts
+        self.confirming = next((count for count in range(1, parts) if redundancy.enough(count)), parts)
         self._upkeep = Upkeep(self._cluster) if parts > 1 else None
         if self._upkeep is not None:
             self._cluster.on_read = self._upkeep.note
@@ -358,7 +359,7 @@ class Store(Closing):
         QuotaExceededError
             With `keep` True: too few of the copies that a value is to have may be kept.
         """
-        return self._touch(keys, ttl, keep, copies=self.replicas if keep else 1, seen=seen)
+        return self._touch(keys, ttl, keep, copies=self.confirming if keep else 1, seen=seen)
 
     def _touch(
         self,
@@ -434,14 +435,15 @@ class Store(Closing):
 
     def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Get many values at the same time; see `get`."""
-        cluster, checked = self._open(), as_keys(keys)
+        checked = as_keys(keys)
+        cluster = self._open()
         values = read_many(cluster, checked, [None] * len(checked), cluster.deadline())
         return cast("list[bytes | None]", results(values, checked))
 
     def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
         """Read many values into buffers at the same time; see `get_into`."""
-        cluster = self._open()
         checked = [(as_key(key), as_target(buffer)) for key, buffer in pairs]
+        cluster = self._open()
         keys = [key for key, _ in checked]
         sizes = read_many(cluster, keys, [into for _, into in checked], cluster.deadline())
         return cast("list[int | None]", results(sizes, keys))

@@ -47,13 +47,12 @@ class _Put:
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
         """Offer each part that is not confirmed to the next member of the order; return the parts' numbers, too."""
         lacking = self.redundancy.missing(self.confirmed)
-        self.has_more = False
-        if not lacking:
-            return []
         order = targets(self.key, self.view, self.redundancy)
         waiting = [one for one in order if one.identity not in self.answered and one not in self.away]
         members = waiting[: len(lacking)]
         self.has_more = len(waiting) > len(members)
+        if not members:
+            return []
         parts = self.redundancy.encode(self.payload)
         asks = zip(lacking, members, strict=False)  # there may be too few members
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
@@ -191,17 +190,18 @@ def put(
 
 def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
     """Have the other members take the parts for which the first requests, in the order of the puts, have failed."""
-    count = len(first) // len(puts)  # the same for each, because there are as many members for each
+    count = len(first) // max(1, len(puts))  # the same for each, because there are as many members for each
     for number, one in enumerate(puts):
         for part, (ask, answer) in enumerate(first[number * count : (number + 1) * count]):
             one.note(part, ask, answer)
     while True:
         asked = [(one, *pair) for one in puts for pair in one.next_asks(head)]
         if not asked:
-            again = (yield Pause()) if any(one.is_waiting() for one in puts) else None
+            waiting = [one for one in puts if one.is_waiting()]
+            again = (yield Pause()) if waiting else None
             if again is None:
                 return
-            for one in puts:
+            for one in waiting:  # another put has its result: a copy that a member took now would belong to none
                 one.retry(again)
             continue
         last = not any(one.has_more for one in puts)
@@ -242,6 +242,8 @@ def everywhere(
     NodeError
         No node could be asked by the deadline, or a node refuses the operation.
     """
+    if not metas:  # no node needs to be reached
+        return Touched([], True, [], [], frozenset())
     plan = _everywhere(cluster.reachable(deadline), op, metas, copies, seen)
     return run(cluster, plan, deadline, everyone=True)
 
