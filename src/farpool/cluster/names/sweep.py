@@ -87,7 +87,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         unneeded = _keys(versions.released) - versions.needed
         refused = _release(store, marks, unneeded, grace)
         released |= unneeded & marks.seen.keys() - refused
-        _forget(registry, versions.released, marks, refused)
+        _delete_finished(registry, versions.released, marks, refused)
         again = _marks(store, refused)
         again.away.update(marks.away)
         marks = again
@@ -152,7 +152,7 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
     return list(groups.items())
 
 
-def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
+def _delete_finished(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
     """Delete entries of versions whose objects nodes released or other versions need; note which nodes were away."""
     done = marks.seen.keys() - refused
     finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
