@@ -98,8 +98,12 @@ def require_seconds(
     ConfigError
         The value is no number, is not finite, or is outside the limits.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 if least is None else least <= value) or not value <= most:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (value > 0 if least is None else value >= least)
+        or not value <= most
+    ):
         expected = "seconds above 0" if least is None else f"seconds, at least {least:g}"
         if most < sys.float_info.max:
             example += f" and at most {most:,.0f}" if most < 1e12 else f" and at most {most:g}"

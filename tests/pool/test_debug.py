@@ -55,7 +55,7 @@ def pool() -> Iterator[Planted]:
     pool = Planted()
     yield pool
     pool._watch = None  # what the test planted is still there
-    pool.shut()
+    pool.force_close()
 
 
 def poison(nbytes: int) -> bytes:

@@ -142,7 +142,7 @@ def test_a_pool_file_truncated_while_in_use_is_a_named_error_and_the_pool_can_be
         with pytest.raises(TierError, match="nvme"):
             pool.__exit__(None, None, None)  # what lives cannot be read, so the pool stays open
         assert not pool.closed
-        blocks_of(pool).shut()
+        blocks_of(pool).force_close()
     assert not path.exists()
 
 
@@ -263,7 +263,7 @@ def test_training_on_a_failing_tier_is_equal_or_a_typed_error(
         usable(pool)
         with may_raise(TierError):  # what was written corrupt is lost
             pool.__exit__(None, None, None)
-        blocks_of(pool).shut()
+        blocks_of(pool).force_close()
 
 
 def over_faults(function: Any, pool: Pool) -> Any:

@@ -136,7 +136,7 @@ def test_a_view_made_before_is_refused_when_the_pool_is_closed() -> None:
     pool = Pool("1MiB", dram="1MiB")
     paged = pool.from_tensor(_VALUES)
     paged.t()
-    blocks_of(pool).shut()  # as at the end of the interpreter; whoever leaves the pool has plain tensors
+    blocks_of(pool).force_close()  # as at the end of the interpreter; whoever leaves the pool has plain tensors
     with pytest.raises(PoolClosedError):
         paged.t()
 

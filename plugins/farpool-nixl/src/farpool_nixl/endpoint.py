@@ -71,7 +71,7 @@ class NixlEndpoint:
         """Release the slabs and end the agent: without it there are no connections through which bytes could come."""
         with self._changed:
             for slab in self.given_up:
-                self._let_go(slab)
+                self._release(slab)
             self.agent.close()
             self.given_up.clear()
             self._idle.clear()
@@ -107,7 +107,7 @@ class NixlEndpoint:
             ended = self.agent.is_done(slab.transfer)
         finally:
             if ended:
-                self._let_go(slab)
+                self._release(slab)
         return ended
 
     def forget(self, region: str) -> None:
@@ -116,7 +116,7 @@ class NixlEndpoint:
             self._leaving.add(region)
             self._recover()
 
-    def _let_go(self, slab: _Slab) -> None:
+    def _release(self, slab: _Slab) -> None:
         handle, slab.transfer = slab.transfer, None
         if handle is not None:
             self.agent.release(handle)

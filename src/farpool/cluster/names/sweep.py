@@ -88,7 +88,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         unneeded = _keys(versions.released) - versions.needed
         refused = _release(store, marks, unneeded, grace)
         released |= unneeded & marks.seen.keys() - refused
-        _forget(registry, versions.released, marks, refused)
+        _delete_finished(registry, versions.released, marks, refused)
         again = _marks(store, refused)
         again.away.update(marks.away)
         marks = again
@@ -153,7 +153,7 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
     return list(groups.items())
 
 
-def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
+def _delete_finished(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
     """Delete the entries of versions for which nothing is left to release; note in the others which nodes were away.
 
     Nothing is left if all nodes have released the version's objects, apart from objects that other versions need.

@@ -160,10 +160,10 @@ class Folder:
             self._lock = self._locked()
             self._set_mode()
         except ConfigError:
-            self.give_back()
+            self.close()
             raise
         except OSError as error:
-            self.give_back()
+            self.close()
             raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
 
     def _set_mode(self) -> None:
@@ -270,7 +270,7 @@ class Folder:
             raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error
         return listening
 
-    def give_back(self) -> None:
+    def close(self) -> None:
         """Unlock, and remove the folder if it was made here or is a default one, and holds no segment. Idempotent."""
         if self._lock < 0:
             return

@@ -49,9 +49,9 @@ class HalfOpen:
         of_one = self._of.setdefault(origin, {})
         of_one[meeting] = None
         if len(of_one) > self._most_of_one:
-            self._drop(next(iter(of_one)))
+            self._evict(next(iter(of_one)))
         elif len(self._origins) > self._most:
-            self._drop(next(iter(self._origins)))
+            self._evict(next(iter(self._origins)))
 
     def leave(self, meeting: Meeting) -> None:
         """Remove a handshake that is over. Nothing happens if it was dropped."""
@@ -63,7 +63,7 @@ class HalfOpen:
         if not of_one:
             del self._of[origin]
 
-    def _drop(self, meeting: Meeting) -> None:
+    def _evict(self, meeting: Meeting) -> None:
         self.leave(meeting)
         self.dropped += 1
         meeting.cancel()

@@ -293,7 +293,7 @@ class Node:
             exposures = Exposures(self._fabric, loopback=here.is_loopback)
             undo.callback(exposures.close)
         folder.take()
-        undo.callback(folder.give_back)
+        undo.callback(folder.close)
         server = self._server_in(folder)
         undo.callback(server.stop)
         _expect(server, self._keys)

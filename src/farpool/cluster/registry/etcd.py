@@ -322,7 +322,7 @@ class _EtcdWatch(Watch):
 
     def forked(self) -> None:
         """Begin a stream of its own in a forked child: two readers of one stream would each miss changes."""
-        self._drop()
+        self._close_stream()
 
     def next(self, timeout: float) -> Changes:
         address = self._registry.address
@@ -352,7 +352,7 @@ class _EtcdWatch(Watch):
                 if isinstance(error, RegistryError):
                     raise
                 self._gateway.failed(stream.endpoint, str(error) or type(error).__name__)
-                self._drop()
+                self._close_stream()
             if time.monotonic() >= deadline and self._stream is not None:
                 return Changes(self._after, ())
 
@@ -401,7 +401,7 @@ class _EtcdWatch(Watch):
         result = reply.result
         self._registry.check_header(result.header)
         if result.compact_revision:
-            self._drop()
+            self._close_stream()
             raise RegistryCompactedError(
                 f"the registry {self._registry.address} keeps changes from revision {result.compact_revision} "
                 f"on, expected changes after {self._after}; read the entries again and watch from there",
@@ -421,14 +421,14 @@ class _EtcdWatch(Watch):
         self._after = max(self._after, entries[-1].revision)
         return Changes(self._after, tuple(entries))
 
-    def _drop(self) -> None:
+    def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
     def close(self) -> None:
         self._closed = True
-        self._drop()
+        self._close_stream()
 
 
 def _range_of(prefix: bytes) -> tuple[bytes, bytes]:

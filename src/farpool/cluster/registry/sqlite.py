@@ -403,7 +403,7 @@ class SqliteRegistry(Registry):
                     f"the registry {self.address} is at revision {now}; it cannot be compacted at {revision}",
                     registry=self.address,
                 )
-            _forget(connection, revision)
+            _delete_changes(connection, revision)
 
     # Leases
 
@@ -503,7 +503,7 @@ class _SqliteWatch(Watch):
                 pass
         return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
-    def _drop(self) -> None:
+    def _release_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._registry._return(connection)
@@ -533,7 +533,7 @@ class _SqliteWatch(Watch):
 
     def close(self) -> None:
         self._closed = True
-        self._drop()
+        self._release_connection()
 
 
 def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
@@ -652,10 +652,10 @@ def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[byt
             connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?)", (key, value, revision, lease))
             connection.execute("INSERT INTO entry_checksum VALUES (?, ?, ?)", (key, revision, crc))
     if revision % 1000 == 0:
-        _forget(connection, revision - _CHANGES_MAX)
+        _delete_changes(connection, revision - _CHANGES_MAX)
     return revision
 
 
-def _forget(connection: sqlite3.Connection, revision: int) -> None:
+def _delete_changes(connection: sqlite3.Connection, revision: int) -> None:
     connection.execute("DELETE FROM change WHERE revision <= ?", (revision,))
     connection.execute("UPDATE state SET compacted = max(compacted, ?)", (revision,))

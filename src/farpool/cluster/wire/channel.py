@@ -217,7 +217,7 @@ class Channel:
             The node cannot be reached. It frees the memory by itself once the session has ended.
         """
         if self.one_sided is not None:
-            self.one_sided.forget(lease)
+            self.one_sided.detach(lease)
         self.call("release", deadline, lease=lease)
 
     def move(self, address: str) -> None:

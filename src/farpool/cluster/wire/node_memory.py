@@ -129,8 +129,8 @@ class NodeMemory:
             return None
         return bytes(view) if into is None else None, pinned.serial, nbytes
 
-    def forget(self, lease: int | None) -> None:
-        """Detach from a lease that is given back, or from the tenant's objects."""
+    def detach(self, lease: int | None) -> None:
+        """Detach from a lease that is released, or from the tenant's objects."""
         attached = self._regions.pop(lease, None)
         if attached is not None:
             attached.region.close()
@@ -167,7 +167,7 @@ class NodeMemory:
         try:
             attached = self._regions.get(lease)
             if attached is None or attached is failed:
-                self.forget(lease)
+                self.detach(lease)
                 exposed = self._ask(lease, deadline, b"" if failed is None else failed.exposed.metadata)
                 if self._endpoint is None:
                     self._endpoint = self._fabric.endpoint(self._channel.name)

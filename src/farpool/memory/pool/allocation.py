@@ -117,7 +117,7 @@ class Allocation:
         shared.users += 1
         return block, offset
 
-    def drop(self, dropped: Dropped) -> None:
+    def release(self, dropped: Dropped) -> None:
         """Retire the blocks of a storage whose last reference is gone, unless other storages share them."""
         self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes

@@ -207,7 +207,7 @@ class BlockPool:
             and the files, so these stay as they are until the process ends.
         """
         self.check_unused()
-        self.shut()
+        self.force_close()
 
     def check_unused(self) -> None:
         """Raise `PoolClosedError` if an open pool holds storages that are in use."""
@@ -218,25 +218,25 @@ class BlockPool:
                 "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
             )
 
-    def shut(self, patience: float | None = None) -> None:
+    def force_close(self, timeout: float | None = None) -> None:
         """Close the pool as `close` does, even if storages are still in use.
 
         Parameters
         ----------
-        patience : float, optional
+        timeout : float, optional
             Seconds to wait for transfers instead of the pool's timeout.
         """
-        patience = self.config.timeout if patience is None else patience
+        timeout = self.config.timeout if timeout is None else timeout
         with self.driver:
             if self.closed:
                 return
             self.closed = True
             self.driver.close()
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + timeout
             while self.driver.granted and time.monotonic() < deadline:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
-        ended = self._executor.close(patience)
+        ended = self._executor.close(timeout)
         watch, self._watch = self._watch, None
         if watch is not None and ended and unused:
             watch.look()
@@ -251,7 +251,7 @@ class BlockPool:
         if not ended:
             trouble = self._executor.trouble
             warnings.warn(
-                f"the pool is closed, but transfers have not ended within {patience:g} s"
+                f"the pool is closed, but transfers have not ended within {timeout:g} s"
                 + (f" ({trouble})" if trouble is not None else "")
                 + f". They may still use the memory and files of {', '.join(['the fast tier', *self._lower.names])}, "
                 "so these stay as they are until the process ends",
@@ -268,7 +268,7 @@ class BlockPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the pool, even if storages are still in use. Their bytes are lost, because no tensor takes them."""
-        self.shut()
+        self.force_close()
 
     # ---- storages -----------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class BlockPool:
     def _collect_dropped(self) -> None:
         while self._dropped:
             dropped = self._dropped.popleft()
-            self.allocation.drop(dropped)
+            self.allocation.release(dropped)
             if self.account.listening:
                 self.account.note(Event("free", time.monotonic(), nbytes=dropped.nbytes, cause=dropped.cls))
         self.allocation.collect()
@@ -554,7 +554,7 @@ def open_pools() -> list[BlockPool]:
 def _close_all() -> None:
     """Close all pools when the interpreter exits, after which no thread may call into it."""
     for pool in open_pools():
-        pool.shut(_EXIT_TIMEOUT_S)
+        pool.force_close(_EXIT_TIMEOUT_S)
 
 
 atexit.register(_close_all)

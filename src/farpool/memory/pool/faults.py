@@ -43,14 +43,14 @@ def operands_too_large(
     )
 
 
-def does_not_fit(what: str, nbytes: int, written: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
+def does_not_fit(what: str, nbytes: int, used: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
     """The error for a new storage that exceeds all tiers together: names the bytes lacking, the sizes, and a remedy."""
     sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
     capacity = sum(size for _, size in sizes)
-    lacking = nbytes - (capacity - written)
+    lacking = nbytes - (capacity - used)
     return PoolFullError(
-        f"{what}: {format_size(nbytes)} do not fit: the pool holds {format_size(written)} of {format_size(capacity)} "
-        f"in all tiers ({', '.join(f'{name} {format_size(size)}' for name, size in sizes)}), so {lacking} bytes "
+        f"{what}: {format_size(nbytes)} do not fit: the pool holds {format_size(used)} of {format_size(capacity)} in "
+        f"all tiers ({', '.join(f'{name} {format_size(size)}' for name, size in sizes)}), so {lacking} bytes "
         f"({format_size(lacking)}) lack; {_remedy(tiers, lacking + block)}, or drop tensors",
         lacking=lacking,
     )

@@ -313,7 +313,7 @@ class Pool:
             # Only autograd graphs hold the storages that still live, and the program cannot read them.
         else:
             self._blocks.check_unused()
-        self._blocks.shut()
+        self._blocks.force_close()
 
     def __enter__(self) -> Self:
         return self
@@ -347,7 +347,7 @@ class Pool:
                 error.add_note("\n".join([f"the pool stays open: {failure}", *notes]))
                 return
         try:
-            self._blocks.shut()
+            self._blocks.force_close()
         finally:
             if told:
                 try:

@@ -61,7 +61,7 @@ CLOSED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 def _closed() -> tuple[nn.Module, torch.Tensor, Pool]:
     pool = Pool("64KiB", dram="1MiB")
     module, tensor = farpool.offload(model(), pool), pool.from_tensor(randn(4, 3))
-    blocks_of(pool).shut()  # that of a Pool would take the tensors along
+    blocks_of(pool).force_close()  # that of a Pool would take the tensors along
     return module, tensor, pool
 
 
@@ -80,7 +80,7 @@ def a_tensor_of_a_closed_pool_can_be_printed_or_says_that_it_is_closed() -> None
     pool = Pool("64KiB", dram="1MiB")
     module, tensor = farpool.offload(model(), pool), pool.from_tensor(randn(4, 3))
     values = (tensor, tensor[1:], module[0].weight, module[0].weight[1:], tensor[0, 0])
-    blocks_of(pool).shut()
+    blocks_of(pool).force_close()
     for show in (repr, str, "{}".format):
         for value in values:
             try:
