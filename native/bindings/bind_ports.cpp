@@ -3,6 +3,7 @@
 #include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
+#include "core/replaceable_port.hpp"
 #include "core/striped_port.hpp"
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
@@ -12,6 +13,7 @@ using farpool::Memory;
 using farpool::MemoryPort;
 using farpool::Port;
 using farpool::PythonPort;
+using farpool::ReplaceablePort;
 using farpool::StripedPort;
 using farpool::ThrottledPort;
 using farpool::VerifiedPort;
@@ -23,6 +25,7 @@ struct Held final : Base {
     template <typename... Args>
     explicit Held(nb::object what, Args&&... args) : Base(std::forward<Args>(args)...), held(std::move(what)) {}
     nb::object held;
+    nb::object next;  // what will be held instead, if it is known already
 };
 
 template <typename Base>
@@ -30,6 +33,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (nb::inst_ready(self)) {
         Py_VISIT(nb::inst_ptr<Held<Base>>(self)->held.ptr());
+        Py_VISIT(nb::inst_ptr<Held<Base>>(self)->next.ptr());
     }
     return 0;
 }
@@ -38,6 +42,7 @@ template <typename Base>
 int clear(PyObject* self) {
     if (nb::inst_ready(self)) {
         nb::inst_ptr<Held<Base>>(self)->held.reset();
+        nb::inst_ptr<Held<Base>>(self)->next.reset();
     }
     return 0;
 }
@@ -154,4 +159,45 @@ Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripe
              nb::sig("def place(self, offset: int, pieces: collections.abc.Sequence[int]) -> None"),
              "Set the offsets, in their ports, of the pieces of the extent at `offset`.")
         .def("forget", &StripedPort::forget, nb::arg("offset"), "Forget the pieces of an extent that was freed.");
+
+    nb::class_<Held<ReplaceablePort>, Port>(m, "ReplaceablePort", nb::type_slots(held_slots<ReplaceablePort>),
+                                            R"(Port over another, the inner port, which can be replaced while transfers use it.
+
+The inner port has `nbytes` bytes, which are copied in chunks of `chunk` bytes. To replace it, call `set_target`, then
+`copy_chunk` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
+replacement up. Only one thread at a time may call these four.)")
+        .def(
+            "__init__",
+            [](Held<ReplaceablePort>* self, std::string name, nb::handle_t<Port> inner, std::uint64_t nbytes,
+               std::size_t chunk) {
+                new (self) Held<ReplaceablePort>(nb::borrow(inner), std::move(name), *nb::inst_ptr<Port>(inner), nbytes, chunk);
+            },
+            nb::arg("name"), nb::arg("inner"), nb::kw_only(), nb::arg("nbytes"), nb::arg("chunk"))
+        .def(
+            "set_target",
+            [](Held<ReplaceablePort>& self, nb::handle_t<Port> target, bool same_bytes) {
+                self.set_target(*nb::inst_ptr<Port>(target), same_bytes);
+                self.next = nb::borrow(target);
+            },
+            nb::arg("target"), nb::kw_only(), nb::arg("same_bytes") = false,
+            "Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied.")
+        .def("copy_chunk", &ReplaceablePort::copy_chunk, nb::call_guard<nb::gil_scoped_release>(),
+             "Copy a chunk that the target lacks, read it back and compare; return False if it lacked nothing.")
+        .def(
+            "replace",
+            [](Held<ReplaceablePort>& self) {
+                {
+                    const nb::gil_scoped_release released;
+                    self.replace();
+                }
+                self.held = std::move(self.next);
+            },
+            "Stop all transfers, copy what the target lacks, and put it in the place of the inner port.")
+        .def(
+            "drop_target",
+            [](Held<ReplaceablePort>& self) {
+                self.drop_target();
+                self.next.reset();
+            },
+            "Give the replacement up.");
 }
