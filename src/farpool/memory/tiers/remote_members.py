@@ -24,8 +24,8 @@ __all__ = ["Following", "MemberPart", "find_address", "refuse_twins", "usable"]
 
 _RETRY_S = 2.0
 """Seconds between two attempts to find a node that has moved, or to move bytes for which no member had room."""
-_NOT_ASKED = frozenset({MemberState.JOINING, MemberState.GONE})
 _LENDING = frozenset({MemberState.ACTIVE, MemberState.SUSPECT})
+"""States in which a member may get a part."""
 
 
 def usable(membership: Membership, tier: str) -> list[MemberInfo]:
@@ -197,7 +197,7 @@ class Following(Contact):
             part.address = part.channel.name
 
     def _follow(self) -> None:
-        listed = [info for info in self._membership.members() if info.state not in _NOT_ASKED]
+        listed = [info for info in self._membership.members() if info.state is not MemberState.GONE]
         for part in self._members:
             info = next((info for info in listed if part.is_on(info)), None)
             if info is None:
