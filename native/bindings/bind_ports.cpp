@@ -164,7 +164,7 @@ Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripe
                                             R"(Port over another, the inner port, which can be replaced while transfers use it.
 
 The inner port has `nbytes` bytes, which are copied in chunks of `chunk` bytes. To replace it, call `set_target`, then
-`copy_chunk` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
+`copy_chunks` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
 replacement up. Only one thread at a time may call these four.)")
         .def(
             "__init__",
@@ -181,8 +181,10 @@ replacement up. Only one thread at a time may call these four.)")
             },
             nb::arg("target"), nb::kw_only(), nb::arg("same_bytes") = false,
             "Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied.")
-        .def("copy_chunk", &ReplaceablePort::copy_chunk, nb::call_guard<nb::gil_scoped_release>(),
-             "Copy a chunk that the target lacks, read it back and compare; return False if it lacked nothing.")
+        .def("copy_chunks", &ReplaceablePort::copy_chunks, nb::call_guard<nb::gil_scoped_release>(),
+             "Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back "
+             "and "
+             "compares. Returns False if the target lacked nothing.")
         .def(
             "replace",
             [](Held<ReplaceablePort>& self) {

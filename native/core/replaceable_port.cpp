@@ -138,11 +138,21 @@ void ReplaceablePort::set_target(Port& target, bool same_bytes) {
     same_bytes_ = same_bytes;
     const std::lock_guard lock(mutex_);
     lacking_ = written_;
+    relapsed_ = 0;
 }
 
-bool ReplaceablePort::copy_chunk() {
+bool ReplaceablePort::copy_chunks() {
     const Gate gate(*this, Closed::writes);
-    return copy_first_lacking();
+    std::size_t more;
+    {
+        const std::lock_guard lock(mutex_);
+        more = std::exchange(relapsed_, 0);
+    }
+    const bool copied = copy_first_lacking();
+    while (more > 0 && copy_first_lacking()) {
+        --more;
+    }
+    return copied;
 }
 
 void ReplaceablePort::replace() {
@@ -164,6 +174,7 @@ void ReplaceablePort::drop_target() {
 
 void ReplaceablePort::note_written(std::size_t first, std::size_t end) noexcept {
     for (std::size_t chunk = first; chunk < std::min(end, written_.size()); ++chunk) {
+        relapsed_ += lacking_[chunk] ? 0 : 1;
         written_[chunk] = true;
         lacking_[chunk] = true;
     }

@@ -13,12 +13,12 @@
 
 namespace farpool {
 
-// A replacement has three steps: set_target(), copy_chunk() until it returns false, and replace(). Until replace() has ended
+// A replacement has three steps: set_target(), copy_chunks() until it returns false, and replace(). Until replace() has ended
 // the inner port serves all transfers and has all bytes, so a replacement may be given up at any time with drop_target(). Only
 // one thread at a time may call these four.
 //
 // A transfer that uses several of these ports may hold one while it waits for another. So among the ports that are used
-// together, copy_chunk() and replace() may run on one at a time, or two of them would wait for each other.
+// together, copy_chunks() and replace() may run on one at a time, or two of them would wait for each other.
 //
 // The new port has to be of the same sort as the old one: either both only move one piece per call and do more than copy, or
 // neither does. Otherwise a caller that has asked begin() would use the new port in the old one's way.
@@ -33,9 +33,10 @@ public:
 
     // Sets the port that will replace the inner one. `same_bytes`: it reaches the same memory, so there is nothing to copy.
     void set_target(Port& target, bool same_bytes);
-    // Copies a chunk that the target lacks, reads it back and compares. Writes wait for the end of the copy, reads go on.
-    // Returns false if the target lacked nothing.
-    bool copy_chunk();
+    // Copies a chunk that the target lacks, and one more for each chunk that was written since the last call, so that repeated
+    // calls come to an end however much is written. Reads each chunk back and compares. Writes wait for the end of the call,
+    // reads go on. Returns false if the target lacked nothing.
+    bool copy_chunks();
     // Stops all transfers, copies the chunks that the target lacks, and puts it in the place of the inner port.
     void replace();
     void drop_target();
@@ -64,6 +65,7 @@ private:
     unsigned waiting_ = 0;         // transfers that are kept out
     std::vector<bool> written_;    // chunks that were ever written, so that only these are copied
     std::vector<bool> lacking_;    // chunks that were written after they were copied to the target, or not copied yet
+    std::size_t relapsed_ = 0;     // chunks that the target lacks again since the last call of copy_chunks()
 
     // Only the thread that replaces uses these.
     Port* target_ = nullptr;

@@ -89,7 +89,7 @@ std::vector<std::byte> random_bytes(std::mt19937& draw, std::size_t nbytes) {
 
 void move_to(ReplaceablePort& port, Port& target) {
     port.set_target(target, false);
-    while (port.copy_chunk()) {
+    while (port.copy_chunks()) {
     }
     port.replace();
 }
@@ -112,7 +112,7 @@ TEST("all bytes are at each new port, and only that one is used afterwards") {
     CHECK_EQUAL(old.reads + old.writes, used);
     Bytes given_up(size), last(size);
     port.set_target(given_up, false);
-    CHECK(port.copy_chunk());
+    CHECK(port.copy_chunks());
     port.drop_target();
     move_to(port, last);
     CHECK(last.bytes == next.bytes);
@@ -126,7 +126,7 @@ TEST("only chunks that were written are copied, the last and shorter one too") {
     port.write(2 * chunk - 1, std::array{byte, byte}.data(), 2);
     port.set_target(next, false);
     int copied = 0;
-    for (; port.copy_chunk(); ++copied) {
+    for (; port.copy_chunks(); ++copied) {
     }
     CHECK_EQUAL(copied, 3);
     port.replace();
@@ -139,12 +139,12 @@ TEST("a chunk that is written after it was copied is copied again, also if the w
     std::array<std::byte, size> data{};
     port.write(0, data.data(), size);
     port.set_target(next, false);
-    while (port.copy_chunk()) {
+    while (port.copy_chunks()) {
     }
     data[3] = std::byte{9};
     port.write(3, &data[3], 1);
-    CHECK(port.copy_chunk());
-    CHECK(!port.copy_chunk());
+    CHECK(port.copy_chunks());
+    CHECK(!port.copy_chunks());
     data[300] = std::byte{8};
     {
         const auto transfer = port.begin(Direction::write);
@@ -159,6 +159,25 @@ TEST("a chunk that is written after it was copied is copied again, also if the w
     old.bytes[600] = std::byte{5};  // what a failed write may have left there
     port.replace();
     CHECK(next.bytes == old.bytes);
+}
+
+TEST("copying comes to an end however much is written") {
+    std::mt19937 draw(4);
+    Bytes old(size), next(size);
+    ReplaceablePort port("tier", old, size, chunk);
+    auto data = random_bytes(draw, size);
+    port.write(0, data.data(), size);
+    port.set_target(next, false);
+    std::size_t calls = 0;
+    for (; calls < 100 && port.copy_chunks(); ++calls) {
+        if (calls < 50) {
+            data[0] ^= std::byte{1};
+            port.write(0, data.data(), 3 * chunk);
+        }
+    }
+    CHECK(calls <= 51);
+    port.replace();
+    CHECK(next.bytes == data);
 }
 
 TEST("a port that reaches the same memory takes over without a copy, even if the old one fails") {
@@ -181,13 +200,13 @@ TEST("a replacement that fails leaves the old port in use, and may be tried agai
     bad.fails = true;
     wrong.spoils = true;
     ReplaceablePort port("tier", old, size, chunk);
-    CHECK_THROWS(PortFailure, port.copy_chunk());
+    CHECK_THROWS(PortFailure, port.copy_chunks());
     CHECK_THROWS(PortFailure, port.replace());
     const auto data = random_bytes(draw, size);
     port.write(0, data.data(), size);
     for (Bytes* target : {&bad, &wrong}) {
         port.set_target(*target, false);
-        CHECK_THROWS(PortFailure, port.copy_chunk());
+        CHECK_THROWS(PortFailure, port.copy_chunks());
         CHECK_THROWS(PortFailure, port.replace());
         port.drop_target();
         std::vector<std::byte> found(size);
@@ -234,7 +253,7 @@ TEST("reads go on while a chunk is copied, and writes wait for its end") {
     std::byte byte{7};
     port.write(0, &byte, 1);
     port.set_target(next, false);
-    auto copied = std::async(std::launch::async, [&] { return port.copy_chunk(); });
+    auto copied = std::async(std::launch::async, [&] { return port.copy_chunks(); });
     CHECK(next.begun.get_future().wait_for(patience) == std::future_status::ready);
     auto read = std::async(std::launch::async, [&] { port.read(0, &byte, 1); });
     auto written = std::async(std::launch::async, [&] { port.write(1, &byte, 1); });
@@ -302,7 +321,7 @@ void race(bool begins) {
         auto next = std::make_unique<Bytes>(share, begins);
         ReplaceablePort& port = *ports[column];
         port.set_target(*next, false);
-        for (std::size_t copied = 0; copied < 2 * share / chunk && port.copy_chunk(); ++copied) {
+        while (port.copy_chunks()) {
         }
         port.replace();
         std::memset(inner[column]->bytes.data(), 0xee, share);

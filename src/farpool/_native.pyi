@@ -191,7 +191,7 @@ class ReplaceablePort(Port):
     """Port over another, the inner port, which can be replaced while transfers use it.
 
     The inner port has `nbytes` bytes, which are copied in chunks of `chunk` bytes. To replace it, call `set_target`, then
-    `copy_chunk` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
+    `copy_chunks` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
     replacement up. Only one thread at a time may call these four.
     """
 
@@ -199,8 +199,8 @@ class ReplaceablePort(Port):
     def set_target(self, target: Port, *, same_bytes: bool = False) -> None:
         """Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied."""
 
-    def copy_chunk(self) -> bool:
-        """Copy a chunk that the target lacks, read it back and compare; return False if it lacked nothing."""
+    def copy_chunks(self) -> bool:
+        """Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back and compares. Returns False if the target lacked nothing."""
 
     def replace(self) -> None:
         """Stop all transfers, copy what the target lacks, and put it in the place of the inner port."""

@@ -373,11 +373,11 @@ def test_a_target_that_dies_during_the_copy_changes_nothing_and_another_one_is_u
         class Watched:
             """The part's port, during whose copy the target dies."""
 
-            def copy_chunk(self) -> bool:
+            def copy_chunks(self) -> bool:
                 if len(copied) == 10:
                     bad.kill()
                 copied.append(True)
-                return port.copy_chunk()
+                return port.copy_chunks()
 
             def __getattr__(self, name: str) -> object:
                 return getattr(port, name)

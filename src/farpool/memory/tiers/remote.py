@@ -238,7 +238,7 @@ class Remote(PortTier):
 
     def _following(self, parts: list[Part], membership: Membership) -> Following:
         members = cast("list[MemberPart]", parts)
-        return Following(self, members, membership, self._connect(), self._name, self._timeout, STRIPE)
+        return Following(self, members, membership, self._connect(), self._name, self._timeout)
 
     def _close_port(self) -> None:
         contacts, self._contacts = self._contacts, []

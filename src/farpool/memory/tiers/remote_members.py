@@ -129,8 +129,6 @@ class Following(Contact):
         Name of the tier, for errors.
     timeout : float
         Seconds that a node may take for an answer.
-    chunk : int
-        Bytes that are copied at a time.
     """
 
     def __init__(
@@ -141,13 +139,11 @@ class Following(Contact):
         connect: Callable[[str], Channel],
         tier: str,
         timeout: float,
-        chunk: int,
     ) -> None:
         self._members = tuple(parts)
         self._membership = membership
         self._connect = connect
         self._tier = tier
-        self._chunk = chunk
         self._has_changed = False
         self._retry_at = 0.0
         self._notes: dict[MemberPart, str] = {}
@@ -315,12 +311,9 @@ class Following(Contact):
 
     def _copied(self, part: MemberPart) -> bool:
         """Copy a part's bytes and use the new memory from then on; return False if the tier closes before that."""
-        # Transfers go on writing. The last chunks are copied while all transfers wait, so bound the chunks before them.
-        for _ in range(2 * -(-part.lease.nbytes // self._chunk)):
+        while part.port.copy_chunks():
             if self._ended:
                 return False
-            if not part.port.copy_chunk():
-                break
         part.port.replace()
         return True
 
