@@ -1,5 +1,6 @@
 // Ports: each holds the object it stands on, and shows it to the garbage collector (a tier may hold its own port).
 #include "bindings/bindings.hpp"
+#include "bindings/interpreter_exit.hpp"
 #include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
@@ -13,6 +14,7 @@ using farpool::Memory;
 using farpool::MemoryPort;
 using farpool::Port;
 using farpool::PythonPort;
+using farpool::ReleasedLock;
 using farpool::ReplaceablePort;
 using farpool::StripedPort;
 using farpool::ThrottledPort;
@@ -61,14 +63,14 @@ void bind_ports(nb::module_& m) {
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.read(offset, reinterpret_cast<void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>(),
             "Read into memory; blocks, without the interpreter lock. Raises what the tier raises.")
         .def(
             "write",
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.write(offset, reinterpret_cast<const void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>());
 
     nb::class_<Held<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(held_slots<MemoryPort>), "Reads and writes a Memory.")
         .def(
@@ -181,7 +183,7 @@ replacement up. Only one thread at a time may call these four.)")
             },
             nb::arg("target"), nb::kw_only(), nb::arg("same_bytes") = false,
             "Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied.")
-        .def("copy_chunks", &ReplaceablePort::copy_chunks, nb::call_guard<nb::gil_scoped_release>(),
+        .def("copy_chunks", &ReplaceablePort::copy_chunks, nb::call_guard<ReleasedLock>(),
              "Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back "
              "and "
              "compares. Returns False if the target lacked nothing.")
@@ -189,7 +191,7 @@ replacement up. Only one thread at a time may call these four.)")
             "replace",
             [](Held<ReplaceablePort>& self) {
                 {
-                    const nb::gil_scoped_release released;
+                    const ReleasedLock released;
                     self.replace();
                 }
                 self.held = std::move(self.next);

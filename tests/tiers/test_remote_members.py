@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -423,6 +425,30 @@ def test_closing_ends_a_copy_and_gives_all_memory_back(start: Start) -> None:
             eventually(lambda: lent(nodes[1]) > 0)
         assert [lent(node) for node in nodes] == [0, 0]
         assert members.subscribers == []
+
+
+EXITS = """
+import sys
+from farpool import Remote, StaticMembers
+from tests.nodes import eventually, stats
+old, new = sys.argv[1:]
+members = StaticMembers(old)
+tier = Remote(members, size="256MiB", transport="tcp")
+tier.open()
+extent = tier.reserve(256 << 20)
+tier.write_from(extent, memoryview(bytearray(extent.nbytes)))
+members.update([new])
+eventually(lambda: stats(new)["bytes_in"] > 2 << 20)
+assert tier.nodes == (old,)
+"""
+
+
+def test_a_program_may_end_during_a_copy(start: Start) -> None:
+    nodes = [start("300MiB", grace=1), start("300MiB", grace=1)]
+    command = [sys.executable, "-c", EXITS, *[node.address for node in nodes]]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    eventually(lambda: [lent(node) for node in nodes] == [0, 0])
 
 
 def test_a_tier_that_is_dropped_is_not_kept_by_the_list(start: Start) -> None:
