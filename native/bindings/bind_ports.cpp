@@ -1,8 +1,10 @@
 // Ports: each holds the object it stands on, and shows it to the garbage collector (a tier may hold its own port).
 #include "bindings/bindings.hpp"
+#include "bindings/interpreter_exit.hpp"
 #include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
+#include "core/replaceable_port.hpp"
 #include "core/striped_port.hpp"
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
@@ -12,6 +14,8 @@ using farpool::Memory;
 using farpool::MemoryPort;
 using farpool::Port;
 using farpool::PythonPort;
+using farpool::ReleasedLock;
+using farpool::ReplaceablePort;
 using farpool::StripedPort;
 using farpool::ThrottledPort;
 using farpool::VerifiedPort;
@@ -23,6 +27,7 @@ struct Referring final : Base {
     template <typename... Args>
     explicit Referring(nb::object what, Args&&... args) : Base(std::forward<Args>(args)...), reference(std::move(what)) {}
     nb::object reference;
+    nb::object next;  // what will be referred to instead, if it is known already
 };
 
 template <typename Base>
@@ -30,6 +35,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (nb::inst_ready(self)) {
         Py_VISIT(nb::inst_ptr<Referring<Base>>(self)->reference.ptr());
+        Py_VISIT(nb::inst_ptr<Referring<Base>>(self)->next.ptr());
     }
     return 0;
 }
@@ -38,6 +44,7 @@ template <typename Base>
 int clear(PyObject* self) {
     if (nb::inst_ready(self)) {
         nb::inst_ptr<Referring<Base>>(self)->reference.reset();
+        nb::inst_ptr<Referring<Base>>(self)->next.reset();
     }
     return 0;
 }
@@ -56,14 +63,14 @@ void bind_ports(nb::module_& m) {
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.read(offset, reinterpret_cast<void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>(),
             "Read into memory; blocks, without the interpreter lock. Raises what the tier raises.")
         .def(
             "write",
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.write(offset, reinterpret_cast<const void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>());
 
     nb::class_<Referring<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(referring_slots<MemoryPort>),
                                             "Reads and writes a Memory.")
@@ -155,4 +162,49 @@ Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripe
              nb::sig("def place(self, offset: int, pieces: collections.abc.Sequence[int]) -> None"),
              "Set the offsets, in their ports, of the pieces of the extent at `offset`.")
         .def("forget", &StripedPort::forget, nb::arg("offset"), "Forget the pieces of an extent that was freed.");
+
+    nb::class_<Referring<ReplaceablePort>, Port>(
+        m, "ReplaceablePort", nb::type_slots(referring_slots<ReplaceablePort>),
+        R"(Port over another, the inner port, which can be replaced while transfers use it.
+
+The inner port has `nbytes` bytes, which are copied in chunks of `chunk` bytes. To replace it, call `set_target`, then
+`copy_chunks` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
+replacement up. Only one thread at a time may call these four.)")
+        .def(
+            "__init__",
+            [](Referring<ReplaceablePort>* self, std::string name, nb::handle_t<Port> inner, std::uint64_t nbytes,
+               std::size_t chunk) {
+                new (self)
+                    Referring<ReplaceablePort>(nb::borrow(inner), std::move(name), *nb::inst_ptr<Port>(inner), nbytes, chunk);
+            },
+            nb::arg("name"), nb::arg("inner"), nb::kw_only(), nb::arg("nbytes"), nb::arg("chunk"))
+        .def(
+            "set_target",
+            [](Referring<ReplaceablePort>& self, nb::handle_t<Port> target, bool same_bytes) {
+                self.set_target(*nb::inst_ptr<Port>(target), same_bytes);
+                self.next = nb::borrow(target);
+            },
+            nb::arg("target"), nb::kw_only(), nb::arg("same_bytes") = false,
+            "Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied.")
+        .def("copy_chunks", &ReplaceablePort::copy_chunks, nb::call_guard<ReleasedLock>(),
+             "Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back "
+             "and "
+             "compares. Returns False if the target lacked nothing.")
+        .def(
+            "replace",
+            [](Referring<ReplaceablePort>& self) {
+                {
+                    const ReleasedLock released;
+                    self.replace();
+                }
+                self.reference = std::move(self.next);
+            },
+            "Stop all transfers, copy what the target lacks, and put it in the place of the inner port.")
+        .def(
+            "drop_target",
+            [](Referring<ReplaceablePort>& self) {
+                self.drop_target();
+                self.next.reset();
+            },
+            "Give the replacement up.");
 }

@@ -1,6 +1,7 @@
 // Safe calls of Python from native threads while the interpreter may be ending.
 #pragma once
 
+#include <Python.h>
 #include <cxxabi.h>
 #include <unistd.h>
 
@@ -18,5 +19,20 @@ auto survive_interpreter_exit(Call call) {
         }
     }
 }
+
+// Lets other threads have the interpreter lock while it lives, as nb::gil_scoped_release does. For calls of daemon threads: the
+// interpreter may end during the call.
+class ReleasedLock {
+public:
+    ReleasedLock() : state_(PyEval_SaveThread()) {}
+    ~ReleasedLock() {
+        survive_interpreter_exit([this] { PyEval_RestoreThread(state_); });
+    }
+    ReleasedLock(const ReleasedLock&) = delete;
+    ReleasedLock& operator=(const ReleasedLock&) = delete;
+
+private:
+    PyThreadState* const state_;
+};
 
 }  // namespace farpool

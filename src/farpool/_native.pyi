@@ -187,6 +187,27 @@ class StripedPort(Port):
     def forget(self, offset: int) -> None:
         """Forget the pieces of an extent that was freed."""
 
+class ReplaceablePort(Port):
+    """Port over another, the inner port, which can be replaced while transfers use it.
+
+    The inner port has `nbytes` bytes, which are copied in chunks of `chunk` bytes. To replace it, call `set_target`, then
+    `copy_chunks` until it returns False, and `replace`. Until then the inner port serves all transfers, and `drop_target` gives the
+    replacement up. Only one thread at a time may call these four.
+    """
+
+    def __init__(self, name: str, inner: Port, *, nbytes: int, chunk: int) -> None: ...
+    def set_target(self, target: Port, *, same_bytes: bool = False) -> None:
+        """Set the port that will replace the inner one. With `same_bytes` it reaches the same memory: nothing is copied."""
+
+    def copy_chunks(self) -> bool:
+        """Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back and compares. Returns False if the target lacked nothing."""
+
+    def replace(self) -> None:
+        """Stop all transfers, copy what the target lacks, and put it in the place of the inner port."""
+
+    def drop_target(self) -> None:
+        """Give the replacement up."""
+
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
     (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself.

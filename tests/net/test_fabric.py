@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from farpool import Pool, Store
+from farpool import Pool, StaticMembers, Store
 from farpool._native import crc32c
 from farpool.abc.fabric import Exposed, Fabric
 from farpool.cluster.node import Node
@@ -285,6 +285,26 @@ def test_an_exposure_that_was_killed_is_made_anew_without_an_error(node: Running
         tier.read_into(extent, memoryview(into))
         assert into == data
         assert server.pid not in [other.pid for other in servers(node.pid)]
+
+
+def test_a_part_moves_to_another_member_one_sided(node: RunningNode, pair: list[RunningNode]) -> None:
+    joined = pair[0]
+    members = StaticMembers(node.address, pair[1].address)
+    with Remote(members, size=8 * MIB, transport="socket") as tier:
+        extent = tier.reserve(5 * MIB)
+        data = os.urandom(5 * MIB)
+        tier.write_from(extent, memoryview(data))
+        before = stats(joined.address)["bytes_in"]
+        members.update([one.address for one in pair])
+        eventually(lambda: tier.nodes == (joined.address, pair[1].address))
+        node.kill()
+        into = bytearray(5 * MIB)
+        tier.read_into(extent, memoryview(into))
+        assert into == data
+        assert stats(joined.address)["bytes_in"] - before < MIB, "the bytes were not moved one-sided"
+        tier.write_from(extent, memoryview(data[::-1]))
+        tier.read_into(extent, memoryview(into))
+        assert into == data[::-1]
 
 
 def test_a_stopped_exposure_is_the_tiers_timeout(node: RunningNode) -> None:

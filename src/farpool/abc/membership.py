@@ -25,6 +25,9 @@ draining  yes                   no
 gone      no                    no
 ========  ====================  ==================
 
+A remote tier takes memory from active and suspect members. If a member drains, is gone or is missing from the list, the
+tier moves its bytes to another member.
+
 A *suspect* member may be down. Clients still ask it, because each client finds out by itself whether a node answers. A
 member that is missing from the list is treated as one that is gone.
 """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Port
 
-__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Verifies"]
+__all__ = ["Extent", "HasNotes", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Verifies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,16 @@ class HasPort(Protocol):
     @property
     def port(self) -> Port:
         """The native port of the tier, valid while it is open; executors use it without the interpreter lock."""
+        ...
+
+
+@runtime_checkable
+class HasNotes(Protocol):
+    """A tier that works, but has something to report that its user should change."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence about each such condition, without the tier's name; `Pool.explain` shows them."""
         ...
 
 

@@ -15,10 +15,10 @@ __all__ = ["StaticMembers"]
 
 
 class StaticMembers(Membership):
-    """A list of addresses that its owner may replace while stores use it. Thread-safe.
+    """A list of addresses that its owner may replace while stores and remote tiers use it. Thread-safe.
 
-    The list does not know identities: a store learns them at its first contact with a node. So to move a node, list its
-    new address in place of the old one, and stores recognize it.
+    The list does not know identities: its users learn them at their first contact with a node. So to move a node, list
+    its new address in place of the old one, and stores and tiers recognize it.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class StaticMembers(Membership):
             All addresses from now on.
         draining : iterable of str
             Addresses among them whose nodes are about to leave: stores read from these and put nothing there any more,
-            and `farpool.Store.repair` copies their objects to the others.
+            and `farpool.Store.repair` copies their objects to the others. A `farpool.Remote` moves its bytes by itself.
 
         Raises
         ------

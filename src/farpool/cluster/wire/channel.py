@@ -77,6 +77,9 @@ class Channel:
         The node's memory as a fabric reaches it; None with other transports.
     welcome : Welcome or None
         The node's welcome at the last contact.
+    expected : bytes or None
+        Identity of the only node with which contact is made, wherever it moves. Empty for the identity that the first
+        contact finds, None for any node.
 
     Raises
     ------
@@ -102,6 +105,7 @@ class Channel:
     ) -> None:
         self.name = str(address)
         self.epoch = TenantEpoch()
+        self.expected: bytes | None = None
         self._address = address
         self._moved_to: Address | None = None
         self._key = key
@@ -321,6 +325,7 @@ class Channel:
             control.close()
             self._control = self.reader = None
         dialled = self._dial_to(self._address, "control", deadline)
+        self._refuse_another_node(dialled)
         if self._transport in ("auto", "mapped"):
             dialled = self._local(dialled, deadline)
         self.welcome = dialled.welcome
@@ -336,6 +341,18 @@ class Channel:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise NodeError(f"{self.name}: this channel was closed", node=self.name)
+
+    def _refuse_another_node(self, dialled: Dialled) -> None:
+        found = dialled.welcome.identity
+        if self.expected and found != self.expected:
+            dialled.socket.close()
+            raise NodeError(
+                f"{self.name}: the node there has the identity {found.hex()}, expected {self.expected.hex()}; list the "
+                "address at which the expected node is now",
+                node=self.name,
+            )
+        if self.expected is not None:
+            self.expected = found
 
     def _dial_to(self, address: Address, purpose: Purpose, deadline: float, session: int = 0) -> Dialled:
         session = session or self._session

@@ -48,7 +48,8 @@ class Lease:
     @property
     def address(self) -> int | None:
         """Address of the memory in this process; None if it is reached over a connection. Valid until `release`."""
-        return None if self._memory is None else buffer_address(self._memory) + SEGMENT_HEADER_BYTES
+        memory = self._memory  # read once, because another thread may release the lease
+        return None if memory is None else buffer_address(memory) + SEGMENT_HEADER_BYTES
 
     def end(self, timeout: float) -> RemoteEnd:
         """Make the object through which a `RemotePort` moves bytes; it keeps mapped memory alive.

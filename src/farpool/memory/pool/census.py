@@ -12,7 +12,7 @@ from farpool.memory.pager.storage import Storage
 from farpool.memory.pool.account import Account
 from farpool.memory.pool.space import TierSpace
 from farpool.memory.pool.stats import ClassStats, Stats, TableStats, TierStats
-from farpool.memory.tiers import HoldsMemory, Tier
+from farpool.memory.tiers import HasNotes, HoldsMemory, Tier
 from farpool.memory.tiers.wrapper import WrapperTier
 from farpool.sizes import format_size
 
@@ -111,6 +111,7 @@ def _lower_tier(space: TierSpace, ledger: Ledger) -> TierStats:
         space.peak,
         booked.page_locked,
         max(_touched(space.tier), booked.page_locked),  # page-locked memory is backed, used or not
+        _notes(space.tier),
     )
 
 
@@ -130,6 +131,12 @@ def _touched(tier: Tier) -> int:
     if isinstance(tier, WrapperTier):
         return sum(map(_touched, tier.inners))
     return tier.touched if isinstance(tier, HoldsMemory) else 0
+
+
+def _notes(tier: Tier) -> tuple[str, ...]:
+    if isinstance(tier, WrapperTier):
+        return tuple(note for inner in tier.inners for note in _notes(inner))
+    return tier.notes if isinstance(tier, HasNotes) else ()
 
 
 def _unpaged_peak(touched: int) -> int | None:
@@ -192,6 +199,7 @@ def explain(stats: Stats, ledger: Ledger) -> str:
             for stall in stats.last_stalls
         ),
     ]
+    lines += [f"{tier.name}: {note}" for tier in stats.tiers for note in tier.notes]
     if stats.unpaged_peak is not None:
         lines.append(f"memory outside the pool, at its peak: {format_size(stats.unpaged_peak)}")
     return "\n".join(lines)

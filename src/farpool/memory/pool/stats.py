@@ -25,6 +25,8 @@ class TierStats:
         The most that was ever reserved.
     page_locked, touched : int
         Bytes of the memory behind it that are locked into RAM, and that were touched so far (resident memory).
+    notes : tuple of str
+        Sentences of the tier about conditions that its user should change; see `farpool.abc.tier.HasNotes`.
     """
 
     name: str
@@ -35,6 +37,7 @@ class TierStats:
     peak: int
     page_locked: int
     touched: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
-from farpool.abc.tier import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Verifies
+from farpool.abc.tier import Extent, HasNotes, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Verifies
 from farpool.memory.tiers.dram import Dram, DramSpec
 from farpool.memory.tiers.faulty import Fault, Faulty
 from farpool.memory.tiers.kinds import tier_spec
@@ -21,6 +21,7 @@ __all__ = [
     "Extent",
     "Fault",
     "Faulty",
+    "HasNotes",
     "HasPort",
     "HoldsMemory",
     "Mapped",

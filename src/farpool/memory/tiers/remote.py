@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msgspec.structs import force_setattr
 
-from farpool._native import PythonPort, RemotePort, StripedPort, VerifiedPort
+from farpool._native import ReplaceablePort, StripedPort, VerifiedPort
+from farpool.abc.membership import MemberInfo, Membership
 from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
@@ -22,8 +24,8 @@ from farpool.cluster.wire.lease import Lease
 from farpool.cluster.wire.settings import checked_timeout, checked_transport
 from farpool.errors import ConfigError, TierError
 from farpool.memory.tiers.port_tier import PortTier
-from farpool.memory.tiers.remote_nodes import Contact, borrow, free_bytes, give_back
-from farpool.memory.tiers.remote_one_sided import OneSidedLease
+from farpool.memory.tiers.remote_members import Following, MemberPart, find_address, refuse_twins, usable
+from farpool.memory.tiers.remote_nodes import Contact, Part, borrow, free_bytes, give_back, port_to
 from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
 from farpool.memory.tiers.spec import TierSpec
 from farpool.memory.tiers.striped import STRIPE
@@ -43,10 +45,15 @@ class Remote(PortTier):
     is restarted still has its part, unless it is ephemeral: then the bytes are lost, and reading them is an error. The
     tier verifies its reads, so a pool does not wrap it in `Verified`.
 
+    Over a `Membership` the tier follows the list while it is open. A member that moves keeps its part. If a member
+    drains or leaves, its part is copied to another member while transfers go on, and `nodes` shows it then; if none has
+    room for it, the part stays, and `notes` and a warning report that. A member that joins only receives the parts of
+    members that leave: the tier keeps its size and its number of parts until it is closed.
+
     Parameters
     ----------
-    *nodes : str
-        Addresses, for example ``"tcp://10.0.0.7:7471"``.
+    *nodes : str or Membership
+        Addresses, for example ``"tcp://10.0.0.7:7471"``, or one `Membership`, such as `farpool.StaticMembers`.
     size : int or str, optional
         Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes
         as many bytes from each node as the node with the least free memory has free. The tier asks the nodes when it
@@ -71,7 +78,7 @@ class Remote(PortTier):
 
     def __init__(
         self,
-        *nodes: str,
+        *nodes: str | Membership,
         size: int | str | None = None,
         name: str = "remote",
         key: AccessKey | str | None = None,
@@ -80,17 +87,19 @@ class Remote(PortTier):
     ) -> None:
         super().__init__()
         self._name = _checked_name(name)
-        self._addresses = node_addresses(nodes, name)
-        self._wanted = None if size is None else _share(size, len(nodes), name)
+        self._membership = _membership_in(nodes)
+        self._addresses = () if self._membership else node_addresses(cast("tuple[str, ...]", nodes), name)
+        self._size = None if size is None else _checked_size(size, name)
         self._timeout = checked_timeout(timeout, f"timeout of {name}")
         self._transport = checked_transport(transport, f"transport of {name}")
         self._key = None if key is None else client_key(key)
-        self._known = None if self._wanted is None else self._info_of(self._wanted)
+        self._known: TierInfo | None = None
+        if self._size is not None and self._membership is None:
+            self._known = self._info_of(_share(self._size, len(nodes)), len(nodes))
         self._space: ExtentSpace | None = None
-        self._channels: list[Channel] = []
-        self._leases: list[Lease] = []
+        self._parts: list[Part] = []
+        self._contacts: list[Contact] = []
         self._verified: VerifiedPort | None = None
-        self._contact: Contact | None = None
         self._owner = 0
         self._high = 0
 
@@ -106,24 +115,37 @@ class Remote(PortTier):
         if (known := self._known) is not None:
             return known
         with self._lifecycle:
-            if self._known is None:
-                channels = self._ways()
-                try:
-                    self._known = self._info_of(self._free_share(channels, time.monotonic() + self._timeout))
-                finally:
-                    for channel in channels:
-                        channel.close()
+            if self._known is not None:
+                return self._known
+            members = self._present()
+            if self._size is not None:  # not remembered, because the list may change before the tier is opened
+                return self._info_of(_share(self._size, len(members)), len(members))
+            channels = self._ways(members)
+            try:
+                self._known = self._info_of(self._free_share(channels), len(members))
+            finally:
+                for channel in channels:
+                    channel.close()
             return self._known
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Addresses of the nodes."""
-        return tuple(str(address) for address in self._addresses)
+        """Addresses of the nodes: of the ones that have a part while the tier is open, else of all that would get one.
+
+        A member that drains may be stopped once it is not among them any more.
+        """
+        parts = self._parts
+        return tuple(part.channel.name for part in parts) or tuple(info.addresses[0] for info in self._present())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each part that should move to another member and cannot; `Pool.explain` shows them."""
+        return tuple(note for contact in self._contacts for note in contact.notes)
 
     @property
     def mapped(self) -> tuple[bool, ...]:
         """For each node, True if its part is mapped into this process; empty while the tier is closed."""
-        return tuple(lease.address is not None for lease in self._leases)
+        return tuple(part.lease.address is not None for part in self._parts)
 
     @property
     def tracked(self) -> int:
@@ -175,43 +197,61 @@ class Remote(PortTier):
                 self._verified.forget(extent.offset)
 
     def _open_port(self) -> Port:
-        channels = self._ways()
+        members = self._present()
+        channels = self._ways(members)
         leases: list[Lease] = []
+        contacts: list[Contact] = []
         try:
-            share = self._wanted or self._free_share(channels, time.monotonic() + self._timeout)
+            share = self._free_share(channels) if self._size is None else _share(self._size, len(members))
             leases = borrow(channels, share, self._name, self._timeout)
-            ports = [self._port_of(*pair) for pair in zip(channels, leases, strict=True)]
-            port = StripedPort(self._name, ports, stripe=STRIPE, share=share)
-            contact = Contact(self, channels, self._timeout)
+            parts = self._parts_of(members, channels, leases)
+            port = StripedPort(self._name, [part.port for part in parts], stripe=STRIPE, share=share)
+            contacts.append(Contact(self, parts, self._timeout))
+            if self._membership is not None:
+                contacts.append(self._following(parts, self._membership))
         except BaseException:
+            for contact in contacts:
+                contact.end()
             give_back(leases, time.monotonic() + self._timeout)
             for channel in channels:
                 channel.close()
             raise
-        self._known = self._info_of(share)
+        self._known = self._info_of(share, len(parts))
         self._space = ExtentSpace(self._name, self._known.capacity, CACHE_LINE)
-        self._channels, self._leases, self._contact, self._owner = channels, leases, contact, os.getpid()
+        self._parts, self._contacts, self._owner = parts, contacts, os.getpid()
         self._verified = VerifiedPort(port, self._name)
         return self._verified
 
-    def _port_of(self, channel: Channel, lease: Lease) -> Port:
-        if channel.one_sided is not None:
-            return PythonPort(OneSidedLease(channel.one_sided, lease.id, self._timeout))
-        return RemotePort(self._name, lease.end(self._timeout), timeout=self._timeout)
+    def _parts_of(self, members: list[MemberInfo], channels: list[Channel], leases: list[Lease]) -> list[Part]:
+        """Make the parts; each one can move to another node if the nodes are members of a list."""
+        parts: list[Part] = []
+        for info, channel, lease in zip(members, channels, leases, strict=True):
+            port = port_to(channel, lease, self._name, self._timeout)
+            if self._membership is None:
+                parts.append(Part(channel, lease, port))
+            else:
+                movable = ReplaceablePort(self._name, port, nbytes=lease.nbytes, chunk=STRIPE)
+                parts.append(MemberPart(channel, lease, movable, info))
+        if self._membership is not None:
+            refuse_twins(channels, self._name)
+        return parts
+
+    def _following(self, parts: list[Part], membership: Membership) -> Following:
+        members = cast("list[MemberPart]", parts)
+        return Following(self, members, membership, self._connect(), self._name, self._timeout)
 
     def _close_port(self) -> None:
-        contact, self._contact = self._contact, None
-        leases, self._leases = self._leases, []
-        channels, self._channels = self._channels, []
+        contacts, self._contacts = self._contacts, []
+        parts, self._parts = self._parts, []
         self._verified = self._space = None
         self._high = 0
         if os.getpid() != self._owner:
-            return  # thread, leases and connections are the parent's
-        if contact is not None:
+            return  # threads, leases and connections are the parent's
+        for contact in reversed(contacts):
             contact.end()
-        give_back(leases, time.monotonic() + self._timeout)
-        for channel in channels:
-            channel.close()
+        give_back([part.lease for part in parts], time.monotonic() + self._timeout)
+        for part in parts:
+            part.channel.close()
 
     def _check_extent(self, extent: Extent) -> None:
         self._extents().require(extent)
@@ -221,23 +261,50 @@ class Remote(PortTier):
             raise ValueError(f"{self._name}: no extent is reserved, because the tier is not open")
         return self._space
 
-    def _ways(self) -> list[Channel]:
-        key = client_key(self._key)
-        return [Channel(address, key=key, transport=self._transport) for address in self._addresses]
+    def _present(self) -> list[MemberInfo]:
+        """The nodes, as a list of members describes them."""
+        if self._membership is not None:
+            return usable(self._membership, self._name)
+        return [MemberInfo((str(address),)) for address in self._addresses]
 
-    def _free_share(self, channels: list[Channel], deadline: float) -> int:
+    def _connect(self) -> Callable[[str], Channel]:
+        """Make the function that returns a channel to an address. It has no reference to the tier."""
+        return partial(_channel_to, client_key(self._key), self._transport)
+
+    def _ways(self, members: Sequence[MemberInfo]) -> list[Channel]:
+        connect = self._connect()
+        channels = [connect(info.addresses[0]) for info in members]
+        if self._membership is not None:
+            for channel, info in zip(channels, members, strict=True):
+                channel.expected = info.identity
+                find_address(channel, info, self._timeout)
+        return channels
+
+    def _free_share(self, channels: Sequence[Channel]) -> int:
         """Bytes of whole stripes that fit into the free memory of each node."""
-        free = free_bytes(channels, self._name, deadline)
+        free = free_bytes(channels, self._name, time.monotonic() + self._timeout)
         if free < STRIPE:
             raise ConfigError(
-                f"nodes of {self._name}: one of {', '.join(self.nodes)} has only {format_size(free)} free, expected "
-                f"{format_size(STRIPE)} or more; start a node with more memory or leave it out",
+                f"nodes of {self._name}: one of {', '.join(channel.name for channel in channels)} has only "
+                f"{format_size(free)} free, expected {format_size(STRIPE)} or more; start a node with more memory or "
+                "leave it out",
                 setting="nodes",
             )
         return free - free % STRIPE
 
-    def _info_of(self, share: int) -> TierInfo:
-        return TierInfo(self._name, "remote", share * len(self._addresses), CACHE_LINE)
+    def _info_of(self, share: int, parts: int) -> TierInfo:
+        return TierInfo(self._name, "remote", share * parts, CACHE_LINE)
+
+
+def _membership_in(nodes: tuple[str | Membership, ...]) -> Membership | None:
+    given = [node for node in nodes if isinstance(node, Membership)]
+    if given and len(nodes) > 1:
+        raise ConfigError(f"nodes is {nodes!r}, expected addresses or one Membership", setting="nodes")
+    return given[0] if given else None
+
+
+def _channel_to(key: AccessKey | None, transport: Transport, address: str) -> Channel:
+    return Channel(parse_address(address), key=key, transport=transport)
 
 
 def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:
@@ -266,11 +333,15 @@ def _checked_name(name: object) -> str:
     return name
 
 
-def _share(size: int | str, nodes: int, name: str) -> int:
-    """Bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
+def _checked_size(size: int | str, name: str) -> int:
     nbytes = parse_size(size, f"size of {name}")
     if nbytes < 1:
         raise ConfigError(f"size of {name} is {size!r}, expected 1 byte or more, for example '8GiB'")
+    return nbytes
+
+
+def _share(nbytes: int, nodes: int) -> int:
+    """Bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
     return -(-nbytes // (nodes * STRIPE)) * STRIPE
 
 

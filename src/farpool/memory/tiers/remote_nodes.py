@@ -8,15 +8,20 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from farpool._native import PythonPort, RemotePort
 from farpool.cluster.wire.channel import Channel
 from farpool.cluster.wire.lease import Lease
 from farpool.errors import ConfigError, NodeError
+from farpool.memory.tiers.remote_one_sided import OneSidedLease
 
-__all__ = ["Contact", "borrow", "free_bytes", "give_back"]
+if TYPE_CHECKING:
+    from farpool._native import Port
 
-_PERIOD = 1.0
+__all__ = ["PERIOD_S", "Contact", "Part", "borrow", "free_bytes", "give_back", "port_to"]
+
+PERIOD_S = 1.0
 """Seconds between two checks that the nodes can be reached; far less than a node's grace period."""
 _BACKED_PER_SECOND = 512 << 20
 """Bytes that a node surely backs with zeroed pages within a second, which it does before it answers."""
@@ -70,6 +75,32 @@ def give_back(leases: Sequence[Lease], deadline: float) -> None:
             lease.release(deadline)
 
 
+class Part:
+    """One node's part of a tier.
+
+    Parameters
+    ----------
+    channel : Channel
+        Way to the node.
+    lease : Lease
+        The memory that the node lends.
+    port : Port
+        Reads and writes it.
+    """
+
+    def __init__(self, channel: Channel, lease: Lease, port: Port) -> None:
+        self.channel = channel
+        self.lease = lease
+        self.port = port
+
+
+def port_to(channel: Channel, lease: Lease, tier: str, timeout: float) -> Port:
+    """Make the port through which a tier moves the bytes of a lease; `timeout` is in seconds for each piece."""
+    if channel.one_sided is not None:
+        return PythonPort(OneSidedLease(channel.one_sided, lease.id, timeout))
+    return RemotePort(tier, lease.end(timeout), timeout=timeout)
+
+
 class Contact:
     """A thread that keeps the program's sessions at its nodes alive, by reconnecting soon after contact was lost.
 
@@ -80,41 +111,55 @@ class Contact:
     ----------
     owner : object
         Object on whose behalf contact is kept. If it is collected without `end`, contact and session end.
-    channels : sequence of Channel
-        Channels to the nodes.
+    parts : sequence of Part
+        The parts whose nodes to reach.
     timeout : float
         Seconds that reaching a node may take.
     """
 
-    def __init__(self, owner: object, channels: Sequence[Channel], timeout: float) -> None:
-        self._channels = tuple(channels)
+    def __init__(self, owner: object, parts: Sequence[Part], timeout: float) -> None:
+        self._parts = tuple(parts)
         self._timeout = timeout
-        self._ended = threading.Event()
+        self._woken = threading.Event()
+        self._ended = False
         self._dropped = False
         weakref.finalize(owner, self._drop).atexit = False
         self._thread = threading.Thread(target=self._run, name="farpool-contact", daemon=True)
         self._thread.start()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about conditions that the user should change; empty if there are none."""
+        return ()
+
     def end(self) -> None:
         """Stop keeping contact; waits for the attempt under way."""
-        self._ended.set()
+        self._ended = True
+        self._woken.set()
         self._thread.join()
 
     def _drop(self) -> None:
         # Called by the garbage collector, so it may not close anything itself.
         self._dropped = True
-        self._ended.set()
+        self._ended = True
+        self._woken.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(_PERIOD):
-            for channel in self._channels:
-                if self._ended.is_set():
-                    break
-                with contextlib.suppress(NodeError):
-                    channel.connect(time.monotonic() + min(self._timeout, _PERIOD))
+        while not self._ended:
+            self._woken.wait(PERIOD_S)
+            self._woken.clear()
+            self._keep()
         if self._dropped:
-            for channel in self._channels:
-                channel.close()
+            for part in self._parts:
+                part.channel.close()
+
+    def _keep(self) -> None:
+        """Reach each node once."""
+        for part in self._parts:
+            if self._ended:
+                break
+            with contextlib.suppress(NodeError):
+                part.channel.connect(time.monotonic() + min(self._timeout, PERIOD_S))
 
 
 def _asked(channel: Channel, tier: str, ask: Callable[[], _Result]) -> _Result:
