@@ -288,7 +288,7 @@ def test_a_batch_of_many_pieces_ends_with_the_first_that_is_late(
     keys, values = blocks(cache, 8)
     if slow == "get_into_many":
         cache.save(keys, values)
-    monkeypatch.setattr("farpool.kv.blocks._PIECE_BYTES", 2 * (BLOCK + HEADER_BYTES))
+    monkeypatch.setattr("farpool.kv.pieces._PIECE_BYTES_MAX", 2 * (BLOCK + HEADER_BYTES))
     calls = cache._link.calls()
     moved = getattr(calls, slow)
     asked: list[int] = []

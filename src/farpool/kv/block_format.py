@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from farpool.cluster.store.arguments import nbytes_of
 from farpool.kv.compressed import Compression
@@ -132,7 +132,7 @@ class BlockFormat:
                     self._checked_block(keys[number], header, answer, targets[number], sizes[number], until)
                 )
             else:
-                outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+                outcomes.append(reason_of(answer))
         return outcomes
 
     def _checked_block(
@@ -150,3 +150,17 @@ class BlockFormat:
         if time.monotonic() > until:
             return Reason.LATE
         return None if self.compression.decode_within(key, stored, target) else Reason.CORRUPT
+
+    def learn(
+        self,
+        way: Literal["sent", "received"],
+        nbytes: int,
+        seconds: float,
+        sizes: Sequence[int],
+        reasons: Sequence[Reason | None],
+    ) -> None:
+        """Report a transfer of blocks of these sizes to the choice of the codec, if there is a choice."""
+        choice = None if self.compression is None else self.compression.choice
+        if choice is not None:
+            payload = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason is None)
+            (choice.sent if way == "sent" else choice.received)(nbytes, seconds, payload)

@@ -36,16 +36,7 @@ class Found:
     @cached_property
     def reasons(self) -> Sequence[Reason | None]:
         """For each key why its block cannot be loaded; None if it can."""
-        return [
-            None
-            if isinstance(one, int)
-            else Reason.ABSENT
-            if one is None
-            else one
-            if isinstance(one, Reason)
-            else reason_of(one)
-            for one in self.answers
-        ]
+        return [reason_of(one) for one in self.answers]
 
     @cached_property
     def is_whole(self) -> bool:
