@@ -19,13 +19,18 @@ from typing import Any, ParamSpec, TypeVar
 from farpool.errors import StoreClosedError
 from farpool.kv.link import closed_error
 
-__all__ = ["Background", "Call", "Threads"]
+__all__ = ["Background", "Call", "Threads", "seconds_to"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _WATCHED_CALLS_MIN = 1024
 """Up to this many watched calls, we do not look for calls that have begun."""
+
+
+def seconds_to(until: float) -> float:
+    """Return the seconds that are left until a time of `time.monotonic`."""
+    return max(0.0, until - time.monotonic())
 
 
 class Call(Future[T]):

@@ -22,22 +22,20 @@ import msgspec
 from farpool import forks
 from farpool.closing import Closing
 from farpool.errors import ConfigError
-from farpool.kv.background import Background, Call
+from farpool.kv.background import Background, Call, seconds_to
 from farpool.kv.found import Found
 from farpool.kv.handoff import Demoted, Handoff, Note, counted
-from farpool.kv.header import HEADER_BYTES
 from farpool.kv.judge import Judge
 from farpool.kv.keys import salt_bytes
 from farpool.kv.lookups import Lookups
 from farpool.kv.memory import KVMemory, Layer
-from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.old_calls import OldCalls
 from farpool.kv.peers import Peers, count_of_ranks
 from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted, as_prompts
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import PrefixFields, PrefixSettings
-from farpool.kv.transfers import Transfers, seconds_to
+from farpool.kv.transfers import Transfers
 
 if TYPE_CHECKING:
     from farpool.abc.objects import Objects
@@ -171,11 +169,6 @@ class PrefixCache(Closing, OldCalls):
         self._current.namespace = replace(self._current.namespace, weights=weights_id)
         self._near.clear()
 
-    def _of(self, weights_id: str | None) -> Namespace:
-        """Return the namespace of some weights; None for those in use."""
-        namespace = self._current.namespace
-        return namespace if weights_id is None else replace(namespace, weights=weights_id)
-
     @property
     def parts(self) -> list[tuple[int, ...]]:
         """Layers that are stored together, in the order in which a load in parts brings them."""
@@ -223,12 +216,9 @@ class PrefixCache(Closing, OldCalls):
             One match for each prompt; a list if several were given.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
-        try:
+        with self._peers.abandoning(exchange):
             is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
             until = 0.0 if wait else self._until(timeout, 0)
-        except BaseException:
-            self._peers.abandon(exchange)
-            raise
 
         def look_up(timeout: float | None) -> Match | list[Match]:
             wanted = (self._shape.wanted(namespace, one, leave) for one in asked)
@@ -381,15 +371,11 @@ class PrefixCache(Closing, OldCalls):
             The memory lacks a place for a layer.
         """
         exchange = self._peers.begin()
-        try:
+        with self._peers.abandoning(exchange):
             is_one, prompts = as_prompts(tokens, salt, request)
             if not is_one:
                 raise ConfigError(f"fetch: got {len(prompts)} prompts, expected one; call it for each")
-            (asked,) = prompts
-            wanted = self._shape.wanted(self._current.namespace, asked, leave)
-        except BaseException:
-            self._peers.abandon(exchange)
-            raise
+            wanted = self._shape.wanted(self._current.namespace, prompts[0], leave)
         there, nbytes = wanted.blocks * self._shape.block, self._shape.nbytes(wanted.blocks)
         plan = None
         if exchange is None and self._shape.is_uniform and 0 < len(wanted.keys) <= _UNASKED_BLOCKS_MAX:
@@ -399,16 +385,10 @@ class PrefixCache(Closing, OldCalls):
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
-        near = self._near.held(wanted.keys)
-        outcomes, sizes, under_way, moving = self._transfers.fetch(wanted, memory, until)
-        if moving:
-            self.judge.loaded(under_way, moving)
-        seconds = time.monotonic() - began
-        if any(outcomes):
-            answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
-            match = self._lookups.decided(wanted, Found(answers), near, False, seconds)
-        else:
-            match = self._lookups.weighed(wanted, wanted.blocks, None, near, seconds, plan=None if near else plan)
+        near = self._near.present(wanted.keys)
+        found = self._transfers.fetch(wanted, memory, until)
+        known = None if near or not found.is_whole else plan
+        match = self._lookups.decided(wanted, found, near, False, time.monotonic() - began, plan=known)
         if match.tokens and self._current.is_outdated(match):
             return msgspec.structs.replace(match, tokens=self._transfers.usable(match, (), ()))
         self._judged(match, match.tokens, 0.0)
@@ -488,7 +468,9 @@ class PrefixCache(Closing, OldCalls):
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
         places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
-        groups, namespace = self._shape.groups_of(layers), self._of(weights_id)
+        groups, namespace = self._shape.groups_of(layers), self._current.namespace
+        if weights_id is not None:
+            namespace = replace(namespace, weights=weights_id)
         blocks = sum(len(one.tokens) // self._shape.block for one in asked)
         until = self._until(timeout, blocks * self._shape.block_bytes)
 
@@ -610,14 +592,11 @@ class PrefixCache(Closing, OldCalls):
             The bytes are not a note. The other ranks, if there are any, find nothing then.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
-        try:
+        with self._peers.abandoning(exchange):
             handed = Note.of(note)
             is_ours = handed.namespace == namespace.digest
             chains = handed.chains if is_ours else []
             keys = self._shape.keys(namespace, chains)
-        except BaseException:
-            self._peers.abandon(exchange)
-            raise
         tokens = len(handed.chains) * self._shape.block
         wanted = Wanted(namespace, keys, len(chains), tokens, request, handed.salt)
         if not is_ours:

@@ -34,7 +34,7 @@ class NearMemory:
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()
 
-    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+    def present(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the keys whose blocks are here."""
         if not self._blocks:
             return set()
@@ -74,7 +74,7 @@ class NearMemory:
         dict
             Memory by key. The caller has to pass each to `keep` or `release`.
         """
-        here = self.held(key for key, _ in wanted)
+        here = self.present(key for key, _ in wanted)
         places: dict[bytes, bytearray] = {}
         with self._lock:
             for key, nbytes in wanted:

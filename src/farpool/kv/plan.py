@@ -252,23 +252,19 @@ class Shape:
             raise ConfigError(f"layers {sorted(layers)} are not stored by themselves, expected some of {parts}")
         return numbers
 
-    def chains(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Hash the tokens of a sequence, block by block."""
-        return token_chain(tokens, self.block, chain_seed(namespace.digest, salt))
-
     def keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
-        """Compose the keys of all blocks of a sequence, one group of layers after the other."""
+        """Compose the keys of all blocks of a sequence from its chains, one group of layers after the other."""
         return block_keys(namespace.digest, chains, range(len(self.groups)), self._rank)
 
     def keys_of_tokens(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Do as `chains` and `keys` in one step."""
+        """Compose the keys of all blocks of a sequence from its tokens."""
         return token_keys(tokens, self.block, namespace.digest, len(self.groups), self._rank, salt)
 
     def sequence(
         self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str
     ) -> tuple[list[bytes], bytes, list[bytes]]:
         """Return the keys of a sequence's blocks, a name made from all of its tokens and its salt, and its chains."""
-        chains = self.chains(namespace, tokens, salt_bytes(salt))
+        chains = token_chain(tokens, self.block, chain_seed(namespace.digest, salt_bytes(salt)))
         rest = array("Q", list(tokens[len(chains) * self.block :])).tobytes()  # tokens that no block covers
         return self.keys(namespace, chains), b"".join(chains[-1:]) + rest, chains
 

@@ -5,24 +5,42 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from farpool.kv.background import seconds_to
 from farpool.kv.blocks import BlockCache
-from farpool.kv.engine_memory import EngineMemory, Uses
+from farpool.kv.engine_memory import Batch, EngineMemory
+from farpool.kv.found import Found
+from farpool.kv.header import HEADER_BYTES
 from farpool.kv.judge import Judge
 from farpool.kv.memory import KVMemory
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.peers import Peers
-from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted, picked
+from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted
 from farpool.kv.reasons import Reason
 
 if TYPE_CHECKING:
     from farpool.abc.objects import Payload
     from farpool.kv.ranks import Exchange
-    from farpool.kv.tally import Requests
 
-__all__ = ["Transfers", "seconds_to"]
+__all__ = ["Transfers"]
+
+
+class _Moved(NamedTuple):
+    """Result of loading a batch.
+
+    Attributes
+    ----------
+    outcomes : list of Reason or None
+        For each block None or the reason why it is missing.
+    under_way, seconds : int and float
+        For the judge: the bytes under way, and the time of the load; 0 seconds if the judge cannot use them.
+    """
+
+    outcomes: list[Reason | None]
+    under_way: int = 0
+    seconds: float = 0.0
 
 
 class Transfers:
@@ -81,49 +99,34 @@ class Transfers:
         exchange : callable or None
             The exchange of this load.
         """
-        try:
-            usable, under_way, seconds = self._load_here(matches, memories, groups, until)
-        except BaseException:
-            self._peers.agree_load(matches, [0] * len(matches), 0.0, exchange)  # the other ranks wait for this one
-            raise
-        usable, seconds = self._peers.agree_load(matches, usable, seconds, exchange)
-        if seconds:
-            self._judge.loaded(under_way, seconds)
+        with self._peers.abandoning(exchange):
+            usable, moved = self._load_here(matches, memories, groups, until)
+        usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
+        self._learn(moved._replace(seconds=seconds))
         return usable
 
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
-    ) -> tuple[list[int], int, float]:
-        """Load this rank's blocks; return the tokens that it can use of each prompt, and `move`'s measurement."""
-        keys: list[bytes] = []
-        targets: list[Payload] = []
-        sizes: list[int] = []
-        places: list[list[int]] = []
-        uses, step = Uses(), self._shape.block
+    ) -> tuple[list[int], _Moved]:
+        """Load this rank's blocks; return the tokens that it can use of each prompt."""
+        batch, step = Batch(), self._shape.block
+        added: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
-            needed = list(self._shape.needed(match.tokens // step, match.compute // step, groups))
-            if self._current.is_outdated(match):
-                needed = []
-            own_sizes, own_targets = self.memory.targets(memory, needed)
-            sizes += own_sizes
-            targets += own_targets
-            for number, blocks in needed:
-                keys += match.wanted.keys_of(number, blocks)
-                if blocks:
-                    uses.loads(memory, number, blocks.start)
-            places.append([block for _, blocks in needed for block in blocks])
-        names: Requests = (
-            matches[0].request
-            if len(matches) == 1
-            else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
-        )
-        came, under_way, seconds = self.move(uses, keys, targets, sizes, names, until)
-        outcomes = iter(came)
+            needed = self._shape.needed(match.tokens // step, match.compute // step, groups)
+            is_outdated = self._current.is_outdated(match)
+            added.append(self.memory.add_targets(batch, match.wanted, memory, () if is_outdated else needed))
+        moved = self._move(batch, until)
+        outcomes = iter(moved.outcomes)
         usable = [
             self.usable(match, own, list(itertools.islice(outcomes, len(own))))
-            for match, own in zip(matches, places, strict=True)
+            for match, own in zip(matches, added, strict=True)
         ]
-        return usable, under_way, seconds
+        return usable, moved
+
+    def _learn(self, moved: _Moved) -> None:
+        """Report the time of a load to the judge, if the judge can use it."""
+        if moved.seconds:
+            self._judge.loaded(moved.under_way, moved.seconds)
 
     def usable(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
         """Return how many tokens of a prompt the engine can use, given the outcomes of loading some of its blocks."""
@@ -133,72 +136,39 @@ class Transfers:
             return 0
         return self._shape.loaded(match, blocks, outcomes)
 
-    def fetch(
-        self, wanted: Wanted, memory: KVMemory, until: float
-    ) -> tuple[list[Reason | None], list[int], int, float]:
-        """Load all blocks of a prompt without a lookup; return `move`'s results, with the blocks' sizes second."""
-        needed = list(self._shape.needed(wanted.blocks))
-        sizes, targets = self.memory.targets(memory, needed)
-        uses = Uses()
-        for number, _ in needed:
-            uses.loads(memory, number, 0)
-        outcomes, under_way, seconds = self.move(uses, wanted.keys, targets, sizes, wanted.request, until)
-        return outcomes, sizes, under_way, seconds
+    def fetch(self, wanted: Wanted, memory: KVMemory, until: float) -> Found:
+        """Load all blocks of a prompt without a lookup; return the result of the lookup that this has replaced."""
+        batch = Batch()
+        self.memory.add_targets(batch, wanted, memory, self._shape.needed(wanted.blocks))
+        moved = self._move(batch, until)
+        self._learn(moved)
+        return Found([reason or HEADER_BYTES + size for reason, size in zip(moved.outcomes, batch.sizes, strict=True)])
 
-    def move(
-        self,
-        uses: Uses,
-        keys: Sequence[bytes],
-        targets: Sequence[Payload],
-        sizes: Sequence[int],
-        request: Requests,
-        until: float,
-    ) -> tuple[list[Reason | None], int, float]:
-        """Probe memory that is used for the first time, then copy blocks that are near, and load the others.
-
-        Parameters
-        ----------
-        uses : Uses
-            The engine's memory that the targets are in; empty if they are not in the engine's memory.
-        keys, targets, sizes : sequences
-            For each block its key, its memory, and its bytes.
-        request : str or sequence of str
-            Name of the request, or one name for each block.
-        until : float
-            End of the time of the load.
-
-        Returns
-        -------
-        tuple of list, int and float
-            For each block None or the reason why it is missing, and for the judge the bytes under way and the seconds
-            that the load took; 0 seconds if the judge cannot use them.
-        """
-        # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
-        is_near = self._near.nbytes and len(self._near.held(keys)) == len(keys)
-        if uses:
-            refused = self.memory.admit("load", request, len(keys), uses, until, through_nodes=not is_near)
+    def _move(self, batch: Batch, until: float) -> _Moved:
+        """Probe memory that is used for the first time, then copy blocks that are near, and load the others."""
+        keys = batch.keys
+        if batch.places:
+            # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
+            is_near = len(self._near.present(keys)) == len(keys)
+            refused = self.memory.admit("load", batch, until, through_nodes=not is_near)
             if refused is not None:
-                return [refused] * len(keys), 0, 0.0
+                return _Moved([refused] * len(keys))
         outcomes: list[Reason | None] = [None] * len(keys)
-        far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
+        far = self._near.copy(keys, batch.payloads)
         if not far:
-            return outcomes, 0, 0.0
-        if len(far) < len(keys):
-            keys, targets, sizes = picked(keys, far), picked(targets, far), picked(sizes, far)
-            request = request if isinstance(request, str) else picked(request, far)
-        began = time.monotonic()
-        nbytes = sum(sizes)
+            return _Moved(outcomes)
+        rest = batch if len(far) == len(keys) else batch.only(far)
+        began, nbytes = time.monotonic(), sum(rest.sizes)
         under_way = self._judge.begun(nbytes)
         try:
-            loaded = self._blocks.load(keys, targets, request=request, timeout=seconds_to(until))
+            loaded = self._blocks.load(rest.keys, rest.payloads, request=rest.request, timeout=seconds_to(until))
         finally:
             self._judge.ended(nbytes)
-        seconds = 0.0
-        if not any(loaded) or Reason.LATE in loaded:  # a late load has taken at least so long
-            seconds = time.monotonic() - began
+        is_measured = not any(loaded) or Reason.LATE in loaded  # a late load has taken at least so long
+        seconds = time.monotonic() - began if is_measured else 0.0
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
-        return outcomes, under_way, seconds
+        return _Moved(outcomes, under_way, seconds)
 
     def save(
         self,
@@ -223,9 +193,8 @@ class Transfers:
         """
         values: dict[bytes, Payload] = {}
         parents: dict[bytes, bytes] = {}
-        names: list[str] = []
         saved: list[list[bytes]] = []
-        uses, shape = Uses(), self._shape
+        batch, shape = Batch(), self._shape
         for prompt, memory in zip(prompts, memories, strict=True):
             wanted = shape.wanted(namespace, prompt)
             own: list[bytes] = []
@@ -238,21 +207,22 @@ class Transfers:
                     key = wanted.key(number, block)
                     if payload is not None and key not in values:
                         values[key] = payload
-                        names.append(prompt.request)
+                        batch.requests.append(prompt.request)
                         last = block
                         if (parent := shape.parent(wanted, number, block)) is not None:
                             parents[key] = parent
                 if last >= 0:
-                    uses.saves(memory, number, last)
+                    self.memory.use(batch, "save", number, memory, last)
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
-        if self.memory.admit("save", names, len(names), uses, until) is not None:
+        batch.keys, batch.payloads = list(values), list(values.values())
+        if self.memory.admit("save", batch, until) is not None:
             return [0] * len(saved)
         computing = sum(self._judge.prefill_seconds(len(prompt.tokens)) for prompt in prompts)
         outcomes = self._blocks.save(
-            list(values),
-            list(values.values()),
-            request=prompts[0].request if len(prompts) == 1 else names,
+            batch.keys,
+            batch.payloads,
+            request=prompts[0].request if len(prompts) == 1 else batch.requests,
             timeout=seconds_to(until),
             cost=computing / max(1, len(values)),
             parents=parents,
@@ -281,19 +251,12 @@ class Transfers:
             # A node reads a block from its file before it can keep the block in memory.
             return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
         places = self._near.reserve(needed)
-        views = [memoryview(place) for place in places.values()]
-        sizes = [len(place) for place in places.values()]
-        came, under_way, seconds = self.move(Uses(), list(places), views, sizes, wanted.request, until)
-        if seconds:
-            self._judge.loaded(under_way, seconds)
-        for (key, place), outcome in zip(places.items(), came, strict=True):
+        sizes, requests = list(map(len, places.values())), [wanted.request] * len(places)
+        moved = self._move(Batch(list(places), list(map(memoryview, places.values())), sizes, requests), until)
+        self._learn(moved)
+        for (key, place), outcome in zip(places.items(), moved.outcomes, strict=True):
             if outcome is None:
                 self._near.keep(key, place)
             else:
                 self._near.release(place)
-        return len(self._near.held(keys))
-
-
-def seconds_to(until: float) -> float:
-    """Return the seconds that are left until a time of `time.monotonic`."""
-    return max(0.0, until - time.monotonic())
+        return len(self._near.present(keys))
