@@ -135,9 +135,9 @@ def use_first(cache: PrefixCache, layers: Sequence[Layer]) -> None:
         ("load", target(layers, TOKENS)),
     )
     for step, memory in steps:
-        batch = Batch()
+        batch = Batch("")
         for number in range(len(cache.parts)):
-            engine.use(batch, step, number, memory, 0)
+            batch.use(step, number, memory, 0)
         assert engine.admit(step, batch, time.monotonic() + PATIENCE) is None
 
 

@@ -213,7 +213,7 @@ class BlockCache(Closing):
                 sizes[number] = ValueError(f"an object of {sizes[number]} bytes, expected {stored[number]}")
             self._pieces.delete([keys[number] for number in misfits], until)
         found = Found(sizes)
-        self._note("lookup", request, len(keys), () if found.is_whole else found.reasons, began)
+        self._tally.ended("lookup", request, len(keys), () if found.is_whole else found.reasons, began)
         return found
 
     def load(
@@ -248,12 +248,15 @@ class BlockCache(Closing):
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
         checked, sizes = as_targets(targets)
+        outcomes: list[Reason | None]
+        is_probe, moved = self._is_probed(), 0
         if (withheld := self._withheld(timeout)) is not None:
-            outcomes, moved = [withheld] * len(keys), 0
+            outcomes = [withheld] * len(keys)
         else:
             until = _until(began, timeout)
-            outcomes, moved = self._pieces.read(keys, checked, sizes, until, is_probe=self._is_probed())
-        self._note("load", request, len(keys), outcomes, began, moved)
+            outcomes, moved = self._pieces.read(keys, checked, sizes, until, is_probe=is_probe)
+        if not is_probe:
+            self._tally.ended("load", request, len(keys), outcomes, began, moved)
         return outcomes
 
     def save(
@@ -313,13 +316,16 @@ class BlockCache(Closing):
             tenant=namespace.tenant,
             parents=parents or {},
         )
-        pairs = [(key, as_payload(value)) for key, value in zip(keys, values, strict=True)]
+        payloads = [as_payload(value) for value in values]
+        outcomes: list[Reason | None]
+        is_probe, moved = self._is_probed(), 0
         if (withheld := self._withheld(timeout)) is not None:
-            outcomes, moved = [withheld] * len(keys), 0
+            outcomes = [withheld] * len(keys)
         else:
             until = _until(began, timeout)
-            outcomes, moved = self._pieces.write(pairs, namespace, about, until, is_probe=self._is_probed())
-        self._note("save", request, len(keys), outcomes, began, moved)
+            outcomes, moved = self._pieces.write(keys, payloads, namespace, about, until, is_probe=is_probe)
+        if not is_probe:
+            self._tally.ended("save", request, len(keys), outcomes, began, moved)
         return outcomes
 
     def pin(
@@ -365,7 +371,7 @@ class BlockCache(Closing):
         pins = [(key, pin) for key, pin in zip(keys, answers, strict=True) if isinstance(pin, tuple)]
         self._release(self._pins.add(pins, owner, time.monotonic(), ttl))
         outcomes = [reason_of(answer) for answer in answers]
-        self._note("pin", request, len(keys), outcomes, began)
+        self._tally.ended("pin", request, len(keys), outcomes, began)
         return outcomes
 
     def unpin(self, keys: Sequence[bytes], *, owner: bytes = b"") -> None:
@@ -410,7 +416,7 @@ class BlockCache(Closing):
         keys, until = as_keys(keys), _until(began, timeout)
         answers = self._pieces.ask(keys, until, lambda calls, left: calls.demote_many(keys, left))
         outcomes = [_DEMOTED[one] if isinstance(one, Demotion) else reason_of(one) for one in answers]
-        self._note("demote", request, len(keys), outcomes, began)
+        self._tally.ended("demote", request, len(keys), outcomes, began)
         return outcomes
 
     def purge(self, namespace: Namespace | None = None) -> int:
@@ -462,13 +468,6 @@ class BlockCache(Closing):
     def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
         """Count and record blocks that no node was asked for, because the engine cannot use them."""
         self._tally.missed(step, request, blocks, reason, note)
-
-    def _note(
-        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int = 0
-    ) -> None:
-        """Count and record the blocks of a step, except a probe's; see `Tally.ended`."""
-        if not self._is_probed():
-            self._tally.ended(step, request, blocks, reasons, began, moved)
 
 
 def _until(began: float, timeout: float | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from farpool.cluster.store.arguments import as_payload, nbytes_of
 from farpool.errors import ConfigError
@@ -12,7 +12,7 @@ from farpool.kv.background import seconds_to
 from farpool.kv.blocks import BlockCache
 from farpool.kv.first_use import Place, loading_block, saving_block
 from farpool.kv.memory import KVMemory, TensorMemory
-from farpool.kv.plan import Shape, Wanted
+from farpool.kv.plan import Shape, Wanted, picked
 from farpool.kv.probe import Probe
 from farpool.kv.reasons import Reason
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from farpool._native import Slices
     from farpool.abc.objects import Payload
-    from farpool.kv.tally import Requests
 
     Step = Literal["load", "save"]
 
@@ -34,35 +33,42 @@ class Batch:
 
     Attributes
     ----------
+    request : str or list of str
+        Name of the request, or one name for each block if the call has several requests.
     keys : list of bytes
         Key of each block.
     payloads : list of payloads
         Memory of each block.
     sizes : list of int
         Bytes of each block.
-    requests : list of str
-        For each block the name of the request that needs it.
-    places : dict
+    uses : dict
         One block in each kind of the engine's memory that the call uses, for the probe; empty if the payloads are not
-        in the engine's memory.
+        in the engine's memory. The values are the number of a group of layers, the memory, and the number of a block.
     """
 
+    request: str | list[str]
     keys: list[bytes] = field(default_factory=list)
     payloads: list[Payload] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    places: dict[Hashable, Place] = field(default_factory=dict)
+    uses: dict[Hashable, tuple[int, KVMemory, int]] = field(default_factory=dict)
 
-    @property
-    def request(self) -> Requests:
-        """Name of the request, or one name for each block if there are several requests."""
-        return self.requests[0] if len(set(self.requests)) == 1 else self.requests
+    @classmethod
+    def of(cls, requests: Sequence[str]) -> Batch:
+        """Return an empty batch for these requests."""
+        return cls(requests[0] if len(requests) == 1 else [])
 
-    def only(self, numbers: Iterable[int]) -> Batch:
+    def use(self, step: Step, number: int, memory: KVMemory, block: int) -> None:
+        """Record that a save reads, or a load fills, the memory of a group of layers, at the place of a block."""
+        self.uses[step, type(memory), number] = number, memory, block
+
+    def only(self, numbers: Sequence[int]) -> Batch:
         """Return a batch of the blocks that have these numbers."""
-        rows = [(self.keys[n], self.payloads[n], self.sizes[n], self.requests[n]) for n in numbers]
-        keys, payloads, sizes, requests = map(list, zip(*rows, strict=True))
-        return Batch(keys, payloads, sizes, requests, self.places)
+        return Batch(
+            self.request if isinstance(self.request, str) else picked(self.request, numbers),
+            picked(self.keys, numbers),
+            picked(self.payloads, numbers),
+            picked(self.sizes, numbers),
+        )
 
 
 class EngineMemory:
@@ -116,33 +122,30 @@ class EngineMemory:
             batch.keys += wanted.keys_of(number, blocks)
             batch.payloads += self._targets(number, memory, blocks)
             batch.sizes += [self._shape.groups[number].group.block_bytes] * len(blocks)
-            batch.requests += [wanted.request] * len(blocks)
+            if isinstance(batch.request, list):
+                batch.request += [wanted.request] * len(blocks)
             if blocks:
-                self.use(batch, "load", number, memory, blocks.start)
+                batch.use("load", number, memory, blocks.start)
             added += blocks
         return added
 
-    def use(self, batch: Batch, step: Step, number: int, memory: KVMemory, block: int) -> None:
-        """Have the probe check the memory of a group of layers for a batch, at the place of one of its blocks."""
-        tokens = self._shape.block
+    def _place(self, number: int, memory: KVMemory, block: int) -> Place:
+        """Return the place of a block of one group of layers."""
 
         def payload() -> Payload:
             (target,) = self._targets(number, memory, range(block, block + 1))
             return target
 
-        layers = self._shape.groups[number].layers
-        place = Place(memory, layers, block * tokens, (block + 1) * tokens, payload)
-        batch.places[step, type(memory), number] = place
+        tokens = self._shape.block
+        return Place(memory, self._shape.groups[number].layers, block * tokens, (block + 1) * tokens, payload)
 
-    def _targets(self, number: int, memory: KVMemory, blocks: range) -> list[Payload]:
+    def _targets(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload]:
         """Return the memory of blocks of a group of layers, which must have a place for each block."""
-        targets: list[Payload] = []
-        for block, payload in zip(blocks, self.payloads(number, memory, blocks), strict=True):
-            if payload is None:
-                layers = self._shape.groups[number].layers
-                raise ConfigError(f"the memory has no place for block {block} of one of the layers {layers}")
-            targets.append(payload)
-        return targets
+        payloads = self.payloads(number, memory, blocks)
+        if None in payloads:
+            block, layers = blocks[payloads.index(None)], self._shape.groups[number].layers
+            raise ConfigError(f"the memory has no place for block {block} of one of the layers {layers}")
+        return cast("Sequence[Payload]", payloads)
 
     def payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
         """Return the memory of blocks of a group of layers; None for a block that the engine does not have whole.
@@ -187,8 +190,8 @@ class EngineMemory:
             step,
             batch.request,
             len(batch.keys),
-            batch.places,
-            lambda kinds: make([batch.places[kind] for kind in kinds]),
+            batch.uses,
+            lambda kinds: make([self._place(*batch.uses[kind]) for kind in kinds]),
             seconds_to(until),
             through_nodes=through_nodes,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def saving_block(places: Sequence[Place]) -> EngineBlock:
     known = [place.read() for place in places]
     ends = [*accumulate(map(len, known), initial=0)]
     own = EngineBlock.private(ends[-1])
-    (view,) = own.targets()
+    view = cast("memoryview", own.targets()[0])
     return replace(
         own,
         values=lambda: [place.payload() for place in places],

@@ -44,10 +44,10 @@ class NearMemory:
                 self._blocks.move_to_end(key)
             return here
 
-    def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> list[int]:
+    def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> Sequence[int]:
         """Copy the blocks that are here into their targets; return the numbers of the others."""
         if not self._blocks:
-            return list(range(len(keys)))
+            return range(len(keys))
         far: list[int] = []
         for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
             block = self._blocks.get(key)  # no thread writes into it any more

@@ -82,7 +82,7 @@ class Pieces:
 
     def read(
         self,
-        keys: Sequence[bytes],
+        keys: list[bytes],
         targets: Sequence[Payload],
         sizes: Sequence[int],
         until: float | None,
@@ -134,7 +134,8 @@ class Pieces:
 
     def write(
         self,
-        pairs: Sequence[tuple[bytes, Payload]],
+        keys: list[bytes],
+        payloads: Sequence[Payload],
         namespace: Namespace,
         about: About,
         until: float | None,
@@ -145,7 +146,7 @@ class Pieces:
 
         Parameters
         ----------
-        pairs : sequence of tuple
+        keys, payloads : sequences
             Key and payload of each block.
         namespace : Namespace
             Namespace of the keys.
@@ -162,8 +163,8 @@ class Pieces:
         tuple of list and int
             For each block None or the reason why it is not there, and the bytes that were sent.
         """
-        keys, sizes = [key for key, _ in pairs], [nbytes_of(payload) for _, payload in pairs]
-        outcomes: list[Reason | None] = [None] * len(pairs)
+        sizes = [nbytes_of(payload) for payload in payloads]
+        outcomes: list[Reason | None] = [None] * len(keys)
         moved, left = 0, self._left(until)
         try:
             present = self._link.calls(left).lookup(keys, left)
@@ -176,8 +177,8 @@ class Pieces:
             for piece in _pieces([sizes[number] for number in missing]):
                 own, deadline = missing[piece], time.monotonic() + self._left(until)
                 items = [
-                    (key, self._format.stored(key, payload, deadline, encode=not is_probe))
-                    for key, payload in (pairs[number] for number in own)
+                    (keys[number], self._format.stored(keys[number], payloads[number], deadline, encode=not is_probe))
+                    for number in own
                 ]
                 began = time.monotonic()
                 answers = self._link.calls().put_many(items, max(0.0, deadline - began), about)
@@ -195,7 +196,7 @@ class Pieces:
                         outcomes[number] = Reason.LATE
                     break
         except FarpoolError as error:
-            outcomes = [reason_of(error)] * len(pairs)
+            outcomes = [reason_of(error)] * len(keys)
         return outcomes, moved
 
 

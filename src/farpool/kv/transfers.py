@@ -11,7 +11,6 @@ from farpool.kv.background import seconds_to
 from farpool.kv.blocks import BlockCache
 from farpool.kv.engine_memory import Batch, EngineMemory
 from farpool.kv.found import Found
-from farpool.kv.header import HEADER_BYTES
 from farpool.kv.judge import Judge
 from farpool.kv.memory import KVMemory
 from farpool.kv.namespace import Namespace
@@ -102,14 +101,14 @@ class Transfers:
         with self._peers.abandoning(exchange):
             usable, moved = self._load_here(matches, memories, groups, until)
         usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
-        self._learn(moved._replace(seconds=seconds))
+        self._learn(moved.under_way, seconds)
         return usable
 
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
     ) -> tuple[list[int], _Moved]:
         """Load this rank's blocks; return the tokens that it can use of each prompt."""
-        batch, step = Batch(), self._shape.block
+        batch, step = Batch.of([match.request for match in matches]), self._shape.block
         added: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
             needed = self._shape.needed(match.tokens // step, match.compute // step, groups)
@@ -123,10 +122,10 @@ class Transfers:
         ]
         return usable, moved
 
-    def _learn(self, moved: _Moved) -> None:
-        """Report the time of a load to the judge, if the judge can use it."""
-        if moved.seconds:
-            self._judge.loaded(moved.under_way, moved.seconds)
+    def _learn(self, under_way: int, seconds: float) -> None:
+        """Report the time of a load to the judge, if it is known."""
+        if seconds:
+            self._judge.loaded(under_way, seconds)
 
     def usable(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
         """Return how many tokens of a prompt the engine can use, given the outcomes of loading some of its blocks."""
@@ -137,17 +136,20 @@ class Transfers:
         return self._shape.loaded(match, blocks, outcomes)
 
     def fetch(self, wanted: Wanted, memory: KVMemory, until: float) -> Found:
-        """Load all blocks of a prompt without a lookup; return the result of the lookup that this has replaced."""
-        batch = Batch()
+        """Load all blocks of a prompt whose layers need all blocks; return the result that a lookup would have had."""
+        batch = Batch(wanted.request)
         self.memory.add_targets(batch, wanted, memory, self._shape.needed(wanted.blocks))
         moved = self._move(batch, until)
-        self._learn(moved)
-        return Found([reason or HEADER_BYTES + size for reason, size in zip(moved.outcomes, batch.sizes, strict=True)])
+        self._learn(moved.under_way, moved.seconds)
+        stored = self._shape.stored(wanted)
+        if not any(moved.outcomes):
+            return Found(stored)
+        return Found([reason or nbytes for reason, nbytes in zip(moved.outcomes, stored, strict=True)])
 
     def _move(self, batch: Batch, until: float) -> _Moved:
         """Probe memory that is used for the first time, then copy blocks that are near, and load the others."""
         keys = batch.keys
-        if batch.places:
+        if batch.uses:
             # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
             is_near = len(self._near.present(keys)) == len(keys)
             refused = self.memory.admit("load", batch, until, through_nodes=not is_near)
@@ -194,7 +196,7 @@ class Transfers:
         values: dict[bytes, Payload] = {}
         parents: dict[bytes, bytes] = {}
         saved: list[list[bytes]] = []
-        batch, shape = Batch(), self._shape
+        batch, shape = Batch.of([prompt.request for prompt in prompts]), self._shape
         for prompt, memory in zip(prompts, memories, strict=True):
             wanted = shape.wanted(namespace, prompt)
             own: list[bytes] = []
@@ -207,12 +209,13 @@ class Transfers:
                     key = wanted.key(number, block)
                     if payload is not None and key not in values:
                         values[key] = payload
-                        batch.requests.append(prompt.request)
+                        if isinstance(batch.request, list):
+                            batch.request.append(prompt.request)
                         last = block
                         if (parent := shape.parent(wanted, number, block)) is not None:
                             parents[key] = parent
                 if last >= 0:
-                    self.memory.use(batch, "save", number, memory, last)
+                    batch.use("save", number, memory, last)
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
         batch.keys, batch.payloads = list(values), list(values.values())
@@ -222,7 +225,7 @@ class Transfers:
         outcomes = self._blocks.save(
             batch.keys,
             batch.payloads,
-            request=prompts[0].request if len(prompts) == 1 else batch.requests,
+            request=batch.request,
             timeout=seconds_to(until),
             cost=computing / max(1, len(values)),
             parents=parents,
@@ -251,9 +254,13 @@ class Transfers:
             # A node reads a block from its file before it can keep the block in memory.
             return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
         places = self._near.reserve(needed)
-        sizes, requests = list(map(len, places.values())), [wanted.request] * len(places)
-        moved = self._move(Batch(list(places), list(map(memoryview, places.values())), sizes, requests), until)
-        self._learn(moved)
+        batch = Batch(wanted.request)
+        for key, place in places.items():
+            batch.keys.append(key)
+            batch.payloads.append(memoryview(place))
+            batch.sizes.append(len(place))
+        moved = self._move(batch, until)
+        self._learn(moved.under_way, moved.seconds)
         for (key, place), outcome in zip(places.items(), moved.outcomes, strict=True):
             if outcome is None:
                 self._near.keep(key, place)
