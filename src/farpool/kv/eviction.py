@@ -105,10 +105,8 @@ class Eviction(Generic[Key]):
     def __init__(self, capacity: int, policy: str = "") -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or not 0 < capacity < 1 << 63:
             raise ConfigError(f"capacity is {capacity!r}, expected a number of bytes, at least 1", setting="capacity")
-        if policy and policy not in POLICIES:
-            raise ConfigError(
-                f"policy {policy!r} is not known; expected one of {', '.join(POLICIES)}", setting="policy"
-            )
+        if policy:
+            _check_policy(policy)
         self._core = PrefixEviction(capacity, policy)
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
@@ -200,10 +198,7 @@ class Eviction(Generic[Key]):
         ConfigError
             The policy is not known.
         """
-        if policy not in POLICIES:
-            raise ConfigError(
-                f"policy {policy!r} is not known; expected one of {', '.join(POLICIES)}", setting="policy"
-            )
+        _check_policy(policy)
         self._core.use_policy(policy)
 
     def __contains__(self, key: Key) -> bool:
@@ -232,6 +227,11 @@ class Eviction(Generic[Key]):
             tenants,
             tuple(ShadowStats(*shadow) for shadow in core.shadows()),
         )
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r} is not known; expected one of {', '.join(POLICIES)}", setting="policy")
 
 
 def _of(counts: TenantCounts) -> TenantStats:
