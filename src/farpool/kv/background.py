@@ -127,9 +127,9 @@ class Background:
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
         self._submit = submit
-        self.leave_to_parent()
+        self.begin_in_child()
 
-    def leave_to_parent(self) -> None:
+    def begin_in_child(self) -> None:
         """Start without calls in the child of a fork, which has none of the threads."""
         self._changed = threading.Condition()
         self._watched: list[tuple[float, int, Call[Any]]] = []

@@ -134,7 +134,7 @@ class BlockCache(Closing):
             part.begin_in_child()
         if self._probe is not None:
             self._probe.begin_in_child()
-        self.judge.leave_to_parent()
+        self.judge.begin_in_child()
 
     def require(self, probe: Gate) -> None:
         """Move no block except the probe's own until a connector's probe has passed."""

@@ -677,6 +677,6 @@ class PrefixCache(Closing, OldCalls):
 
     def forked(self) -> None:
         """Make new locks in the child of a fork: threads of the parent may hold the old ones."""
-        self._near.begin()
-        self._background.leave_to_parent()
+        self._near.begin_in_child()
+        self._background.begin_in_child()
         self._lookups.begin_in_child()

@@ -44,16 +44,13 @@ class Disagreements:
         self._namespaces = namespaces
         self._known: Mapping[bytes, Namespace] = {}
         self._asked_at = float("-inf")
-        self._begin()
+        self.begin_in_child()
 
-    def _begin(self) -> None:
+    def begin_in_child(self) -> None:
+        """Start without waiting lookups in the child of a fork, which has no thread that asks."""
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
         self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_MAX)
-
-    def leave_to_parent(self) -> None:
-        """Start again in the child of a fork, which has no thread that asks."""
-        self._begin()
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
         """Return why nothing was found, if it is known, and write it into the journal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from array import array
@@ -121,13 +122,11 @@ def token_keys(
         A token is not a number in this range, or another argument is wrong.
     """
     seed = chain_seed(namespace, salt)
-    try:
+    with contextlib.suppress(TypeError):  # the Python code below raises an error that names the wrong argument
         found = native_token_keys(tokens, page, namespace, groups, shard, seed)
-    except TypeError:  # the Python code below raises an error that names the wrong argument
-        found = None
-    if found is None:
-        found = block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
-    return found
+        if found is not None:
+            return found
+    return block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
 
 
 def group_of(key: bytes) -> int:

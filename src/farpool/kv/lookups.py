@@ -60,7 +60,7 @@ class Lookups:
 
     def begin_in_child(self) -> None:
         """Start in the child of a fork without the threads and locks of the parent."""
-        self._disagreements.leave_to_parent()
+        self._disagreements.begin_in_child()
 
     def close(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a thread that asks the nodes."""

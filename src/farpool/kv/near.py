@@ -26,9 +26,9 @@ class NearMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.begin()
+        self.begin_in_child()
 
-    def begin(self) -> None:
+    def begin_in_child(self) -> None:
         """Start without blocks, also in the child of a fork: a thread of the parent may have been changing them."""
         self._left = self.nbytes
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()

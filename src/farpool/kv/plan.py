@@ -73,26 +73,22 @@ def as_prompts(
     ConfigError
         These fields are given in addition to a `Prompt`, which has its own; or the prompts are lists of tokens.
     """
-    first = prompts if isinstance(prompts, Prompt) else prompts[0] if len(prompts) else 0
-    is_one = isinstance(prompts, Prompt) or not isinstance(first, Prompt)
-    if not isinstance(first, Prompt) and not hasattr(first, "__index__"):
-        raise ConfigError(
-            f"tokens: the first one is {first!r:.60}, expected a whole number; give several prompts as a list of "
-            "Prompt(tokens)"
-        )
-    if isinstance(prompts, Prompt):
-        found = [prompts]
-    elif is_one:
-        found = [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
-        salt, request, start = b"", "", 0
+    if not isinstance(prompts, Prompt) and (not len(prompts) or hasattr(prompts[0], "__index__")):
+        is_one, found = True, [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
     else:
-        found = list(cast("Sequence[Prompt]", prompts))
+        is_one = isinstance(prompts, Prompt)
+        found = [prompts] if isinstance(prompts, Prompt) else list(cast("Sequence[Prompt]", prompts))
+        if not isinstance(found[0], Prompt):
+            raise ConfigError(
+                f"tokens: the first one is {found[0]!r:.60}, expected a whole number; give several prompts as a list "
+                "of Prompt(tokens)"
+            )
         for prompt in found:
             if not isinstance(prompt, Prompt):
                 raise ConfigError(f"prompts: one is {prompt!r:.60}, expected a Prompt like the first one")
-    if salt or request or start:
-        given = f"salt={salt!r}, request={request!r} and start={start!r}"
-        raise ConfigError(f"{given} were given in addition to a Prompt; set the fields of the Prompt instead")
+        if salt or request or start:
+            given = f"salt={salt!r}, request={request!r} and start={start!r}"
+            raise ConfigError(f"{given} were given in addition to a Prompt; set the fields of the Prompt instead")
     if copied:
         found = [msgspec.structs.replace(one, tokens=list(one.tokens)) for one in found]
     return is_one, found

@@ -183,7 +183,8 @@ class Quantized:
                 # positive one.
                 smallest, largest = (extreme(axis, keepdim=True).numpy() + zero for extreme in (wide.amin, wide.amax))
                 step = (largest - smallest) / self._levels
-                countable = (step == 0) | (step >= _SMALLEST_STEP)
+                # A step of 0 between two different elements has underflowed.
+                countable = (smallest == largest) | (step >= _SMALLEST_STEP)
                 if not (countable & (smallest >= -_LARGEST) & (largest <= _LARGEST)).all():
                     return None
                 wide -= torch.from_numpy(smallest)

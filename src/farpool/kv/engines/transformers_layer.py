@@ -123,6 +123,19 @@ def _references(storage: torch.UntypedStorage) -> int:
     return count
 
 
+def _in_pool(what: str) -> Any:
+    """Make a property that is not available: the keys and values are in the pool, and `PagedLayer.read` copies them."""
+
+    def get(layer: PagedLayer) -> None:
+        layer._refuse(what)
+
+    def set(layer: PagedLayer, value: object) -> None:
+        if value is not None:
+            layer._refuse(what)
+
+    return property(get, set)
+
+
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer with full attention, in a pool.
 
@@ -272,25 +285,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.is_initialized:
             del self._blocks[-(-self._tokens // self._block_tokens) :]
 
-    @property
-    def keys(self) -> None:
-        """Not available: the keys are in the pool, and `read` copies them."""
-        self._refuse("keys")
-
-    @keys.setter
-    def keys(self, value: object) -> None:
-        if value is not None:
-            self._refuse("keys")
-
-    @property
-    def values(self) -> None:
-        """Not available: the values are in the pool, and `read` copies them."""
-        self._refuse("values")
-
-    @values.setter
-    def values(self, value: object) -> None:
-        if value is not None:
-            self._refuse("values")
+    keys = _in_pool("keys")
+    values = _in_pool("values")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(
