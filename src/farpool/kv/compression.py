@@ -35,7 +35,7 @@ CODECS = ("auto", "zstd", "int8", "int4")
 """Names of the codecs; the empty name means that blocks are stored as they are."""
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
-_SLICE = 1 << 16
+_SLICE_ELEMENTS = 1 << 16
 """Elements that are joined at a time, so that they stay in the core's cache."""
 
 
@@ -211,12 +211,12 @@ class Lossless:
             planes.append(self._plane(stored[place : place + length], count))
             place += length
         elements = payload[: len(payload) - tail].view(f"<u{self._element}")
-        for start in range(0, count, _SLICE):
-            some = elements[start : start + _SLICE]
-            some[:] = planes[-1][start : start + _SLICE]
+        for start in range(0, count, _SLICE_ELEMENTS):
+            some = elements[start : start + _SLICE_ELEMENTS]
+            some[:] = planes[-1][start : start + _SLICE_ELEMENTS]
             for plane in reversed(planes[:-1]):
                 some <<= 8
-                some |= plane[start : start + _SLICE]
+                some |= plane[start : start + _SLICE_ELEMENTS]
         payload[len(payload) - tail :] = stored[place:]
 
     def _plane(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:

@@ -36,7 +36,7 @@ _NEW_SHARE_MAX = 0.1
 """Solve a fit again when this share of its samples is new. Solving takes longer than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
 """Range of measured time divided by estimate within which the fit counts as right."""
-_RECENT_SAMPLES = 5
+_RECENT_SAMPLES_MAX = 5
 """Number of recent samples whose median corrects the estimate."""
 
 
@@ -56,7 +56,7 @@ class _Fit:
 
     def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
         self._subsets = subsets
-        self._latest: deque[float] = deque(maxlen=_RECENT_SAMPLES)
+        self._latest: deque[float] = deque(maxlen=_RECENT_SAMPLES_MAX)
         self._correction = 1.0
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features

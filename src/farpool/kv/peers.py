@@ -30,7 +30,7 @@ _NO_LIMIT = (1 << 62) - 1
 """Number that a rank gives if it sets no limit."""
 _CHAIN = slice(4, 52)
 """Bytes of a block's key that are equal on all ranks: its namespace, and the hash of all tokens up to its end."""
-_PER_SECOND = 1_000_000
+_TICKS_PER_SECOND = 1_000_000
 
 
 class Peers:
@@ -154,12 +154,12 @@ class Peers:
         if exchange is None:
             return usable, seconds
         name = _name(b"loaded", [match.wanted.last for match in matches], [len(matches)])
-        values = [*name, max(0, _NO_LIMIT - int(seconds * _PER_SECOND)), *usable]
+        values = [*name, max(0, _NO_LIMIT - int(seconds * _TICKS_PER_SECOND)), *usable]
         left, *agreed = _least(exchange, name, values, any(usable))
         for match, own, tokens in zip(matches, usable, agreed, strict=True):
             if tokens < own:
                 self._unused("load", match, own - tokens)
-        slowest = (_NO_LIMIT - left) / _PER_SECOND if left else 0.0
+        slowest = (_NO_LIMIT - left) / _TICKS_PER_SECOND if left else 0.0
         return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _unused(self, step: str, match: Match, tokens: int) -> None:

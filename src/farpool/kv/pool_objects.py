@@ -186,7 +186,7 @@ class PoolObjects:
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
         """Drop values; return for each 1 if it was there."""
         with self._lock:
-            return [int(self._remove(key)) for key in keys]
+            return [int(self._delete(key)) for key in keys]
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
         """Move values out of the pool's fast tier into the tiers below; see `ObjectCalls.demote_many`."""
@@ -233,7 +233,7 @@ class PoolObjects:
         except BaseException:
             with self._lock:
                 if self._values.get(key) is value:
-                    self._remove(key)
+                    self._delete(key)
             raise
         with self._lock:
             self._check_open()
@@ -316,8 +316,8 @@ class PoolObjects:
         if self._values.get(value.key) is value:
             self._eviction.unpin(value.key)
 
-    def _remove(self, key: bytes) -> bool:
-        """Remove a value; return False if it is not there."""
+    def _delete(self, key: bytes) -> bool:
+        """Delete a value; return False if it is not there."""
         self._eviction.remove(key)
         return self._forget(key)
 

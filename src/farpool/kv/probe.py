@@ -42,7 +42,7 @@ __all__ = ["EngineBlock", "Probe"]
 
 _LOG = logging.getLogger("farpool.kv")
 
-_TTL_S = 60.0
+_PROBE_TTL_S = 60.0
 """Seconds after which a probe's block expires if its program dies before deleting it."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
 """Reasons for which nodes never store a block: the access key may only read, or the block is larger than a node."""
@@ -349,7 +349,7 @@ def _carried(
         groups=(Group(("probe",), block.nbytes),),
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
-    saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace, timeout=_left(until))
+    saved = saving.save(keys, values, ttl=_PROBE_TTL_S, namespace=namespace, timeout=_left(until))
     if any(saved):  # the saved copies expire; do not ask unreachable nodes again
         return next(reason for reason in saved if reason is not None)
     try:

@@ -41,7 +41,7 @@ GROUP = 32
 """Elements of a group, as in KIVI; the last group of an axis may be shorter."""
 
 _LETTERS = "slthd"
-_SLICE = 1 << 17
+_SLICE_ELEMENTS = 1 << 17
 """Elements that are processed at a time, so that they stay in the core's cache and in memory that is already backed."""
 _LARGEST, _SMALLEST_STEP = 2.0**120, 2.0**-100
 """Limits of a group's elements and steps, within which neither overflows nor loses bits in float32."""
@@ -238,7 +238,7 @@ class Quantized:
             axis = rest.index(letter)
             for start in range(0, half.shape[axis], GROUP):
                 run = half[(slice(None),) * axis + (slice(start, start + GROUP),)]
-                rows = len(run) if axis == 0 else max(1, _SLICE * len(run) // run.size)
+                rows = len(run) if axis == 0 else max(1, _SLICE_ELEMENTS * len(run) // run.size)
                 for first in range(0, len(run), rows):
                     yield run[first : first + rows], axis
 
@@ -246,7 +246,7 @@ class Quantized:
         """Return this thread's memory for float32, because new memory would cost many page faults."""
         size = math.prod(shape)
         if getattr(self._memory, "array", np.empty(0)).size < size:
-            self._memory.array = np.empty(max(size, _SLICE), np.float32)
+            self._memory.array = np.empty(max(size, _SLICE_ELEMENTS), np.float32)
         array: NDArray[np.float32] = self._memory.array
         return array[:size].reshape(shape)
 

@@ -206,7 +206,7 @@ class _Locks:
         while self._ends[first := next(iter(self._ends))][-1] <= now:
             del self._ends[first]
 
-    def remove(self, key: bytes, now: float) -> bool:
+    def release(self, key: bytes, now: float) -> bool:
         """End one lock of an object; return True if it was the last one."""
         ends = self._ends[key]
         ends.popleft()  # the oldest, even if its time is over: this may be its unlock
@@ -436,7 +436,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     def _unlock(self, keys: list[ObjectKey]) -> None:
         now = time.monotonic()
         own = [next((data for data in self._known_keys(key) if data in self._locks), None) for key in keys]
-        self._lookups.unpin([data for data in own if data is not None and self._locks.remove(data, now)])
+        self._lookups.unpin([data for data in own if data is not None and self._locks.release(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
         """Decide whether computing is faster than loading the objects that were found.

@@ -87,7 +87,7 @@ class OperandMemory:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._storage: torch.UntypedStorage | None = None
-        self._held = 0
+        self._own_references = 0
         """Number of references to the storage when only this object refers to it."""
         self._forget: Callable[[], object] = lambda: None
 
@@ -99,7 +99,7 @@ class OperandMemory:
         for extent in shape:
             nbytes *= extent
         storage = self._storage
-        if storage is None or storage.nbytes() < nbytes or _references(storage) > self._held:
+        if storage is None or storage.nbytes() < nbytes or _references(storage) > self._own_references:
             storage = self._make(nbytes + nbytes // _SPARE_PARTS)
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
@@ -110,10 +110,10 @@ class OperandMemory:
         self._forget()
         with torch.inference_mode(False):
             storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-        self._storage, self._held = storage, _references(storage)
+        self._storage, self._own_references = storage, _references(storage)
         self._ledger.add("host", "KV operands", requested=nbytes, reserved=nbytes, touched=nbytes)
-        held = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
-        self._forget = weakref.finalize(self, self._ledger.subtract_finally, "host", "KV operands", held)
+        account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
+        self._forget = weakref.finalize(self, self._ledger.subtract_finally, "host", "KV operands", account)
         return storage
 
 
