@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["BlockFormat"]
 
 _USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
-"""Reasons that make a block unusable for every reader. A block of another version is not among them: programs of that
-version may run at the same time during an upgrade."""
+"""Reasons that make a block unusable for every reader. Such a block is deleted, because keys are write-once and its
+presence would block a new save. A block of another version is kept: programs of that version may run at the same time
+during an upgrade."""
 
 
 class BlockFormat:

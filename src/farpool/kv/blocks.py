@@ -223,13 +223,11 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         targets : sequence of buffer or tuple of buffers
             For each key, writable contiguous memory that has exactly the bytes of its payload, all buffers of a tuple
             together.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
 
@@ -275,12 +273,10 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         values : sequence of buffer or tuple of buffers
             Payload of each block, which must not change during the call.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
         cost : float
@@ -341,17 +337,15 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         ttl : float
             Seconds after which they may be evicted again, even if no owner unpins them.
         owner : bytes
             Name of the owner that keeps them, such as a sequence. A block stays as long as one of its owners keeps it.
             An owner that pins it again replaces its time by the new one.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
-            Seconds that the call may take; None for the cache's own.
+            Seconds that it may take; None for the cache's own.
 
         Returns
         -------
@@ -395,10 +389,8 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
+        keys, request
+            As in `lookup`.
         timeout : float or None
             Seconds that it may take; None for the cache's own.
 
