@@ -112,19 +112,16 @@ class Lookups:
             stored += self._shape.stored(one)
         names = wanted[0].request if len(wanted) == 1 else [one.request for one in wanted for _ in one.keys]
         near = self._near.present(keys)
-        if not near:
-            answers = self._blocks.lookup(keys, stored=stored, request=names, timeout=timeout).answers
-        else:
-            answers = [*stored]
-            far = [number for number, key in enumerate(keys) if key not in near]
-            found = self._blocks.lookup(
-                picked(keys, far),
-                stored=picked(stored, far),
-                request=names if isinstance(names, str) else picked(names, far),
-                timeout=timeout,
-            )
-            for number, answer in zip(far, found.answers, strict=True):
-                answers[number] = answer
+        far = [number for number, key in enumerate(keys) if key not in near] if near else range(len(keys))
+        answers = self._blocks.lookup(
+            picked(keys, far),
+            stored=picked(stored, far),
+            request=names if isinstance(names, str) else picked(names, far),
+            timeout=timeout,
+        ).answers
+        if near:
+            rest = iter(answers)
+            answers = [nbytes if key in near else next(rest) for key, nbytes in zip(keys, stored, strict=True)]
         ends = [*itertools.accumulate(len(one.keys) for one in wanted)]
         return [Found(answers[end - len(one.keys) : end]) for one, end in zip(wanted, ends, strict=True)], near
 

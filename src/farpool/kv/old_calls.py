@@ -56,9 +56,9 @@ class OldCalls:
         _warn("save_async", "save(tokens, memory, wait=False)")
         return self.save(*given, wait=False, **named)
 
-    def save_layers(self: Any, tokens: Any, memory: Any, layers: Any, **options: Any) -> Any:
+    def save_layers(self: Any, tokens: Any, memory: Any, layers: Any, *, salt: Any = b"", **options: Any) -> Any:
         _warn("save_layers", "save(tokens, memory, layers=layers, wait=False)")
-        return self.save(tokens, memory, layers=layers, wait=False, **options)
+        return self.save(tokens, memory, layers=layers, salt=salt, wait=False, **options)
 
 
 def _warn(old: str, new: str) -> None:

@@ -341,6 +341,6 @@ class Shape:
         return None if self._full is None else wanted.key(self._full, block)
 
 
-def picked(values: Sequence[T], numbers: Sequence[int]) -> list[T]:
-    """Return the values that have these numbers."""
-    return [values[number] for number in numbers]
+def picked(values: list[T], numbers: Sequence[int]) -> list[T]:
+    """Return the values that have these numbers; the list itself if these are all of its numbers."""
+    return values if len(numbers) == len(values) else [values[number] for number in numbers]
