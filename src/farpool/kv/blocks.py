@@ -201,17 +201,17 @@ class BlockCache(Closing):
             A key is empty or longer than 256 bytes.
         """
         began = time.monotonic()
-        keys, until = as_keys(keys), _until(began, timeout)
+        keys = as_keys(keys)
         sizes: Sequence[int | Exception | Reason | None]
         if (withheld := self._withheld(timeout)) is not None:
             sizes = [withheld] * len(keys)
         else:
-            sizes = self._pieces.ask(keys, until, lambda calls, left: calls.lookup(keys, left))
+            sizes = self._pieces.ask(keys, timeout, lambda calls, left: calls.lookup(keys, left))
         if stored is not None and sizes != stored and (misfits := self._format.misfits(keys, sizes, stored)):
             sizes = list(sizes)
             for number in misfits:
                 sizes[number] = ValueError(f"an object of {sizes[number]} bytes, expected {stored[number]}")
-            self._pieces.delete([keys[number] for number in misfits], until)
+            self._pieces.delete([keys[number] for number in misfits], _until(began, timeout))
         found = Found(sizes)
         self._tally.ended("lookup", request, len(keys), () if found.is_whole else found.reasons, began)
         return found
@@ -360,8 +360,7 @@ class BlockCache(Closing):
         """
         began = time.monotonic()
         keys, ttl_ms = as_keys(keys), ttl_of(ttl)
-        until = _until(began, timeout)
-        answers = self._pieces.ask(keys, until, lambda calls, left: calls.hold_many(keys, ttl_ms, left))
+        answers = self._pieces.ask(keys, timeout, lambda calls, left: calls.hold_many(keys, ttl_ms, left))
         pins = [(key, pin) for key, pin in zip(keys, answers, strict=True) if isinstance(pin, tuple)]
         self._release(self._pins.add(pins, owner, time.monotonic(), ttl))
         outcomes = [reason_of(answer) for answer in answers]
@@ -405,8 +404,8 @@ class BlockCache(Closing):
             A key is empty or longer than 256 bytes.
         """
         began = time.monotonic()
-        keys, until = as_keys(keys), _until(began, timeout)
-        answers = self._pieces.ask(keys, until, lambda calls, left: calls.demote_many(keys, left))
+        keys = as_keys(keys)
+        answers = self._pieces.ask(keys, timeout, lambda calls, left: calls.demote_many(keys, left))
         outcomes = [_DEMOTED[one] if isinstance(one, Demotion) else reason_of(one) for one in answers]
         self._tally.ended("demote", request, len(keys), outcomes, began)
         return outcomes

@@ -216,9 +216,12 @@ class PrefixCache(Closing, OldCalls):
             One match for each prompt; a list if several were given.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
-        with self._peers.abandoning(exchange):
+        try:
             is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
             until = 0.0 if wait else self._until(timeout, 0)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
 
         def look_up(timeout: float | None) -> Match | list[Match]:
             wanted = (self._shape.wanted(namespace, one, leave) for one in asked)
@@ -371,11 +374,14 @@ class PrefixCache(Closing, OldCalls):
             The memory lacks a place for a layer.
         """
         exchange = self._peers.begin()
-        with self._peers.abandoning(exchange):
+        try:
             is_one, prompts = as_prompts(tokens, salt, request)
             if not is_one:
                 raise ConfigError(f"fetch: got {len(prompts)} prompts, expected one; call it for each")
             wanted = self._shape.wanted(self._current.namespace, prompts[0], leave)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
         there, nbytes = wanted.blocks * self._shape.block, self._shape.nbytes(wanted.blocks)
         plan = None
         if exchange is None and self._shape.is_uniform and 0 < len(wanted.keys) <= _UNASKED_BLOCKS_MAX:
@@ -387,8 +393,7 @@ class PrefixCache(Closing, OldCalls):
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         near = self._near.present(wanted.keys)
         found = self._transfers.fetch(wanted, memory, until)
-        known = None if near or not found.is_whole else plan
-        match = self._lookups.decided(wanted, found, near, False, time.monotonic() - began, plan=known)
+        match = self._lookups.decided(wanted, found, near, False, time.monotonic() - began, plan=plan)
         if match.tokens and self._current.is_outdated(match):
             return msgspec.structs.replace(match, tokens=self._transfers.usable(match, (), ()))
         self._judged(match, match.tokens, 0.0)
@@ -592,11 +597,14 @@ class PrefixCache(Closing, OldCalls):
             The bytes are not a note. The other ranks, if there are any, find nothing then.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
-        with self._peers.abandoning(exchange):
+        try:
             handed = Note.of(note)
             is_ours = handed.namespace == namespace.digest
             chains = handed.chains if is_ours else []
             keys = self._shape.keys(namespace, chains)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
         tokens = len(handed.chains) * self._shape.block
         wanted = Wanted(namespace, keys, len(chains), tokens, request, handed.salt)
         if not is_ours:

@@ -52,11 +52,6 @@ class Batch:
     sizes: list[int] = field(default_factory=list)
     uses: dict[Hashable, tuple[int, KVMemory, int]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, requests: Sequence[str]) -> Batch:
-        """Return an empty batch for these requests."""
-        return cls(requests[0] if len(requests) == 1 else [])
-
     def use(self, step: Step, number: int, memory: KVMemory, block: int) -> None:
         """Record that a save reads, or a load fills, the memory of a group of layers, at the place of a block."""
         self.uses[step, type(memory), number] = number, memory, block
@@ -91,9 +86,7 @@ class EngineMemory:
         self._shape = shape
         self.probe = Probe("PrefixCache", blocks, at_first_use=True)
 
-    def add_targets(
-        self, batch: Batch, wanted: Wanted, memory: KVMemory, needed: Iterable[tuple[int, range]]
-    ) -> list[int]:
+    def add_targets(self, batch: Batch, wanted: Wanted, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> None:
         """Add blocks to a batch, with the memory into which they are loaded.
 
         Parameters
@@ -107,17 +100,11 @@ class EngineMemory:
         needed : iterable of tuple of int and range
             Groups of layers, and the numbers of the blocks to add.
 
-        Returns
-        -------
-        list of int
-            Numbers of the added blocks.
-
         Raises
         ------
         ConfigError
             The memory has no place for a layer, or a place of another size.
         """
-        added: list[int] = []
         for number, blocks in needed:
             batch.keys += wanted.keys_of(number, blocks)
             batch.payloads += self._targets(number, memory, blocks)
@@ -126,8 +113,6 @@ class EngineMemory:
                 batch.request += [wanted.request] * len(blocks)
             if blocks:
                 batch.use("load", number, memory, blocks.start)
-            added += blocks
-        return added
 
     def _place(self, number: int, memory: KVMemory, block: int) -> Place:
         """Return the place of a block of one group of layers."""

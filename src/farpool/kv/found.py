@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -22,20 +22,18 @@ class Found:
     answers : sequence of int, None, Exception or Reason
         For each key the bytes of its stored object, header included. If the block cannot be loaded: None if it is
         absent, or else the error or the reason.
-    is_whole : bool
-        True if every block is there.
     """
 
     answers: Sequence[int | Exception | Reason | None]
-    is_whole: bool = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def is_whole(self) -> bool:
+        """True if every block is there."""
         try:
             sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
-            is_whole = True
         except TypeError:
-            is_whole = False
-        object.__setattr__(self, "is_whole", is_whole)
+            return False
+        return True
 
     # These are computed when they are needed: most lookups find all blocks, and their callers need little of this.
 

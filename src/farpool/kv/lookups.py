@@ -82,8 +82,11 @@ class Lookups:
         exchange : callable or None
             The exchange of this lookup.
         """
-        with self._peers.abandoning(exchange):
+        try:
             matches = self._match_here(list(wanted), split, timeout)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
         return self._peers.agree(matches, exchange)
 
     def _match_here(self, wanted: Sequence[Wanted], split: bool, timeout: float | None) -> list[Match]:
@@ -148,7 +151,7 @@ class Lookups:
         seconds : float
             Time that the lookup took.
         plan : Plan, optional
-            Plan for all of these blocks that was made before.
+            Plan for all of these blocks that was made before; it counts if all of them come from nodes.
         """
         shape = self._shape
         usable, reason = shape.usable(found, wanted.blocks)
@@ -160,6 +163,7 @@ class Lookups:
             computing = self._judge.prefill_seconds(there) or None
             plan = Plan(0, None, computing, "load: another rank or the engine decides")
         elif far_bytes:
+            plan = None if near or usable < wanted.blocks else plan
             plan, arm = self._judge.decide(
                 there, far_bytes, step=shape.block, request=wanted.request, split=split, plan=plan
             )

@@ -83,12 +83,8 @@ class Peers:
         """
         return self.begin() if any(match.tokens for match in matches) else None
 
-    def abandoning(self, exchange: Exchange | None) -> _Abandoning:
-        """Return a context that abandons an exchange if an error is raised in it."""
-        return _Abandoning(self, exchange)
-
     def abandon(self, exchange: Exchange | None) -> None:
-        """Give nothing to an exchange, because the other ranks wait for this one."""
+        """Give nothing to the exchange of a call that has failed, because the other ranks wait for this one."""
         if exchange is not None:
             exchange([0, 0])
 
@@ -166,21 +162,6 @@ class Peers:
         """Write into the journal that this rank could have used more tokens than all ranks together."""
         why = "another rank lacks the block, computes it, or did not answer in time"
         self._missed(step, match.request, tokens // self._step, Reason.OTHER_RANK, why)
-
-
-class _Abandoning:
-    """The context of `Peers.abandoning`; one from a generator would take four times as long."""
-
-    __slots__ = ("_exchange", "_peers")
-
-    def __init__(self, peers: Peers, exchange: Exchange | None) -> None:
-        self._peers, self._exchange = peers, exchange
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            self._peers.abandon(self._exchange)
 
 
 def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:

@@ -56,7 +56,7 @@ class Pieces:
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
     def ask(
-        self, keys: Sequence[bytes], until: float | None, call: Callable[[ObjectCalls, float], Sequence[T]]
+        self, keys: Sequence[bytes], seconds: float | None, call: Callable[[ObjectCalls, float], Sequence[T]]
     ) -> Sequence[T | FarpoolError]:
         """Make one call of the store for some keys; if it fails, return its error for each of them.
 
@@ -64,20 +64,30 @@ class Pieces:
         ----------
         keys : sequence of bytes
             The keys.
-        until : float or None
-            Deadline, by the clock of `time.monotonic`; None for the cache's own time.
+        seconds : float or None
+            Time that the call may take; None for the cache's own.
         call : callable
-            Makes the call, given the store's calls and the seconds that it may take.
+            Makes the call, given the store's calls and its time in seconds.
         """
-        left = self._left(until)
+        left = self._timeout if seconds is None else seconds
         try:
             return call(self._link.calls(left), left)
         except FarpoolError as error:
             return [error] * len(keys)
 
     def delete(self, keys: Sequence[bytes], until: float | None) -> int:
-        """Delete blocks on all nodes that can be reached; return how many blocks had a copy there."""
-        deleted = self.ask(keys, until, lambda calls, left: calls.drop_many(keys, left)) if keys else ()
+        """Delete blocks on all nodes that can be reached; return how many blocks had a copy there.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        until : float or None
+            Deadline, by the clock of `time.monotonic`; None for the cache's own time.
+        """
+        if not keys:
+            return 0
+        deleted = self.ask(keys, self._left(until), lambda calls, left: calls.drop_many(keys, left))
         return sum(isinstance(copies, int) and copies > 0 for copies in deleted)
 
     def read(
@@ -96,7 +106,7 @@ class Pieces:
         keys, targets, sizes : sequences
             For each block its key, its memory, and the bytes of that memory.
         until : float or None
-            As in `ask`.
+            As in `delete`.
         is_probe : bool
             The blocks are a probe's, from which the choice of the codec learns nothing.
 
@@ -115,8 +125,9 @@ class Pieces:
         moved = 0
         for piece in _pieces(sizes):
             began, own, into = time.monotonic(), keys[piece], places[piece]
-            deadline = began + self._left(until)
-            answers = self.ask(own, deadline, lambda calls, left: calls.get_into_many(own, into, left))  # noqa: B023
+            seconds = self._left(until)
+            deadline = began + seconds
+            answers = self.ask(own, seconds, lambda calls, left: calls.get_into_many(own, into, left))  # noqa: B023
             seconds = time.monotonic() - began
             header = headers[piece.start * HEADER_BYTES : piece.stop * HEADER_BYTES]
             came = self._format.checked(own, header, answers, targets[piece], sizes[piece], deadline)
@@ -153,7 +164,7 @@ class Pieces:
         about : About
             Properties of the blocks.
         until : float or None
-            As in `ask`.
+            As in `delete`.
         is_probe : bool
             The blocks are a probe's: they are stored as they are, because a lossy codec would change their random
             bytes, and their description expires, because the probe may fail to delete it.

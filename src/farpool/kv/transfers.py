@@ -98,8 +98,11 @@ class Transfers:
         exchange : callable or None
             The exchange of this load.
         """
-        with self._peers.abandoning(exchange):
+        try:
             usable, moved = self._load_here(matches, memories, groups, until)
+        except BaseException:
+            self._peers.abandon(exchange)
+            raise
         usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
         self._learn(moved.under_way, seconds)
         return usable
@@ -108,17 +111,19 @@ class Transfers:
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
     ) -> tuple[list[int], _Moved]:
         """Load this rank's blocks; return the tokens that it can use of each prompt."""
-        batch, step = Batch.of([match.request for match in matches]), self._shape.block
-        added: list[list[int]] = []
+        batch, step = Batch(matches[0].request if len(matches) == 1 else []), self._shape.block
+        numbers: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
-            needed = self._shape.needed(match.tokens // step, match.compute // step, groups)
-            is_outdated = self._current.is_outdated(match)
-            added.append(self.memory.add_targets(batch, match.wanted, memory, () if is_outdated else needed))
+            needed = list(self._shape.needed(match.tokens // step, match.compute // step, groups))
+            if self._current.is_outdated(match):
+                needed = []
+            self.memory.add_targets(batch, match.wanted, memory, needed)
+            numbers.append([block for _, blocks in needed for block in blocks])
         moved = self._move(batch, until)
         outcomes = iter(moved.outcomes)
         usable = [
             self.usable(match, own, list(itertools.islice(outcomes, len(own))))
-            for match, own in zip(matches, added, strict=True)
+            for match, own in zip(matches, numbers, strict=True)
         ]
         return usable, moved
 
@@ -196,7 +201,7 @@ class Transfers:
         values: dict[bytes, Payload] = {}
         parents: dict[bytes, bytes] = {}
         saved: list[list[bytes]] = []
-        batch, shape = Batch.of([prompt.request for prompt in prompts]), self._shape
+        batch, shape = Batch(prompts[0].request if len(prompts) == 1 else []), self._shape
         for prompt, memory in zip(prompts, memories, strict=True):
             wanted = shape.wanted(namespace, prompt)
             own: list[bytes] = []
