@@ -173,6 +173,8 @@ class Transfers:
             self._judge.ended(nbytes)
         is_measured = not any(loaded) or Reason.LATE in loaded  # a late load has taken at least so long
         seconds = time.monotonic() - began if is_measured else 0.0
+        if rest is batch:
+            return _Moved(loaded, under_way, seconds)
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
         return _Moved(outcomes, under_way, seconds)
