@@ -86,8 +86,9 @@ def test_a_payload_of_another_size_is_a_miss(cache: BlockCache) -> None:
 @pytest.mark.parametrize("kind", ["short", "another key's", "another version's", "no header"])
 def test_bytes_that_are_not_this_block_are_a_miss(cache: BlockCache, node: RunningNode, kind: str) -> None:
     keys, _ = blocks(cache, 2)
-    version = 2 if kind == "another version's" else 1
-    header = pack_header(keys[1] if kind == "another key's" else keys[0], BLOCK, BLOCK, version)
+    header = pack_header(keys[1] if kind == "another key's" else keys[0], BLOCK, BLOCK)
+    if kind == "another version's":
+        header = header[:6] + b"\2\0" + header[8:]
     value = {"short": b"1", "no header": bytes(BLOCK + HEADER_BYTES)}.get(kind, header + bytes(BLOCK))
     with Store(node.address, timeout=PATIENCE) as store:
         store.put(keys[0], value)
@@ -288,7 +289,7 @@ def test_a_batch_of_many_pieces_ends_with_the_first_that_is_late(
     keys, values = blocks(cache, 8)
     if slow == "get_into_many":
         cache.save(keys, values)
-    monkeypatch.setattr("farpool.kv.blocks._PIECE_BYTES", 2 * (BLOCK + HEADER_BYTES))
+    monkeypatch.setattr("farpool.kv.pieces._PIECE_BYTES_MAX", 2 * (BLOCK + HEADER_BYTES))
     calls = cache._link.calls()
     moved = getattr(calls, slow)
     asked: list[int] = []
@@ -308,7 +309,8 @@ def test_a_batch_of_many_pieces_ends_with_the_first_that_is_late(
 
 def test_a_block_of_another_version_is_left_to_programs_of_that_version(cache: BlockCache, node: RunningNode) -> None:
     (key,), _ = blocks(cache, 1)
+    header = pack_header(key, BLOCK, BLOCK)
     with Store(node.address) as store:
-        store.put_parts(key, [pack_header(key, BLOCK, BLOCK, layout_version=2), bytes(BLOCK)])
+        store.put_parts(key, [header[:6] + b"\2\0" + header[8:], bytes(BLOCK)])  # version 2 of the layout
     assert cache.load([key], targets(1)) == [Reason.WRONG_VERSION]
     assert cache.lookup([key]).leading == 1

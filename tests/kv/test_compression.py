@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from farpool.errors import ConfigError
@@ -181,6 +181,7 @@ def test_elements_whose_step_is_too_small_for_a_float_are_stored_as_they_are(bit
     st.lists(st.integers(0, 2**32 - 1), min_size=2 * 3 * 5, max_size=2 * 3 * 5),
     st.integers(0, 31),
 )
+@example("float32", 8, [0] * 29 + [1], 0)  # a step that is too small for float32
 def test_for_all_bits_the_error_is_bounded_or_nothing_is_lost(
     dtype: str, bits: int, patterns: list[int], shift: int
 ) -> None:

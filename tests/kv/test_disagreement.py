@@ -86,7 +86,7 @@ def test_nodes_are_asked_at_most_once_a_minute_and_nobody_waits(monkeypatch: pyt
     eventually(lambda: found.reason(ours, "", 3) is Reason.OTHER_DTYPE)
     assert len(asked) == 1
     told = [one for one in recorded("waits ") if one.step == "compare"]
-    assert 0 < len(told) <= disagreement._WAITING_MAX
+    assert 0 < len(told) <= disagreement._WAITING_LOOKUPS_MAX
     monkeypatch.setattr(disagreement, "_ASK_INTERVAL_S", 0.0)
     found.reason(ours, "", 3)
     found.join(PATIENCE)

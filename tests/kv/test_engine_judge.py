@@ -52,7 +52,7 @@ class Engine:
     def load(self, keys: Sequence[Hashable], reason: Reason | None = None) -> None:
         load = self.judge.loading(keys, len(keys) * BLOCK)
         self.now += len(keys) * BLOCK * self.per_byte
-        load.ended([reason] * len(keys))
+        load([reason] * len(keys))
 
     def compute(self, keys: Sequence[Hashable]) -> None:
         self.now += len(keys) * STEP * self.per_token
@@ -279,7 +279,7 @@ def test_loads_that_wait_for_other_loads_count_their_bytes() -> None:
         loads = [engine.judge.loading(blocks(hash(one)), 32 * BLOCK) for one in runs]
         for load in loads:
             engine.now += engine.loading()
-            load.ended([None] * 32)
+            load([None] * 32)
     assert engine.judge.judge._cost.load_seconds(32 * BLOCK) == pytest.approx(engine.loading(), rel=0.05)
 
 
@@ -335,7 +335,7 @@ def test_threads_may_use_it_at_the_same_time() -> None:
             keys = blocks(number * 100 + turn)
             run = judge.looked_up(keys, 16, 16 * BLOCK)
             if not run.is_bypassed:
-                judge.loading(keys[:16], 16 * BLOCK).ended([None] * 16)
+                judge.loading(keys[:16], 16 * BLOCK)([None] * 16)
             judge.saved(keys)
             judge.finished(run)
 
@@ -373,7 +373,7 @@ class Calls(RuleBasedStateMachine):
         keys = [("k", n) for n in range(start, start + number)]
         load = self.judge.loading(keys, number * BLOCK)
         self.now += wait
-        load.ended([Reason.LATE if late and n % 2 else None for n in range(number)])
+        load([Reason.LATE if late and n % 2 else None for n in range(number)])
         self.loads += 1
 
     @rule(start=st.integers(0, 20), number=st.integers(1, 12))

@@ -245,7 +245,7 @@ def test_memory_made_under_inference_mode_is_probed_outside_it(node: RunningNode
 def test_without_the_probe_heads_would_be_swapped(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(node.address, "control") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors())) == 6
-        monkeypatch.setattr(Probe, "first_use", lambda *given, **named: None)
+        monkeypatch.setattr(Probe, "admit", lambda *given, **named: None)
         into = tensors(1)
         assert cache.load(cache.lookup([*PROMPT, 1]), HeadsSwapped(into)) == 12
         assert torch.equal(into[0][0], tensors()[0][1].flip(1))

@@ -225,7 +225,7 @@ class Scene:
 
 
 def one_block_at_a_time(scene: Scene) -> None:
-    scene.monkeypatch.setattr(farpool.kv.engines.transformers_prefix, "_BATCH_BYTES", 1)
+    scene.monkeypatch.setattr(farpool.kv.engines.transformers_prefix, "_BATCH_BYTES_MAX", 1)
 
 
 def kill_while_mapped_blocks_are_read(scene: Scene) -> None:

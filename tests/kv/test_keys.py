@@ -232,7 +232,7 @@ def test_a_header_fits_its_own_payload_and_no_other() -> None:
     assert check_header(header, key, 100, 100) is None
     assert check_header(header, key, 101, 100) == Reason.WRONG_SIZE
     assert check_header(header, key, 100, 99) == Reason.WRONG_SIZE
-    assert check_header(header, key, 100, 100, layout_version=2) == Reason.WRONG_VERSION
+    assert check_header(header[:6] + b"\2\0" + header[8:], key, 100, 100) == Reason.WRONG_VERSION  # of the layout
     for other in (block_key(bytes(16), bytes(32)), block_key(NAMESPACE.digest, bytes(32), 1)):
         assert check_header(header, other, 100, 100) == Reason.FOREIGN
 

@@ -135,7 +135,7 @@ def test_blocks_that_were_used_longest_ago_leave_and_those_wanted_again_stay() -
 
     assert bring(b"a", b"b", b"c") == [b"a", b"b", b"c"]
     assert bring(b"a", b"d", b"e", b"f") == [b"d", b"e"]  # `a` is wanted, and for `f` there is no room
-    assert near.held([b"a", b"b", b"c", b"d", b"e", b"f"]) == {b"a", b"d", b"e"}
+    assert near.present([b"a", b"b", b"c", b"d", b"e", b"f"]) == {b"a", b"d", b"e"}
     into = [bytearray(10) for _ in range(2)]
     assert near.copy([b"b", b"d"], [memoryview(one) for one in into]) == [0]
     assert into == [bytes(10), b"d" * 10]

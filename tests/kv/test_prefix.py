@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import Reason
 from farpool.kv.cache import PrefixCache
-from farpool.kv.engine_memory import Uses
-from farpool.kv.first_use import loading_block, saving_block
+from farpool.kv.engine_memory import Batch
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer, TensorMemory, layer_groups
 from tests.kv.test_cost import prefill
@@ -130,9 +129,16 @@ def check(layers: Sequence[Layer], tokens: Sequence[int], into: Made, usable: in
 
 def use_first(cache: PrefixCache, layers: Sequence[Layer]) -> None:
     """Let a cache make its probes of memory, so that a test counts only what comes after them."""
-    for block, memory in ((saving_block, Made(layers, TOKENS).computed()), (loading_block, target(layers, TOKENS))):
-        uses = Uses({(block, type(memory), number): (memory, 0) for number in range(len(cache.parts))})
-        assert cache._transfers.memory.admit("load", "", 0, uses, time.monotonic() + PATIENCE) is None
+    engine = cache._transfers.memory
+    steps: tuple[tuple[Literal["save", "load"], Made], ...] = (
+        ("save", Made(layers, TOKENS).computed()),
+        ("load", target(layers, TOKENS)),
+    )
+    for step, memory in steps:
+        batch = Batch("")
+        for number in range(len(cache.parts)):
+            batch.use(step, number, memory, 0)
+        assert engine.admit(step, batch, time.monotonic() + PATIENCE) is None
 
 
 def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:

@@ -400,7 +400,7 @@ def test_ranks_that_give_different_numbers_of_numbers_get_zeros() -> None:
 
 
 def test_keys_of_exchanges_do_not_pile_up_and_a_rank_that_slept_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_KEPT_EXCHANGES", 16)
+    monkeypatch.setattr(ranks_module, "_KEPT_EXCHANGES_MAX", 16)
     monkeypatch.setattr(ranks_module, "_RECORD_PERIOD", 4)
     store = HashStore()
     ranks = [StoreRanks(store, rank, 3, timeout=PATIENCE) for rank in range(3)]

@@ -22,7 +22,7 @@ from farpool.abc.objects import About
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.errors import ConfigError
-from farpool.kv import BlockCache, Reason, descriptions, holds
+from farpool.kv import BlockCache, Reason, descriptions, pins
 from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder, record, recorded, runs
 from tests.kv.test_blocks import blocks as some_blocks
@@ -77,14 +77,14 @@ def test_a_block_that_is_pinned_again_after_a_restart_of_the_node_stays_pinned(l
 
 def test_pins_whose_time_is_over_are_forgotten(local: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with store_over([local]) as store:
-        monkeypatch.setattr(holds, "_HELD_BLOCKS_MIN", 4)
+        monkeypatch.setattr(pins, "_PINNED_BLOCKS_MIN", 4)
         cache = BlockCache(store, NAMESPACE)
         keys, values = some_blocks(cache, 40)
         assert cache.save(keys, values) == [None] * 40
         for key in keys:
             assert cache.pin([key], ttl=0.001) == [None]
             time.sleep(0.002)
-        assert len(cache._holds) < 10
+        assert len(cache._pins) < 10
 
 
 def test_unpinning_in_a_store_that_was_closed_is_no_error(node: RunningNode) -> None:

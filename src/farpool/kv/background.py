@@ -19,13 +19,18 @@ from typing import Any, ParamSpec, TypeVar
 from farpool.errors import StoreClosedError
 from farpool.kv.link import closed_error
 
-__all__ = ["Background", "Call", "Threads"]
+__all__ = ["Background", "Call", "Threads", "seconds_to"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _WATCHED_CALLS_MIN = 1024
 """Up to this many watched calls, we do not look for calls that have begun."""
+
+
+def seconds_to(until: float) -> float:
+    """Return the seconds that are left until a time of `time.monotonic`."""
+    return max(0.0, until - time.monotonic())
 
 
 class Call(Future[T]):
@@ -122,9 +127,9 @@ class Background:
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
         self._submit = submit
-        self.leave_to_parent()
+        self.begin_in_child()
 
-    def leave_to_parent(self) -> None:
+    def begin_in_child(self) -> None:
         """Start without calls in the child of a fork, which has none of the threads."""
         self._changed = threading.Condition()
         self._watched: list[tuple[float, int, Call[Any]]] = []

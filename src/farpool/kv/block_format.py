@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from farpool.cluster.store.arguments import nbytes_of
 from farpool.kv.compressed import Compression
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["BlockFormat"]
 
 _USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
-"""Reasons that make a block unusable for every reader. A block of another version is not among them: programs of that
-version may run at the same time during an upgrade."""
+"""Reasons that make a block unusable for every reader. Such a block is deleted, because keys are write-once and its
+presence would block a new save. A block of another version is kept: programs of that version may run at the same time
+during an upgrade."""
 
 
 class BlockFormat:
@@ -132,7 +133,7 @@ class BlockFormat:
                     self._checked_block(keys[number], header, answer, targets[number], sizes[number], until)
                 )
             else:
-                outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+                outcomes.append(reason_of(answer))
         return outcomes
 
     def _checked_block(
@@ -150,3 +151,17 @@ class BlockFormat:
         if time.monotonic() > until:
             return Reason.LATE
         return None if self.compression.decode_within(key, stored, target) else Reason.CORRUPT
+
+    def learn(
+        self,
+        way: Literal["sent", "received"],
+        nbytes: int,
+        seconds: float,
+        sizes: Sequence[int],
+        reasons: Sequence[Reason | None],
+    ) -> None:
+        """Report a transfer of blocks of these sizes to the choice of the codec, if there is a choice."""
+        choice = None if self.compression is None else self.compression.choice
+        if choice is not None:
+            payload = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason is None)
+            (choice.sent if way == "sent" else choice.received)(nbytes, seconds, payload)

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from farpool import forks
-from farpool.abc.objects import About, Payload
+from farpool.abc.objects import About, Demotion
 from farpool.checks import require_seconds, require_whole
 from farpool.closing import Closing
-from farpool.cluster.store import Demotion, Store
-from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, nbytes_of, ttl_of
+from farpool.cluster.store import Store
+from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, ttl_of
 from farpool.errors import ConfigError, FarpoolError
 from farpool.kv.background import Threads
 from farpool.kv.block_format import BlockFormat
 from farpool.kv.descriptions import OBJECT_KIND, Descriptions, namespaces, purge
 from farpool.kv.found import Found
-from farpool.kv.header import HEADER_BYTES
-from farpool.kv.holds import Holds
 from farpool.kv.judge import Judge
 from farpool.kv.keys import block_key
 from farpool.kv.link import Link
 from farpool.kv.namespace import Namespace
+from farpool.kv.pieces import Pieces
+from farpool.kv.pins import Pins
 from farpool.kv.reasons import Reason, reason_of
 from farpool.kv.tally import Requests, Tally
 
@@ -48,8 +48,6 @@ __all__ = ["BlockCache", "Found", "namespaces", "purge"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PIECE_BYTES = 64 << 20
-"""Bytes of one request. Each such piece may take `timeout`, so large loads have more time than small ones."""
 _COST_MAX_S = 1e6
 
 
@@ -120,22 +118,22 @@ class BlockCache(Closing):
         self._ttl_ms = ttl_of(ttl)
         self._probe: Gate | None = None
         self._format = BlockFormat(namespace)
-        self._link = Link(
-            nodes, partial(Store, replicas=replicas, key=access_key, timeout=timeout, transport=transport)
-        )
-        self._threads = Threads(threads)
-        self._holds = Holds()
-        self._tally = Tally()
+        store = partial(Store, replicas=replicas, key=access_key, timeout=timeout, transport=transport)
+        self._link = Link(nodes, store)
         self._descriptions = Descriptions()
+        self._pieces = Pieces(self._link, self._format, self._descriptions, timeout)
+        self._threads = Threads(threads)
+        self._pins = Pins()
+        self._tally = Tally()
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Start in the child of a fork without the parent's connections, threads, holds and locks."""
-        for part in (self._link, self._threads, self._holds, self._tally):
+        """Start in the child of a fork without the parent's connections, threads, pins and locks."""
+        for part in (self._link, self._threads, self._pins, self._tally):
             part.begin_in_child()
         if self._probe is not None:
             self._probe.begin_in_child()
-        self.judge.leave_to_parent()
+        self.judge.begin_in_child()
 
     def require(self, probe: Gate) -> None:
         """Move no block except the probe's own until a connector's probe has passed."""
@@ -203,20 +201,18 @@ class BlockCache(Closing):
         """
         began = time.monotonic()
         keys = as_keys(keys)
-        seconds = self._timeout if timeout is None else timeout
         sizes: Sequence[int | Exception | Reason | None]
-        try:
-            withheld = self._withheld(timeout)
-            sizes = [withheld] * len(keys) if withheld else self._link.calls(seconds).lookup(keys, seconds)
-        except FarpoolError as error:
-            sizes = [error] * len(keys)
+        if (withheld := self._withheld(timeout)) is not None:
+            sizes = [withheld] * len(keys)
+        else:
+            sizes = self._pieces.ask(keys, timeout, lambda calls, left: calls.lookup(keys, left))
         if stored is not None and sizes != stored and (misfits := self._format.misfits(keys, sizes, stored)):
             sizes = list(sizes)
             for number in misfits:
                 sizes[number] = ValueError(f"an object of {sizes[number]} bytes, expected {stored[number]}")
-            self._forget([keys[number] for number in misfits], began, timeout)
+            self._pieces.delete([keys[number] for number in misfits], _until(began, timeout))
         found = Found(sizes)
-        self._note("lookup", request, len(keys), () if found.is_whole else found.reasons, began, 0)
+        self._tally.ended("lookup", request, len(keys), () if found.is_whole else found.reasons, began)
         return found
 
     def load(
@@ -226,13 +222,11 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         targets : sequence of buffer or tuple of buffers
             For each key, writable contiguous memory that has exactly the bytes of its payload, all buffers of a tuple
             together.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
 
@@ -251,36 +245,15 @@ class BlockCache(Closing):
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
         checked, sizes = as_targets(targets)
+        outcomes: list[Reason | None]
+        is_probe, moved = self._is_probed(), 0
         if (withheld := self._withheld(timeout)) is not None:
-            outcomes: list[Reason | None] = [withheld] * len(keys)
-            self._note("load", request, len(keys), outcomes, began, 0)
-            return outcomes
-        headers = bytearray(HEADER_BYTES * len(keys))
-        view = memoryview(headers)
-        places: list[Payload] = [
-            (view[at : at + HEADER_BYTES], *(target if isinstance(target, tuple) else (target,)))
-            for at, target in zip(range(0, len(headers), HEADER_BYTES), checked, strict=True)
-        ]
-        outcomes, moved = [], 0
-        for piece, left in self._pieces(sizes, began, timeout):
-            start, own = time.monotonic(), keys[piece]
-            try:
-                answers = self._link.calls(left).get_into_many(own, places[piece], left)
-            except FarpoolError as error:
-                answers = [error] * len(own)
-            seconds = time.monotonic() - start
-            header = headers[piece.start * HEADER_BYTES : piece.stop * HEADER_BYTES]
-            came = self._format.checked(own, header, answers, checked[piece], sizes[piece], start + left)
-            received = sum([answer for answer in answers if isinstance(answer, int)])
-            self._learn("received", received, seconds, sizes[piece], came)
-            moved += received
-            outcomes += came
-            if Reason.LATE in came:  # each of the other pieces would take as long again
-                outcomes += [Reason.LATE] * (len(keys) - len(outcomes))
-                break
-        if any(outcomes):
-            self._forget(self._format.useless(keys, sizes, outcomes), began, timeout)
-        self._note("load", request, len(keys), outcomes, began, moved)
+            outcomes = [withheld] * len(keys)
+        else:
+            until = _until(began, timeout)
+            outcomes, moved = self._pieces.read(keys, checked, sizes, until, is_probe=is_probe)
+        if not is_probe:
+            self._tally.ended("load", request, len(keys), outcomes, began, moved)
         return outcomes
 
     def save(
@@ -299,12 +272,10 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         values : sequence of buffer or tuple of buffers
             Payload of each block, which must not change during the call.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
         cost : float
@@ -340,70 +311,17 @@ class BlockCache(Closing):
             tenant=namespace.tenant,
             parents=parents or {},
         )
-        pairs = [(key, as_payload(value)) for key, value in zip(keys, values, strict=True)]
-        moved = 0
+        payloads = [as_payload(value) for value in values]
+        outcomes: list[Reason | None]
+        is_probe, moved = self._is_probed(), 0
         if (withheld := self._withheld(timeout)) is not None:
-            outcomes: list[Reason | None] = [withheld] * len(keys)
+            outcomes = [withheld] * len(keys)
         else:
-            outcomes, moved = self._stored(keys, pairs, namespace, about, began, timeout)
-        self._note("save", request, len(keys), outcomes, began, moved)
+            until = _until(began, timeout)
+            outcomes, moved = self._pieces.write(keys, payloads, namespace, about, until, is_probe=is_probe)
+        if not is_probe:
+            self._tally.ended("save", request, len(keys), outcomes, began, moved)
         return outcomes
-
-    def _stored(
-        self,
-        keys: list[bytes],
-        pairs: Sequence[tuple[bytes, Payload]],
-        namespace: Namespace,
-        about: About,
-        began: float,
-        timeout: float | None,
-    ) -> tuple[list[Reason | None], int]:
-        """Store the blocks that are not stored yet; return for each why it is still missing, and the bytes sent."""
-        sizes = [nbytes_of(payload) for _, payload in pairs]
-        outcomes: list[Reason | None] = [None] * len(pairs)
-        moved, seconds = 0, self._timeout if timeout is None else timeout
-        try:
-            there = self._link.calls(seconds).lookup(keys, seconds)
-            misfits = self._format.misfits(keys, there, [HEADER_BYTES + nbytes for nbytes in sizes])
-            self._forget([keys[number] for number in misfits], began, timeout)
-            missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
-            encode = not self._is_probed()
-            if missing and self._descriptions.is_due(namespace):
-                left = self._left(None if timeout is None else began + timeout)
-                # A probe's description is not kept, so that it expires even if the probe cannot drop it.
-                self._descriptions.store(self._link.calls(), namespace, about.ttl_ms, left, keep=encode)
-            for piece, left in self._pieces([sizes[number] for number in missing], began, timeout):
-                until, own = time.monotonic() + left, missing[piece]
-                unsaved = [pairs[number] for number in own]
-                items = [(key, self._format.stored(key, payload, until, encode=encode)) for key, payload in unsaved]
-                start = time.monotonic()
-                answers = self._link.calls().put_many(items, max(0.0, until - start), about)
-                seconds, sent = time.monotonic() - start, 0
-                for number, (_, parts), answer in zip(own, items, answers, strict=True):
-                    if isinstance(answer, Exception):
-                        outcomes[number] = reason_of(answer)
-                    else:
-                        sent += nbytes_of(parts)
-                reasons = [outcomes[number] for number in own]
-                self._learn("sent", sent, seconds, [sizes[number] for number in own], reasons)
-                moved += sent
-                if Reason.LATE in reasons:  # each of the other pieces would take as long again
-                    for number in missing[piece.stop :]:
-                        outcomes[number] = Reason.LATE
-                    break
-        except FarpoolError as error:
-            outcomes = [reason_of(error)] * len(pairs)
-        return outcomes, moved
-
-    def _learn(
-        self, way: str, moved: int, seconds: float, sizes: Sequence[int], reasons: Sequence[Reason | None]
-    ) -> None:
-        """Report a transfer to the choice of the codec, if there is a choice."""
-        compression = self._format.compression
-        if compression is not None and compression.choice is not None and not self._is_probed():
-            payload = sum(nbytes for nbytes, reason in zip(sizes, reasons, strict=True) if reason is None)
-            learn = compression.choice.sent if way == "sent" else compression.choice.received
-            learn(moved, seconds, payload)
 
     def pin(
         self,
@@ -418,17 +336,15 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
+        keys, request
+            As in `lookup`.
         ttl : float
             Seconds after which they may be evicted again, even if no owner unpins them.
         owner : bytes
             Name of the owner that keeps them, such as a sequence. A block stays as long as one of its owners keeps it.
             An owner that pins it again replaces its time by the new one.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
-            Seconds that the call may take; None for the cache's own.
+            Seconds that it may take; None for the cache's own.
 
         Returns
         -------
@@ -443,37 +359,26 @@ class BlockCache(Closing):
         """
         began = time.monotonic()
         keys, ttl_ms = as_keys(keys), ttl_of(ttl)
-        seconds = self._timeout if timeout is None else timeout
-        try:
-            held = self._link.calls(seconds).hold_many(keys, ttl_ms, seconds)
-        except FarpoolError as error:
-            held = [error] * len(keys)
-        holds = [(key, hold) for key, hold in zip(keys, held, strict=True) if isinstance(hold, tuple)]
-        self._release(self._holds.add(holds, owner, time.monotonic(), ttl))
-        outcomes = [
-            None if isinstance(one, tuple) else Reason.ABSENT if one is None else reason_of(one) for one in held
-        ]
-        self._note("pin", request, len(keys), outcomes, began, 0)
+        answers = self._pieces.ask(keys, timeout, lambda calls, left: calls.hold_many(keys, ttl_ms, left))
+        pins = [(key, pin) for key, pin in zip(keys, answers, strict=True) if isinstance(pin, tuple)]
+        self._release(self._pins.add(pins, owner, time.monotonic(), ttl))
+        outcomes = [reason_of(answer) for answer in answers]
+        self._tally.ended("pin", request, len(keys), outcomes, began)
         return outcomes
 
     def unpin(self, keys: Sequence[bytes], *, owner: bytes = b"") -> None:
         """Let nodes evict the blocks that `owner` has pinned, unless other owners keep them."""
-        self._release(self._holds.remove(keys, owner))
+        self._release(self._pins.remove(keys, owner))
 
-    def _release(self, holds: Sequence[Hold]) -> None:
-        """End holds on the nodes. If a node cannot be reached, its holds end by themselves after their time."""
-        if holds:
+    def _release(self, pins: Sequence[Hold]) -> None:
+        """Release pins on the nodes. A pin ends with its time on a node that cannot be reached."""
+        if pins:
             with contextlib.suppress(FarpoolError, OSError):
-                self._link.calls().release_many(holds, self._timeout)
+                self._link.calls().release_many(pins, self._timeout)
 
     def drop(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
         """Remove blocks from all nodes that can be reached; return how many blocks had a copy that was removed."""
-        keys = as_keys(keys)
-        try:
-            removed = self._link.calls().drop_many(keys, self._timeout if timeout is None else timeout)
-        except FarpoolError:
-            return 0
-        return sum(isinstance(copies, int) and copies > 0 for copies in removed)
+        return self._pieces.delete(as_keys(keys), _until(time.monotonic(), timeout))
 
     def demote(
         self, keys: Sequence[bytes], *, request: Requests = "", timeout: float | None = None
@@ -482,10 +387,8 @@ class BlockCache(Closing):
 
         Parameters
         ----------
-        keys : sequence of bytes
-            Keys of 64 bytes.
-        request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
+        keys, request
+            As in `lookup`.
         timeout : float or None
             Seconds that it may take; None for the cache's own.
 
@@ -501,16 +404,9 @@ class BlockCache(Closing):
         """
         began = time.monotonic()
         keys = as_keys(keys)
-        seconds = self._timeout if timeout is None else timeout
-        try:
-            demoted = self._link.calls(seconds).demote_many(keys, seconds)
-        except FarpoolError as error:
-            demoted = [error] * len(keys)
-        outcomes = [
-            Reason.ABSENT if one is None else reason_of(one) if isinstance(one, Exception) else _DEMOTED[one]
-            for one in demoted
-        ]
-        self._note("demote", request, len(keys), outcomes, began, 0)
+        answers = self._pieces.ask(keys, timeout, lambda calls, left: calls.demote_many(keys, left))
+        outcomes = [_DEMOTED[one] if isinstance(one, Demotion) else reason_of(one) for one in answers]
+        self._tally.ended("demote", request, len(keys), outcomes, began)
         return outcomes
 
     def purge(self, namespace: Namespace | None = None) -> int:
@@ -551,46 +447,22 @@ class BlockCache(Closing):
     def close(self) -> None:
         """Cancel functions that have not begun, wait for those that have, and close the connections. Idempotent."""
         self._link.refuse()
-        self._holds.clear()
+        self._pins.clear()
         self._threads.close()
         self._link.close()
 
     def time_for(self, nbytes: int) -> float:
         """Return the seconds that moving so many bytes may take by default."""
-        return self._timeout * max(1, -(-nbytes // _PIECE_BYTES))
+        return self._pieces.time_for(nbytes)
 
     def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
         """Count and record blocks that no node was asked for, because the engine cannot use them."""
         self._tally.missed(step, request, blocks, reason, note)
 
-    def _note(
-        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
-    ) -> None:
-        """Count and record the blocks of a step, except a probe's; see `Tally.ended`."""
-        if not self._is_probed():
-            self._tally.ended(step, request, blocks, reasons, began, moved)
 
-    def _pieces(self, sizes: Sequence[int], began: float, timeout: float | None) -> Iterator[tuple[slice, float]]:
-        """Cut a batch into pieces of bounded size; yield each with the seconds that it may take."""
-        until = None if timeout is None else began + timeout
-        start = nbytes = 0
-        if sum(sizes) > _PIECE_BYTES:
-            for number, own in enumerate(sizes):
-                if number > start and nbytes + own > _PIECE_BYTES:
-                    yield slice(start, number), self._left(until)
-                    start, nbytes = number, 0
-                nbytes += own
-        if sizes:
-            yield slice(start, len(sizes)), self._left(until)
-
-    def _left(self, until: float | None) -> float:
-        return self._timeout if until is None else max(0.0, until - time.monotonic())
-
-    def _forget(self, keys: Sequence[bytes], began: float, timeout: float | None) -> None:
-        """Drop blocks that no reader can use, if there is time: while they are there, none can be saved again."""
-        left = self._left(None if timeout is None else began + timeout)
-        if keys and left > 0:
-            self.drop(keys, timeout=left)
+def _until(began: float, timeout: float | None) -> float | None:
+    """Return the deadline of a call; None if the cache's own time counts for each request."""
+    return None if timeout is None else began + timeout
 
 
 def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:

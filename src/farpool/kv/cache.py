@@ -22,22 +22,20 @@ import msgspec
 from farpool import forks
 from farpool.closing import Closing
 from farpool.errors import ConfigError
-from farpool.kv.background import Background, Call
+from farpool.kv.background import Background, Call, seconds_to
 from farpool.kv.found import Found
 from farpool.kv.handoff import Demoted, Handoff, Note, counted
-from farpool.kv.header import HEADER_BYTES
 from farpool.kv.judge import Judge
 from farpool.kv.keys import salt_bytes
 from farpool.kv.lookups import Lookups
 from farpool.kv.memory import KVMemory, Layer
-from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.old_calls import OldCalls
 from farpool.kv.peers import Peers, count_of_ranks
 from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted, as_prompts
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import PrefixFields, PrefixSettings
-from farpool.kv.transfers import Transfers, seconds_to
+from farpool.kv.transfers import Transfers
 
 if TYPE_CHECKING:
     from farpool.abc.objects import Objects
@@ -170,11 +168,6 @@ class PrefixCache(Closing, OldCalls):
     def weights_id(self, weights_id: str) -> None:
         self._current.namespace = replace(self._current.namespace, weights=weights_id)
         self._near.clear()
-
-    def _of(self, weights_id: str | None) -> Namespace:
-        """Return the namespace of some weights; None for the weights in use."""
-        namespace = self._current.namespace
-        return namespace if weights_id is None else replace(namespace, weights=weights_id)
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -385,8 +378,7 @@ class PrefixCache(Closing, OldCalls):
             is_one, prompts = as_prompts(tokens, salt, request)
             if not is_one:
                 raise ConfigError(f"fetch: got {len(prompts)} prompts, expected one; call it for each")
-            (asked,) = prompts
-            wanted = self._shape.wanted(self._current.namespace, asked, leave)
+            wanted = self._shape.wanted(self._current.namespace, prompts[0], leave)
         except BaseException:
             self._peers.abandon(exchange)
             raise
@@ -399,16 +391,9 @@ class PrefixCache(Closing, OldCalls):
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
-        near = self._near.held(wanted.keys)
-        outcomes, sizes, under_way, moving = self._transfers.fetch(wanted, memory, until)
-        if moving:
-            self.judge.loaded(under_way, moving)
-        seconds = time.monotonic() - began
-        if any(outcomes):
-            answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
-            match = self._lookups.decided(wanted, Found(answers), near, False, seconds)
-        else:
-            match = self._lookups.weighed(wanted, wanted.blocks, None, near, seconds, plan=None if near else plan)
+        near = self._near.present(wanted.keys)
+        found = self._transfers.fetch(wanted, memory, until)
+        match = self._lookups.decided(wanted, found, near, False, time.monotonic() - began, plan=plan)
         if match.tokens and self._current.is_outdated(match):
             return msgspec.structs.replace(match, tokens=self._transfers.usable(match, (), ()))
         self._judged(match, match.tokens, 0.0)
@@ -488,7 +473,9 @@ class PrefixCache(Closing, OldCalls):
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
         places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
-        groups, namespace = self._shape.groups_of(layers), self._of(weights_id)
+        groups, namespace = self._shape.groups_of(layers), self._current.namespace
+        if weights_id is not None:
+            namespace = replace(namespace, weights=weights_id)
         blocks = sum(len(one.tokens) // self._shape.block for one in asked)
         until = self._until(timeout, blocks * self._shape.block_bytes)
 
@@ -698,6 +685,6 @@ class PrefixCache(Closing, OldCalls):
 
     def forked(self) -> None:
         """Make new locks in the child of a fork: threads of the parent may hold the old ones."""
-        self._near.begin()
-        self._background.leave_to_parent()
+        self._near.begin_in_child()
+        self._background.begin_in_child()
         self._lookups.begin_in_child()

@@ -35,7 +35,7 @@ CODECS = ("auto", "zstd", "int8", "int4")
 """Names of the codecs; the empty name means that blocks are stored as they are."""
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
-_SLICE = 1 << 16
+_SLICE_ELEMENTS = 1 << 16
 """Elements that are joined at a time, so that they stay in the core's cache."""
 
 
@@ -147,6 +147,18 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
             place += len(array)
 
 
+class _Contexts(threading.local):
+    """Contexts of Zstandard, which needs one for each thread."""
+
+    def __init__(self) -> None:
+        # Few hashes and long matches mean hardly any search. A target length would disable the coding of single bytes.
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, min_match=7, target_length=0
+        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
 class Lossless:
     """Byte shuffle and Zstandard. A payload may have any size; bytes after its last whole element are kept as they are.
 
@@ -166,16 +178,12 @@ class Lossless:
         self.name = name
         self._element = element
         self._lengths = struct.Struct(f"<{element}Q")
-        self._contexts = threading.local()  # Zstandard needs one context for each thread
-        # Few hashes and long matches mean hardly any search. A target length would disable the coding of single bytes.
-        self._parameters = zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, min_match=7, target_length=0
-        )
+        self._contexts = _Contexts()
 
     def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
         count = len(payload) // self._element
         elements = payload[: count * self._element].view(f"<u{self._element}")
-        compressor = self._compressor()
+        compressor = self._contexts.compressor
         planes: list[Buffer] = []
         for index in range(self._element):
             if self._element == 1:
@@ -203,12 +211,12 @@ class Lossless:
             planes.append(self._plane(stored[place : place + length], count))
             place += length
         elements = payload[: len(payload) - tail].view(f"<u{self._element}")
-        for start in range(0, count, _SLICE):
-            some = elements[start : start + _SLICE]
-            some[:] = planes[-1][start : start + _SLICE]
+        for start in range(0, count, _SLICE_ELEMENTS):
+            some = elements[start : start + _SLICE_ELEMENTS]
+            some[:] = planes[-1][start : start + _SLICE_ELEMENTS]
             for plane in reversed(planes[:-1]):
                 some <<= 8
-                some |= plane[start : start + _SLICE]
+                some |= plane[start : start + _SLICE_ELEMENTS]
         payload[len(payload) - tail :] = stored[place:]
 
     def _plane(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
@@ -217,24 +225,14 @@ class Lossless:
         try:
             # Check the claimed size first, because the decompressor allocates that much memory.
             claimed = zstandard.frame_content_size(coded.data)
-            content = self._decompressor().decompress(coded.data, allow_extra_data=False) if claimed == count else b""
+            content = (
+                self._contexts.decompressor.decompress(coded.data, allow_extra_data=False) if claimed == count else b""
+            )
         except zstandard.ZstdError as error:
             raise CodecError(f"a plane cannot be decompressed: {error}") from error
         if len(content) != count:
             raise CodecError(f"a plane of {len(coded)} bytes is not {count} bytes in one frame")
         return np.frombuffer(content, np.uint8)
-
-    def _compressor(self) -> zstandard.ZstdCompressor:
-        if not hasattr(self._contexts, "compressor"):
-            self._contexts.compressor = zstandard.ZstdCompressor(compression_params=self._parameters)
-        found: zstandard.ZstdCompressor = self._contexts.compressor
-        return found
-
-    def _decompressor(self) -> zstandard.ZstdDecompressor:
-        if not hasattr(self._contexts, "decompressor"):
-            self._contexts.decompressor = zstandard.ZstdDecompressor()
-        found: zstandard.ZstdDecompressor = self._contexts.decompressor
-        return found
 
 
 def _gathered(parts: Sequence[Buffer]) -> NDArray[np.uint8]:

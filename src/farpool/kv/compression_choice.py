@@ -54,16 +54,9 @@ class CompressionChoice:
     All classes share the link, so the link is measured for all of them together. Keys and values, states of sliding
     windows, and recurrent states differ in how much smaller they become and how long that takes. So one class may be
     encoded while another is not.
-
-    Parameters
-    ----------
-    pipelined : bool
-        True if a block is encoded or decoded while another block is on the link, so that the slower of the two counts
-        instead of their sum.
     """
 
-    def __init__(self, *, pipelined: bool = False) -> None:
-        self._pipelined = pipelined
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._send, self._receive = _Rate(), _Rate()
         self._classes: defaultdict[int, _Class] = defaultdict(_Class)
@@ -126,5 +119,4 @@ class CompressionChoice:
 
     def _gain(self, link: float, codec: float, size: float) -> float:
         """Return the seconds that compressing saves for each byte of payload."""
-        coded = max(size * link, codec) if self._pipelined else size * link + codec
-        return link - coded
+        return link - (size * link + codec)

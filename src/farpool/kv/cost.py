@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import operator
 import random
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
 from typing import Literal
@@ -35,7 +36,7 @@ _NEW_SHARE_MAX = 0.1
 """Solve a fit again when this share of its samples is new. Solving takes longer than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
 """Range of measured time divided by estimate within which the fit counts as right."""
-_RECENT_SAMPLES = 5
+_RECENT_SAMPLES_MAX = 5
 """Number of recent samples whose median corrects the estimate."""
 
 
@@ -55,7 +56,7 @@ class _Fit:
 
     def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
         self._subsets = subsets
-        self._latest: deque[float] = deque(maxlen=_RECENT_SAMPLES)
+        self._latest: deque[float] = deque(maxlen=_RECENT_SAMPLES_MAX)
         self._correction = 1.0
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
@@ -221,7 +222,8 @@ class CostModel:
         def compute_of(blocks: int) -> float:
             return self.prefill_seconds(blocks * step, context) or 0.0
 
-        first = _first(tokens // step, lambda blocks: compute_of(blocks) >= load_after(blocks))
+        # The first number of blocks that take longer to compute than the others to load.
+        first = bisect_left(range(tokens // step), True, key=lambda blocks: compute_of(blocks) >= load_after(blocks))
         # Around the crossing, one of the two neighbours is faster.
         times = [(max(compute_of(blocks), load_after(blocks)), blocks) for blocks in (max(0, first - 1), first)]
         best, first = min(times)
@@ -230,18 +232,6 @@ class CostModel:
 
 def _prefill_features(tokens: int, context: int) -> tuple[float, float, float]:
     return 1.0, float(tokens), tokens * (context + tokens / 2)
-
-
-def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number up to `count` for which a condition holds, if it holds for all larger numbers, too."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _shown(seconds: float) -> str:

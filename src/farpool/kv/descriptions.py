@@ -23,10 +23,10 @@ OBJECT_KIND = 2
 """Class of KV in an object's head (docs/wire.md)."""
 _DESCRIBE_INTERVAL_S = 60.0
 """Seconds after which a cache stores a namespace's description again, because it may have been purged or lost."""
-_DESCRIBED_MAX = 4096
-"""Maximum number of namespaces for which a cache remembers when it has described them."""
-_DROPPED_KEYS = 4096
-"""Keys that one request drops."""
+_DESCRIBED_NAMESPACES_MAX = 4096
+"""Maximum number of namespaces of which a cache remembers when it has described them."""
+_DELETED_KEYS_MAX = 4096
+"""Maximum number of keys that one request deletes."""
 _PURGE_TIMEOUT_S = 30.0
 
 
@@ -64,7 +64,7 @@ class Descriptions:
         about = About(ttl_ms=lifetime_ms, kind=OBJECT_KIND, tenant=namespace.tenant, keep=keep)
         (outcome,) = calls.put_many([(namespace_key(digest), as_payload(namespace.encoded))], timeout, about)
         if not isinstance(outcome, Exception):
-            if len(self._described_at) >= _DESCRIBED_MAX:
+            if len(self._described_at) >= _DESCRIBED_NAMESPACES_MAX:
                 self._described_at.clear()
             self._described_at[digest] = now
 
@@ -102,8 +102,8 @@ def purge(objects: Objects, digest: bytes) -> int:
     """
     calls, removed = objects.best_effort(), 0
     keys = [*objects.keys(KEY_MAGIC + digest)]
-    for start in range(0, len(keys), _DROPPED_KEYS):
-        for copies in calls.drop_many(keys[start : start + _DROPPED_KEYS], _PURGE_TIMEOUT_S):
+    for start in range(0, len(keys), _DELETED_KEYS_MAX):
+        for copies in calls.drop_many(keys[start : start + _DELETED_KEYS_MAX], _PURGE_TIMEOUT_S):
             if isinstance(copies, Exception):
                 raise copies
             removed += copies > 0

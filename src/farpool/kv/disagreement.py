@@ -22,8 +22,8 @@ __all__ = ["Disagreements", "differing_fields"]
 
 _ASK_INTERVAL_S = 60.0
 """Minimum seconds between two questions to the nodes about their namespaces."""
-_WAITING_MAX = 64
-"""Maximum number of lookups that wait for an answer. If there are more, only the latest get an entry in the journal."""
+_WAITING_LOOKUPS_MAX = 64
+"""Maximum number of lookups that wait for an answer. Beyond that only the latest get an entry in the journal."""
 _COMMON = ("engine", "model", "tenant")
 """Fields that namespaces of one model share. Tenants share nothing, and learn nothing about each other."""
 
@@ -44,16 +44,13 @@ class Disagreements:
         self._namespaces = namespaces
         self._known: Mapping[bytes, Namespace] = {}
         self._asked_at = float("-inf")
-        self._begin()
+        self.begin_in_child()
 
-    def _begin(self) -> None:
+    def begin_in_child(self) -> None:
+        """Start without waiting lookups in the child of a fork, which has no thread that asks."""
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
-        self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_MAX)
-
-    def leave_to_parent(self) -> None:
-        """Start again in the child of a fork, which does not have the thread that asks the nodes."""
-        self._begin()
+        self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_LOOKUPS_MAX)
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
         """Return why nothing was found, if it is known, and write it into the journal.

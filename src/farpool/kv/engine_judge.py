@@ -20,7 +20,7 @@ from farpool import forks
 from farpool.kv.judge import Judge
 from farpool.kv.reasons import Reason
 
-__all__ = ["EngineJudge", "EngineLoad", "Run"]
+__all__ = ["EngineJudge", "Run"]
 
 _SAMPLES_MIN = 8
 """Minimum number of measured loads, and of measured compute times, before the judge decides anything."""
@@ -74,28 +74,6 @@ class _Sample:
     context: int
     seconds: float
     held_out: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A load under way; the caller calls `ended` exactly once, also if the load fails."""
-
-    _judge: EngineJudge
-    _keys: Sequence[Hashable]
-    _after: float
-    _nbytes: int
-    _under_way: int
-
-    def ended(self, reasons: Sequence[Reason | None]) -> None:
-        """Record the end of the load.
-
-        Parameters
-        ----------
-        reasons : sequence of Reason or None
-            For each block None if it was loaded, or why it was not.
-        """
-        self._judge.judge.ended(self._nbytes)
-        self._judge._loaded(self._keys, self._after, self._under_way, reasons)
 
 
 class EngineJudge:
@@ -208,9 +186,22 @@ class EngineJudge:
             if not run.computed:
                 run.since = self.clock()
 
-    def loading(self, keys: Sequence[Hashable], nbytes: int) -> EngineLoad:
-        """Record that a load of blocks begins, or waits for other loads."""
-        return EngineLoad(self, keys, self._last_load, nbytes, self.judge.begun(nbytes))
+    def loading(self, keys: Sequence[Hashable], nbytes: int) -> Callable[[Sequence[Reason | None]], None]:
+        """Record that a load of blocks begins, or waits for other loads.
+
+        Returns
+        -------
+        callable
+            Records the end of the load, given for each block None if it was loaded, or why it was not. The caller calls
+            it exactly once, also if the load fails.
+        """
+        after, under_way = self._last_load, self.judge.begun(nbytes)
+
+        def ended(reasons: Sequence[Reason | None]) -> None:
+            self.judge.ended(nbytes)
+            self._loaded(keys, after, under_way, reasons)
+
+        return ended
 
     def _loaded(self, keys: Sequence[Hashable], after: float, under_way: int, reasons: Sequence[Reason | None]) -> None:
         now = self.clock()

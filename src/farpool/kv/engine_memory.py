@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
 
 from farpool.cluster.store.arguments import as_payload, nbytes_of
 from farpool.errors import ConfigError
+from farpool.kv.background import seconds_to
 from farpool.kv.blocks import BlockCache
 from farpool.kv.first_use import Place, loading_block, saving_block
 from farpool.kv.memory import KVMemory, TensorMemory
-from farpool.kv.plan import Shape
-from farpool.kv.probe import EngineBlock, Probe
+from farpool.kv.plan import Shape, Wanted, picked
+from farpool.kv.probe import Probe
 from farpool.kv.reasons import Reason
 
 if TYPE_CHECKING:
@@ -21,23 +22,48 @@ if TYPE_CHECKING:
     from farpool._native import Slices
     from farpool.abc.objects import Payload
 
-__all__ = ["EngineMemory", "Uses"]
+    Step = Literal["load", "save"]
+
+__all__ = ["Batch", "EngineMemory"]
 
 
-class Uses(dict[tuple[Callable[[Sequence[Place]], EngineBlock], type[KVMemory], int], tuple[KVMemory, int]]):
-    """Memory that a call uses.
+@dataclass(slots=True)
+class Batch:
+    """Blocks that one call moves.
 
-    Each key is the function that makes a probe's block of the memory, the memory's class, and the number of a group of
-    layers. Each value is the memory, and the number of one block that is in it.
+    Attributes
+    ----------
+    request : str or list of str
+        Name of the request, or one name for each block if the call has several requests.
+    keys : list of bytes
+        Key of each block.
+    payloads : list of payloads
+        Memory of each block.
+    sizes : list of int
+        Bytes of each block.
+    uses : dict
+        One block in each kind of the engine's memory that the call uses, for the probe; empty if the payloads are not
+        in the engine's memory. The values are the number of a group of layers, the memory, and the number of a block.
     """
 
-    def loads(self, memory: KVMemory, group: int, block: int) -> None:
-        """Add memory that a load writes into."""
-        self[loading_block, type(memory), group] = memory, block
+    request: str | list[str]
+    keys: list[bytes] = field(default_factory=list)
+    payloads: list[Payload] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    uses: dict[Hashable, tuple[int, KVMemory, int]] = field(default_factory=dict)
 
-    def saves(self, memory: KVMemory, group: int, block: int) -> None:
-        """Add memory that a save reads."""
-        self[saving_block, type(memory), group] = memory, block
+    def use(self, step: Step, number: int, memory: KVMemory, block: int) -> None:
+        """Record that a save reads, or a load fills, the memory of a group of layers, at the place of a block."""
+        self.uses[step, type(memory), number] = number, memory, block
+
+    def only(self, numbers: Sequence[int]) -> Batch:
+        """Return a batch of the blocks that have these numbers."""
+        return Batch(
+            self.request if isinstance(self.request, str) else picked(self.request, numbers),
+            picked(self.keys, numbers),
+            picked(self.payloads, numbers),
+            picked(self.sizes, numbers),
+        )
 
 
 class EngineMemory:
@@ -60,31 +86,51 @@ class EngineMemory:
         self._shape = shape
         self.probe = Probe("PrefixCache", blocks, at_first_use=True)
 
-    def targets(self, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> tuple[list[int], list[Payload]]:
-        """Return the bytes of blocks, and the memory into which each is loaded.
+    def add_targets(self, batch: Batch, wanted: Wanted, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> None:
+        """Add blocks to a batch, with the memory into which they are loaded.
 
         Parameters
         ----------
+        batch : Batch
+            The batch.
+        wanted : Wanted
+            Blocks of a sequence.
         memory : KVMemory
-            The engine's memory.
+            The engine's memory of the sequence.
         needed : iterable of tuple of int and range
-            Groups of layers, and the numbers of their blocks.
+            Groups of layers, and the numbers of the blocks to add.
 
         Raises
         ------
         ConfigError
             The memory has no place for a layer, or a place of another size.
         """
-        sizes: list[int] = []
-        targets: list[Payload] = []
         for number, blocks in needed:
-            one = self._shape.groups[number]
-            sizes += [one.group.block_bytes] * len(blocks)
-            for block, payload in zip(blocks, self.payloads(number, memory, blocks), strict=True):
-                if payload is None:
-                    raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
-                targets.append(payload)
-        return sizes, targets
+            batch.keys += wanted.keys_of(number, blocks)
+            batch.payloads += self._targets(number, memory, blocks)
+            batch.sizes += [self._shape.groups[number].group.block_bytes] * len(blocks)
+            if isinstance(batch.request, list):
+                batch.request += [wanted.request] * len(blocks)
+            if blocks:
+                batch.use("load", number, memory, blocks.start)
+
+    def _place(self, number: int, memory: KVMemory, block: int) -> Place:
+        """Return the place of a block of one group of layers."""
+
+        def payload() -> Payload:
+            (target,) = self._targets(number, memory, range(block, block + 1))
+            return target
+
+        tokens = self._shape.block
+        return Place(memory, self._shape.groups[number].layers, block * tokens, (block + 1) * tokens, payload)
+
+    def _targets(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload]:
+        """Return the memory of blocks of a group of layers, which must have a place for each block."""
+        payloads = self.payloads(number, memory, blocks)
+        if None in payloads:
+            block, layers = blocks[payloads.index(None)], self._shape.groups[number].layers
+            raise ConfigError(f"the memory has no place for block {block} of one of the layers {layers}")
+        return cast("Sequence[Payload]", payloads)
 
     def payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
         """Return the memory of blocks of a group of layers; None for a block that the engine does not have whole.
@@ -94,14 +140,14 @@ class EngineMemory:
         ConfigError
             The memory of a block has another size.
         """
-        one, step = self._shape.groups[number], self._shape.block
+        one, tokens = self._shape.groups[number], self._shape.block
         payloads: Sequence[Payload | None]
         looked_at: Sequence[Payload | None]
         if isinstance(memory, TensorMemory):
-            payloads = memory.blocks(one.layers, blocks.start * step, len(blocks), step)
+            payloads = memory.blocks(one.layers, blocks.start * tokens, len(blocks), tokens)
             looked_at = [next(filter(None, payloads), None)]  # all have the same size
         else:
-            payloads = [_payload(memory, one.layers, block * step, (block + 1) * step) for block in blocks]
+            payloads = [_payload(memory, one.layers, block * tokens, (block + 1) * tokens) for block in blocks]
             looked_at = payloads
         for payload in looked_at:
             if payload is not None and (nbytes := nbytes_of(payload)) != one.group.block_bytes:
@@ -110,44 +156,30 @@ class EngineMemory:
                 )
         return payloads
 
-    def admit(
-        self,
-        step: str,
-        requests: str | Sequence[str],
-        blocks: int,
-        uses: Uses,
-        until: float,
-        *,
-        through_nodes: bool = True,
-    ) -> Reason | None:
-        """Probe memory that is used for the first time; return why its blocks may not be moved.
+    def admit(self, step: Step, batch: Batch, until: float, *, through_nodes: bool = True) -> Reason | None:
+        """Probe memory that is used for the first time; return why the batch may not be moved.
 
         Parameters
         ----------
-        step, requests, blocks, through_nodes
-            See `Probe.admit`.
-        uses : Uses
-            Memory that the call uses.
+        step : {"load", "save"}
+            What the call does with the batch.
+        batch : Batch
+            The blocks.
         until : float
-            Deadline of the call, by the monotonic clock.
+            End of the time of the call.
+        through_nodes : bool
+            See `Probe.admit`.
         """
-
-        def block(kinds: Sequence[Any]) -> EngineBlock:
-            make: Callable[[Sequence[Place]], EngineBlock] = kinds[0][0]
-            return make([self._place(number, *uses[make, kind, number]) for _, kind, number in kinds])
-
-        timeout = max(0.0, until - time.monotonic())
-        return self.probe.admit(step, requests, blocks, uses, block, timeout, through_nodes=through_nodes)
-
-    def _place(self, number: int, memory: KVMemory, block: int) -> Place:
-        """Return the place of a block of one group of layers."""
-
-        def payload() -> Payload:
-            (found,) = self.targets(memory, [(number, range(block, block + 1))])[1]
-            return found
-
-        step = self._shape.block
-        return Place(memory, self._shape.groups[number].layers, block * step, (block + 1) * step, payload)
+        make = loading_block if step == "load" else saving_block
+        return self.probe.admit(
+            step,
+            batch.request,
+            len(batch.keys),
+            batch.uses,
+            lambda kinds: make([self._place(*batch.uses[kind]) for kind in kinds]),
+            seconds_to(until),
+            through_nodes=through_nodes,
+        )
 
 
 def _payload(memory: KVMemory, layers: Iterable[int], start: int, stop: int) -> Payload | None:

@@ -9,8 +9,9 @@ directions would pass a probe that goes there and back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,15 +22,18 @@ from farpool.kv.memory import KVMemory, TensorMemory
 from farpool.kv.probe import EngineBlock
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from farpool.abc.objects import Payload
 
 __all__ = ["Place", "loading_block", "saving_block"]
 
 
+@dataclass(frozen=True, slots=True)
 class Place:
     """Place of one block of a group of layers in an engine's memory.
 
-    Parameters
+    Attributes
     ----------
     memory : KVMemory
         The engine's memory.
@@ -41,48 +45,42 @@ class Place:
         Return the block's memory in the form that a save or a load takes.
     """
 
-    def __init__(
-        self, memory: KVMemory, layers: Sequence[int], start: int, stop: int, payload: Callable[[], Payload]
-    ) -> None:
-        self._memory, self._layers, self._start, self._stop = memory, layers, start, stop
-        self.payload = payload
+    memory: KVMemory
+    layers: Sequence[int]
+    start: int
+    stop: int
+    payload: Callable[[], Payload]
 
     def read(self) -> bytes:
         """Copy the block from the tensors, or from the buffers that the engine names if it has no tensors."""
-        return b"".join(self._read(layer) for layer in self._layers)
+        if isinstance(self.memory, TensorMemory):
+            return b"".join(self.memory.read(layer, self.start, self.stop) for layer in self.layers)
+        return b"".join(part.tobytes() for layer in self.layers for part in self._parts(layer))
 
     def write(self, data: bytes) -> None:
         """Replace the block's bytes."""
         at = 0
-        for layer in self._layers:
-            if isinstance(self._memory, TensorMemory):
-                nbytes = len(self._memory.read(layer, self._start, self._stop))
-                self._memory.write(layer, self._start, self._stop, data[at : at + nbytes])
-                at += nbytes
+        for layer in self.layers:
+            if isinstance(self.memory, TensorMemory):
+                at += self.memory.write(layer, self.start, self.stop, data[at:])
                 continue
             for part in self._parts(layer):
-                own = flat(part)
-                own[:] = np.frombuffer(data, np.uint8, own.nbytes, at)
-                at += own.nbytes
+                part[:] = np.frombuffer(data, np.uint8, part.nbytes, at)
+                at += part.nbytes
 
-    def _read(self, layer: int) -> bytes:
-        if isinstance(self._memory, TensorMemory):
-            return self._memory.read(layer, self._start, self._stop)
-        return b"".join(flat(part).tobytes() for part in self._parts(layer))
-
-    def _parts(self, layer: int) -> list[memoryview]:
-        parts = self._memory.parts(layer, self._start, self._stop)
+    def _parts(self, layer: int) -> list[NDArray[Any]]:
+        parts = self.memory.parts(layer, self.start, self.stop)
         if parts is None:
             raise ConfigError(
-                f"the memory has no place for tokens {self._start} to {self._stop} of layer {layer} any more; keep the "
+                f"the memory has no place for tokens {self.start} to {self.stop} of layer {layer} any more; keep the "
                 "memory of a call until the call returns"
             )
-        return parts_of(as_payload(tuple(parts)))
+        return [flat(part) for part in parts_of(as_payload(tuple(parts)))]
 
 
 def loading_block(places: Sequence[Place]) -> EngineBlock:
     """Make the block of a probe from memory that may be written, with one place for each group of layers."""
-    ends = _ends([len(place.read()) for place in places])
+    ends = [*accumulate((len(place.read()) for place in places), initial=0)]
 
     def write(data: bytes) -> None:
         for place, (start, stop) in zip(places, pairwise(ends), strict=True):
@@ -100,25 +98,12 @@ def loading_block(places: Sequence[Place]) -> EngineBlock:
 def saving_block(places: Sequence[Place]) -> EngineBlock:
     """Make the block of a probe from memory that may only be read, with one place for each group of layers."""
     known = [place.read() for place in places]
-    ends = _ends([len(one) for one in known])
-    memory = bytearray(ends[-1])
-    view = memoryview(memory)
-
-    def write(data: bytes) -> None:
-        view[:] = data
-
-    return EngineBlock(
-        len(memory),
-        write,
-        lambda: bytes(memory),
-        lambda: [place.payload() for place in places],
-        lambda: [view[start:stop] for start, stop in pairwise(ends)],
+    ends = [*accumulate(map(len, known), initial=0)]
+    own = EngineBlock.private(ends[-1])
+    view = cast("memoryview", own.targets()[0])
+    return replace(
+        own,
+        values=lambda: [place.payload() for place in places],
+        targets=lambda: [view[start:stop] for start, stop in pairwise(ends)],
         known=b"".join(known),
     )
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return ends

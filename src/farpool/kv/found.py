@@ -26,6 +26,15 @@ class Found:
 
     answers: Sequence[int | Exception | Reason | None]
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every block is there."""
+        try:
+            sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
+        except TypeError:
+            return False
+        return True
+
     # These are computed when they are needed: most lookups find all blocks, and their callers need little of this.
 
     @cached_property
@@ -36,25 +45,7 @@ class Found:
     @cached_property
     def reasons(self) -> Sequence[Reason | None]:
         """For each key why its block cannot be loaded; None if it can."""
-        return [
-            None
-            if isinstance(one, int)
-            else Reason.ABSENT
-            if one is None
-            else one
-            if isinstance(one, Reason)
-            else reason_of(one)
-            for one in self.answers
-        ]
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """True if every block is stored."""
-        try:
-            sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
-        except TypeError:
-            return False
-        return True
+        return [reason_of(one) for one in self.answers]
 
     @cached_property
     def leading(self) -> int:

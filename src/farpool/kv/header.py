@@ -16,13 +16,14 @@ __all__ = ["HEADER_BYTES", "check_header", "pack_header"]
 
 _MAGIC = b"fpkv"
 _VERSION = 1
+_LAYOUT_VERSION = 1
 _HEADER = struct.Struct("<4sHHQ16s16sQ8x")
 """Magic, version of this header, version of the layout, bytes of the payload before compression, digest of the
 namespace, digest of the key, bytes of the stored payload."""
 HEADER_BYTES = _HEADER.size
 
 
-def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -> bytes:
+def pack_header(key: bytes, nbytes: int, stored: int) -> bytes:
     """Pack the header of a payload.
 
     Parameters
@@ -33,23 +34,19 @@ def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -
         Bytes of the payload before compression.
     stored : int
         Bytes of the stored payload, after compression.
-    layout_version : int
-        Version of the layout.
     """
     digest = blake2b(key, digest_size=16).digest()
-    return _HEADER.pack(_MAGIC, _VERSION, layout_version, nbytes, key[4:20], digest, stored)
+    return _HEADER.pack(_MAGIC, _VERSION, _LAYOUT_VERSION, nbytes, key[4:20], digest, stored)
 
 
-def check_header(
-    header: bytes | bytearray | memoryview, key: bytes, nbytes: int, stored: int, layout_version: int = 1
-) -> Reason | None:
+def check_header(header: bytes | bytearray | memoryview, key: bytes, nbytes: int, stored: int) -> Reason | None:
     """Compare a header with what the reader expects.
 
     Parameters
     ----------
     header : buffer
         The 64 bytes.
-    key, nbytes, stored, layout_version
+    key, nbytes, stored
         See `pack_header`.
 
     Returns
@@ -57,12 +54,12 @@ def check_header(
     Reason or None
         Why the payload must not be used; None if it may be used.
     """
-    expected = pack_header(key, nbytes, stored, layout_version)
+    expected = pack_header(key, nbytes, stored)
     if header == expected:
         return None
     magic, version, layout, payload, namespace, digest, kept = _HEADER.unpack(header)
     if magic != _MAGIC or namespace != key[4:20] or digest != _HEADER.unpack(expected)[5]:
         return Reason.FOREIGN
-    if version != _VERSION or layout != layout_version:
+    if (version, layout) != (_VERSION, _LAYOUT_VERSION):
         return Reason.WRONG_VERSION
     return None if (payload, kept) == (nbytes, stored) else Reason.WRONG_SIZE

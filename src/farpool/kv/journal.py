@@ -110,7 +110,7 @@ class _Journal:
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         listener.listen(8)
-        atexit.register(_remove, path, os.getpid())
+        atexit.register(_delete, path, os.getpid())
         threading.Thread(target=self._serve, args=(listener,), name="farpool-kv-journal", daemon=True).start()
 
     def _serve(self, listener: socket.socket) -> None:
@@ -137,7 +137,7 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
-def _remove(path: Path, owner: int) -> None:
+def _delete(path: Path, owner: int) -> None:
     """Delete a socket at the end of its process; a child of a fork leaves its parent's socket alone."""
     if os.getpid() == owner:
         path.unlink(missing_ok=True)

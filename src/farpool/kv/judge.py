@@ -40,7 +40,7 @@ class Judge:
         self._decisions = Counter({"load": 0, "compute": 0, "hold-out": 0})
         self._lock = threading.Lock()
 
-    def leave_to_parent(self) -> None:
+    def begin_in_child(self) -> None:
         """Reset the lock and the loads under way in the child of a fork; they belong to the parent's threads."""
         self._lock = threading.Lock()
         self._under_way = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from array import array
@@ -29,7 +30,7 @@ KEY_MAGIC = b"fpk1"
 NAMESPACE_MAGIC = b"fpn1"
 _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
-_LARGEST_U32 = 0xFFFFFFFF
+_U32_MAX = 0xFFFFFFFF
 _SALT = b"farpool.kv.transformers salt"
 """Hashed before a salt, so that no tokens give the same hash. It must never change, because farpool would then not find
 KV that earlier releases stored with a salt."""
@@ -122,13 +123,11 @@ def token_keys(
         A token is not a number in this range, or another argument is wrong.
     """
     seed = chain_seed(namespace, salt)
-    try:
+    with contextlib.suppress(TypeError):  # the Python code below raises an error that names the wrong argument
         found = native_token_keys(tokens, page, namespace, groups, shard, seed)
-    except TypeError:  # the Python code below raises an error that names the wrong argument
-        found = None
-    if found is None:
-        found = block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
-    return found
+        if found is not None:
+            return found
+    return block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
 
 
 def group_of(key: bytes) -> int:
@@ -188,4 +187,4 @@ def _wide_pages(tokens: Sequence[int], page: int) -> list[bytes]:
     except (OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"tokens: {error}; expected whole numbers from 0 to 2**64 - 1", setting="tokens") from None
     parts = [wide[start : start + page] for start in range(0, len(wide), page)]
-    return [array("I", own).tobytes() if max(own) <= _LARGEST_U32 else b"\xff" + own.tobytes() for own in parts]
+    return [array("I", own).tobytes() if max(own) <= _U32_MAX else b"\xff" + own.tobytes() for own in parts]

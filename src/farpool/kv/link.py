@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farpool.cluster.store import Store
@@ -21,15 +19,6 @@ __all__ = ["Link", "closed_error"]
 def closed_error() -> StoreClosedError:
     """Return the error of a call after the cache was closed."""
     return StoreClosedError("this cache of KV blocks was closed; make a new one")
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Connections of one process: the child of a fork has none."""
-
-    process: int
-    objects: Objects
-    calls: ObjectCalls
 
 
 class Link:
@@ -63,7 +52,7 @@ class Link:
     def begin_in_child(self) -> None:
         """Start without connections in the child of a fork, which cannot use its parent's."""
         self._lock = threading.Lock()
-        self._opened: _Opened | None = None
+        self._opened: tuple[Objects, ObjectCalls] | None = None
 
     def calls(self, seconds: float = math.inf) -> ObjectCalls:
         """Return the calls of the store, and open it first if no call in this process has.
@@ -83,19 +72,19 @@ class Link:
         if seconds <= 0:
             raise NodeTimeoutError("the time of this call was over before it was made")
         opened = self._opened
-        return opened.calls if opened is not None and not self._refuses else self._open().calls
+        return opened[1] if opened is not None and not self._refuses else self._open()[1]
 
     def objects(self) -> Objects:
         """Return the store or the objects in a pool; raises `StoreClosedError` if the cache is closed."""
-        return self._open().objects
+        return self._open()[0]
 
-    def _open(self) -> _Opened:
+    def _open(self) -> tuple[Objects, ObjectCalls]:
         with self._lock:
             if self._refuses:
                 raise closed_error()
             if self._opened is None:
                 objects = self._given or self._open_store(*self._addresses)
-                self._opened = _Opened(os.getpid(), objects, objects.best_effort())
+                self._opened = objects, objects.best_effort()
             return self._opened
 
     def is_mapped(self) -> bool:
@@ -114,7 +103,5 @@ class Link:
         """Close the connections, after the last call has ended. Idempotent."""
         self.refuse()
         opened, self._opened = self._opened, None
-        if opened is None or opened.process != os.getpid() or self._given is not None:
-            return
-        if isinstance(opened.objects, Store):
-            opened.objects.close()
+        if opened is not None and isinstance(store := opened[0], Store) and self._given is None:
+            store.close()

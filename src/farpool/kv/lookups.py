@@ -60,7 +60,7 @@ class Lookups:
 
     def begin_in_child(self) -> None:
         """Start in the child of a fork without the threads and locks of the parent."""
-        self._disagreements.leave_to_parent()
+        self._disagreements.begin_in_child()
 
     def close(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a thread that asks the nodes."""
@@ -93,7 +93,7 @@ class Lookups:
         """Look up sequences, and decide about each as far as this rank can."""
         step = self._shape.block
         passed = [bool(one.blocks) and self._judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
-        asked = [one for one, over in zip(wanted, passed, strict=True) if not over] if any(passed) else wanted
+        asked = [one for one, over in zip(wanted, passed, strict=True) if not over]
         began = time.monotonic()
         if timeout is None:
             # An answer that takes longer than computing is useless.
@@ -101,11 +101,11 @@ class Lookups:
             timeout = min(max(computing, _LOOKUP_TIMEOUT_MIN_S) if computing else math.inf, self._blocks.time_for(0))
         found, near = self.find(asked, timeout)
         seconds = (time.monotonic() - began) / max(1, len(asked))
-        matches = [self.decided(one, own, near, split, seconds) for one, own in zip(asked, found, strict=True)]
-        if asked is wanted:
-            return matches
-        rest = iter(matches)
-        return [_passed_over(one) if over else next(rest) for one, over in zip(wanted, passed, strict=True)]
+        answers = iter(found)
+        return [
+            _passed_over(one) if over else self.decided(one, next(answers), near, split, seconds)
+            for one, over in zip(wanted, passed, strict=True)
+        ]
 
     def find(self, wanted: Sequence[Wanted], timeout: float | None) -> tuple[list[Found], Collection[bytes]]:
         """Look up which blocks are stored; return a result for each sequence, and the keys of near blocks."""
@@ -114,24 +114,30 @@ class Lookups:
         for one in wanted:
             stored += self._shape.stored(one)
         names = wanted[0].request if len(wanted) == 1 else [one.request for one in wanted for _ in one.keys]
-        near = self._near.held(keys)
-        if not near:
-            answers = self._blocks.lookup(keys, stored=stored, request=names, timeout=timeout).answers
-        else:
-            answers = [*stored]
-            far = [number for number, key in enumerate(keys) if key not in near]
-            found = self._blocks.lookup(
-                picked(keys, far),
-                stored=picked(stored, far),
-                request=names if isinstance(names, str) else picked(names, far),
-                timeout=timeout,
-            )
-            for number, answer in zip(far, found.answers, strict=True):
-                answers[number] = answer
+        near = self._near.present(keys)
+        far = [number for number, key in enumerate(keys) if key not in near] if near else range(len(keys))
+        answers = self._blocks.lookup(
+            picked(keys, far),
+            stored=picked(stored, far),
+            request=names if isinstance(names, str) else picked(names, far),
+            timeout=timeout,
+        ).answers
+        if near:
+            rest = iter(answers)
+            answers = [nbytes if key in near else next(rest) for key, nbytes in zip(keys, stored, strict=True)]
         ends = [*itertools.accumulate(len(one.keys) for one in wanted)]
         return [Found(answers[end - len(one.keys) : end]) for one, end in zip(wanted, ends, strict=True)], near
 
-    def decided(self, wanted: Wanted, found: Found, near: Collection[bytes], split: bool, seconds: float) -> Match:
+    def decided(
+        self,
+        wanted: Wanted,
+        found: Found,
+        near: Collection[bytes],
+        split: bool,
+        seconds: float,
+        *,
+        plan: Plan | None = None,
+    ) -> Match:
         """Decide how much of a sequence should be loaded, given the blocks that were found.
 
         Parameters
@@ -144,60 +150,32 @@ class Lookups:
             As in `match`.
         seconds : float
             Time that the lookup took.
+        plan : Plan, optional
+            Plan for all of these blocks that was made before; it counts if all of them come from nodes.
         """
         shape = self._shape
         usable, reason = shape.usable(found, wanted.blocks)
         if reason is Reason.ABSENT and not any(found.found):
             reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
-        ends = shape.ends(found, wanted.blocks, usable) if self._peers.needs_ends else ()
-        return self.weighed(wanted, usable, reason, near, seconds, split=split, ends=ends)
-
-    def weighed(
-        self,
-        wanted: Wanted,
-        usable: int,
-        reason: Reason | None,
-        near: Collection[bytes],
-        seconds: float,
-        *,
-        split: bool = False,
-        plan: Plan | None = None,
-        ends: Sequence[int] = (),
-    ) -> Match:
-        """Decide about the blocks of a sequence that can be used.
-
-        Parameters
-        ----------
-        wanted : Wanted
-            Blocks of the sequence.
-        usable : int
-            Number of blocks that can be used, from the first on.
-        reason : Reason or None
-            Why no more blocks can be used.
-        near, seconds, split
-            As in `decided`.
-        plan : Plan, optional
-            Plan for all of these blocks that was made before.
-        ends : sequence of int
-            As in `Match`.
-        """
-        step, there = self._shape.block, usable * self._shape.block
-        far_bytes = self._far_bytes(wanted, usable, near)
+        there, far_bytes = usable * shape.block, self._far_bytes(wanted, usable, near)
         arm: Arm = "load"
         if far_bytes and not self._decides:
             computing = self._judge.prefill_seconds(there) or None
             plan = Plan(0, None, computing, "load: another rank or the engine decides")
         elif far_bytes:
-            plan, arm = self._judge.decide(there, far_bytes, step=step, request=wanted.request, split=split, plan=plan)
+            plan = None if near or usable < wanted.blocks else plan
+            plan, arm = self._judge.decide(
+                there, far_bytes, step=shape.block, request=wanted.request, split=split, plan=plan
+            )
         elif there:
             plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
             record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
         else:
             plan = Plan(0, None, None, "no block was found")
             if wanted.blocks:
-                self._judge.missed(wanted.blocks * step, seconds)
+                self._judge.missed(wanted.blocks * shape.block, seconds)
         bypassed = plan.compute >= there
-        whole = wanted.tokens - wanted.tokens % step
+        whole = wanted.tokens - wanted.tokens % shape.block
         return Match(
             tokens=0 if bypassed else there,
             compute=0 if bypassed else plan.compute,
@@ -211,7 +189,7 @@ class Lookups:
             seconds=seconds,
             wanted=wanted,
             far_bytes=far_bytes,
-            ends=ends,
+            ends=shape.ends(found, wanted.blocks, usable) if self._peers.needs_ends else (),
         )
 
     def _far_bytes(self, wanted: Wanted, usable: int, near: Collection[bytes]) -> int:

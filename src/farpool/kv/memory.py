@@ -164,12 +164,13 @@ class TensorMemory:
         """Copy one layer's tokens in the order of `parts`; it shares no code with `parts`."""
         return b"".join(own.tobytes() for own in self._narrowed(layer, start, stop))
 
-    def write(self, layer: int, start: int, stop: int, data: bytes) -> None:
-        """Replace one layer's tokens by bytes that `read` has returned."""
+    def write(self, layer: int, start: int, stop: int, data: bytes) -> int:
+        """Replace one layer's tokens by the first bytes of some data, in the order of `read`; return how many."""
         at = 0
         for own in self._narrowed(layer, start, stop):
             own[...] = np.frombuffer(data, np.uint8, own.size, at).reshape(own.shape)
             at += own.size
+        return at
 
     def _narrowed(self, layer: int, start: int, stop: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return the bytes of one layer's tokens.

@@ -26,15 +26,15 @@ class NearMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.begin()
+        self.begin_in_child()
 
-    def begin(self) -> None:
+    def begin_in_child(self) -> None:
         """Start without blocks, also in the child of a fork: a thread of the parent may have been changing them."""
         self._left = self.nbytes
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()
 
-    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+    def present(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the keys whose blocks are here."""
         if not self._blocks:
             return set()
@@ -44,10 +44,10 @@ class NearMemory:
                 self._blocks.move_to_end(key)
             return here
 
-    def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> list[int]:
+    def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> Sequence[int]:
         """Copy the blocks that are here into their targets; return the numbers of the others."""
         if not self._blocks:
-            return list(range(len(keys)))
+            return range(len(keys))
         far: list[int] = []
         for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
             block = self._blocks.get(key)  # no thread writes into it any more
@@ -74,7 +74,7 @@ class NearMemory:
         dict
             Memory by key. The caller has to pass each to `keep` or `release`.
         """
-        here = self.held(key for key, _ in wanted)
+        here = self.present(key for key, _ in wanted)
         places: dict[bytes, bytearray] = {}
         with self._lock:
             for key, nbytes in wanted:

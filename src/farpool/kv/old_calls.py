@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from farpool.kv.plan import Prompt
@@ -12,36 +11,60 @@ from farpool.kv.plan import Prompt
 __all__ = ["OldCalls"]
 
 
-class _Old:
-    """A call under its old name; it warns, and makes the new call.
+class OldCalls:
+    """Old names of a `PrefixCache`: each warns, and makes the new call."""
 
-    Parameters
-    ----------
-    new : str
-        The new call, for the warning.
-    call : str or callable
-        Name of the new method; or a function that takes the cache and the old arguments, and makes the new call.
-    **fixed
-        Keyword arguments of the new call that the old name implies.
-    """
+    def lookup_many(self: Any, prompts: Any, *, salts: Any = (), requests: Any = (), **options: Any) -> Any:
+        _warn("lookup_many", "lookup([Prompt(tokens, salt, request), ...])")
+        try:
+            asked = _prompts(prompts, salts, requests)
+        except BaseException:
+            self._peers.abandon(self._peers.begin())  # the other ranks wait for this one
+            raise
+        return self.lookup(asked, **options) if asked else []
 
-    def __init__(self, new: str, call: str | Callable[..., Any], **fixed: Any) -> None:
-        self._new, self._call, self._fixed = new, call, fixed
+    def lookup_async(self: Any, *given: Any, **named: Any) -> Any:
+        _warn("lookup_async", "lookup(tokens, wait=False)")
+        return self.lookup(*given, wait=False, **named)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def load_many(self: Any, matches: Any, memories: Any, **options: Any) -> Any:
+        _warn("load_many", "load([match, ...], [memory, ...])")
+        return self.load(matches, memories, **options)
 
-    def __get__(self, cache: Any, owner: type | None = None) -> Callable[..., Any]:
-        def old_call(*given: Any, **named: Any) -> Any:
-            warnings.warn(
-                f"PrefixCache.{self._name} is not in the next release; call {self._new} instead",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            call = getattr(cache, self._call) if isinstance(self._call, str) else partial(self._call, cache)
-            return call(*given, **self._fixed, **named)
+    def load_async(self: Any, *given: Any, **named: Any) -> Any:
+        _warn("load_async", "load(match, memory, wait=False)")
+        return self.load(*given, wait=False, **named)
 
-        return old_call
+    def load_layers(self: Any, *given: Any, **named: Any) -> Any:
+        _warn("load_layers", "load_parts(match, memory)")
+        return self.load_parts(*given, **named)
+
+    def save_many(
+        self: Any,
+        sequences: Any,
+        memories: Any,
+        *,
+        starts: Any = (),
+        salts: Any = (),
+        requests: Any = (),
+        **options: Any,
+    ) -> Any:
+        _warn("save_many", "save([Prompt(tokens, salt, request, start), ...], [memory, ...])")
+        return self.save(_prompts(sequences, salts, requests, starts), memories, **options) if len(sequences) else []
+
+    def save_async(self: Any, *given: Any, **named: Any) -> Any:
+        _warn("save_async", "save(tokens, memory, wait=False)")
+        return self.save(*given, wait=False, **named)
+
+    def save_layers(self: Any, tokens: Any, memory: Any, layers: Any, *, salt: Any = b"", **options: Any) -> Any:
+        _warn("save_layers", "save(tokens, memory, layers=layers, wait=False)")
+        return self.save(tokens, memory, layers=layers, salt=salt, wait=False, **options)
+
+
+def _warn(old: str, new: str) -> None:
+    """Warn the caller of an old name."""
+    message = f"PrefixCache.{old} is not in the next release; call {new} instead"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _prompts(
@@ -54,39 +77,3 @@ def _prompts(
     count = len(tokens)
     each = zip(tokens, salts or [b""] * count, requests or [""] * count, starts or [0] * count, strict=True)
     return [Prompt(*fields) for fields in each]
-
-
-def _lookup_many(cache: Any, prompts: Any, *, salts: Any = (), requests: Any = (), **options: Any) -> Any:
-    try:
-        asked = _prompts(prompts, salts, requests)
-    except BaseException:
-        cache._peers.abandon(cache._peers.begin())  # the other ranks wait for this one
-        raise
-    return cache.lookup(asked, **options) if asked else []
-
-
-def _save_many(
-    cache: Any, sequences: Any, memories: Any, *, starts: Any = (), salts: Any = (), requests: Any = (), **options: Any
-) -> Any:
-    return cache.save(_prompts(sequences, salts, requests, starts), memories, **options) if len(sequences) else []
-
-
-def _load_many(cache: Any, matches: Any, memories: Any, **options: Any) -> Any:
-    return cache.load(matches, memories, **options)
-
-
-def _save_layers(cache: Any, tokens: Any, memory: Any, layers: Any, **options: Any) -> Any:
-    return cache.save(tokens, memory, layers=layers, wait=False, **options)
-
-
-class OldCalls:
-    """Old names of a `PrefixCache`."""
-
-    lookup_many = _Old("lookup([Prompt(tokens, salt, request), ...])", _lookup_many)
-    lookup_async = _Old("lookup(tokens, wait=False)", "lookup", wait=False)
-    load_many = _Old("load([match, ...], [memory, ...])", _load_many)
-    load_async = _Old("load(match, memory, wait=False)", "load", wait=False)
-    load_layers = _Old("load_parts(match, memory)", "load_parts")
-    save_many = _Old("save([Prompt(tokens, salt, request, start), ...], [memory, ...])", _save_many)
-    save_async = _Old("save(tokens, memory, wait=False)", "save", wait=False)
-    save_layers = _Old("save(tokens, memory, layers=layers, wait=False)", _save_layers)

@@ -1,7 +1,13 @@
-"""A cache as one of the ranks of an engine: all ranks use the same blocks."""
+"""A cache as one of the ranks of an engine: all ranks use the same blocks.
+
+Rank 0 decides if a prefix is loaded, and each rank reports up to which block it could load. All ranks load up to the
+last block that every one of them can load. After a load, no rank uses a block that another rank did not get.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farpool.errors import ConfigError
-from farpool.kv.agreement import Agreement, Offer
 from farpool.kv.judge import Judge
 from farpool.kv.plan import Match, Shape
 from farpool.kv.reasons import Reason
@@ -18,6 +23,14 @@ if TYPE_CHECKING:
     from farpool.kv.ranks import Exchange, Ranks
 
 __all__ = ["Peers", "count_of_ranks"]
+
+_LOG = logging.getLogger("farpool.kv")
+
+_NO_LIMIT = (1 << 62) - 1
+"""Number that a rank gives if it sets no limit."""
+_CHAIN = slice(4, 52)
+"""Bytes of a block's key that are equal on all ranks: its namespace, and the hash of all tokens up to its end."""
+_TICKS_PER_SECOND = 1_000_000
 
 
 class Peers:
@@ -39,7 +52,8 @@ class Peers:
     Attributes
     ----------
     needs_ends : bool
-        True if the ranks agree about every block after which a rank could continue (see `Offer.ends`).
+        True if each rank offers every block after which it could continue (`Match.ends`), because the model has layers
+        that do not need all blocks.
     """
 
     def __init__(
@@ -51,7 +65,7 @@ class Peers:
         *,
         decides: bool,
     ) -> None:
-        self._agreement = None if ranks is None else Agreement(ranks, has_ends=not shape.is_uniform)
+        self._ranks = ranks
         self.needs_ends = ranks is not None and not shape.is_uniform
         self._step = shape.block
         self._judge = judge
@@ -60,7 +74,7 @@ class Peers:
 
     def begin(self) -> Exchange | None:
         """Begin an exchange with the other ranks, in the order of calls; None if there are no ranks to agree with."""
-        return None if self._agreement is None else self._agreement.begin()
+        return None if self._ranks is None else self._ranks.begin()
 
     def begin_load(self, matches: Sequence[Match]) -> Exchange | None:
         """Begin the exchange of a load; None if the ranks have agreed that there is nothing to load.
@@ -70,29 +84,36 @@ class Peers:
         return self.begin() if any(match.tokens for match in matches) else None
 
     def abandon(self, exchange: Exchange | None) -> None:
-        """Take part in the exchange of a lookup that failed here, with nothing, because the other ranks wait for it."""
-        self.agree([], exchange)
+        """Give nothing to the exchange of a call that has failed, because the other ranks wait for this one."""
+        if exchange is not None:
+            exchange([0, 0])
 
     def agree(self, matches: list[Match], exchange: Exchange | None) -> list[Match]:
         """Reduce this rank's matches to the blocks that all ranks load."""
-        if exchange is None or self._agreement is None:
+        if exchange is None:
             return matches
         step = self._step
-        offers = [
-            Offer(
-                match.wanted.blocks,
-                match.tokens // step,
-                match.compute // step,
-                match.ends if match.tokens else (),
-                match.wanted.last,
-            )
-            for match in matches
-        ]
-        agreed = self._agreement.found(exchange, offers)
-        return [
-            self._reduced(match, usable * step, compute * step)
-            for match, (usable, compute) in zip(matches, agreed, strict=True)
-        ]
+        name = _name(b"found", [match.wanted.last for match in matches], [match.wanted.blocks for match in matches])
+        values = [*name]
+        for match in matches:
+            values.append(match.compute // step if self._decides else _NO_LIMIT)
+            if not self.needs_ends:
+                values.append(match.tokens // step)
+            else:
+                values += match.ends if match.tokens and match.ends else [0] * match.wanted.blocks
+        least = iter(_least(exchange, name, values, any(match.tokens for match in matches)))
+        agreed = []
+        for match in matches:
+            compute = next(least)
+            if not self.needs_ends:
+                usable = next(least)
+            else:
+                ends = [next(least) for _ in range(match.wanted.blocks)]
+                usable = max((number for number, is_end in enumerate(ends, 1) if is_end), default=0)
+            if compute >= usable:
+                usable = compute = 0
+            agreed.append(self._reduced(match, usable * step, compute * step))
+        return agreed
 
     def _reduced(self, match: Match, tokens: int, compute: int) -> Match:
         """Return a match with the tokens on which all ranks have agreed."""
@@ -126,19 +147,51 @@ class Peers:
         tuple of list of int and float
             For each match the tokens that all ranks can use, and the time of the slowest rank; 0 if it is not known.
         """
-        if exchange is None or self._agreement is None:
+        if exchange is None:
             return usable, seconds
-        lasts = [match.wanted.last for match in matches]
-        agreed, slowest = self._agreement.loaded(exchange, lasts, usable, seconds)
+        name = _name(b"loaded", [match.wanted.last for match in matches], [len(matches)])
+        values = [*name, max(0, _NO_LIMIT - int(seconds * _TICKS_PER_SECOND)), *usable]
+        left, *agreed = _least(exchange, name, values, any(usable))
         for match, own, tokens in zip(matches, usable, agreed, strict=True):
             if tokens < own:
                 self._unused("load", match, own - tokens)
+        slowest = (_NO_LIMIT - left) / _TICKS_PER_SECOND if left else 0.0
         return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _unused(self, step: str, match: Match, tokens: int) -> None:
         """Write into the journal that this rank could have used more tokens than all ranks together."""
         why = "another rank lacks the block, computes it, or did not answer in time"
         self._missed(step, match.request, tokens // self._step, Reason.OTHER_RANK, why)
+
+
+def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
+    """Return the minimum of all ranks' numbers after the name, or zeros unless all ranks called with the same tokens.
+
+    Parameters
+    ----------
+    exchange : callable
+        The exchange.
+    name : tuple of int
+        Result of `_name` for its subject.
+    values : sequence of int
+        This rank's numbers, which begin with the name.
+    has_any : bool
+        False if this rank found nothing. It then gives only zeros, so that it need not wait for the others.
+    """
+    nothing = [0] * len(values)
+    least = exchange(values if has_any else nothing)
+    if tuple(least[:2]) == name:
+        return least[2:]
+    if least[0]:
+        _LOG.warning("ranks of one engine asked about different tokens, so none of them loads: call all ranks alike")
+    return nothing[2:]
+
+
+def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
+    """Hash the subject of an exchange to two numbers, whose minima over all ranks show if all subjects are equal."""
+    data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
+    name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
+    return name, _NO_LIMIT - name
 
 
 def count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None) -> int:

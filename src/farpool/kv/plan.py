@@ -73,26 +73,22 @@ def as_prompts(
     ConfigError
         These fields are given in addition to a `Prompt`, which has its own; or the prompts are lists of tokens.
     """
-    first = prompts if isinstance(prompts, Prompt) else prompts[0] if len(prompts) else 0
-    is_one = isinstance(prompts, Prompt) or not isinstance(first, Prompt)
-    if not isinstance(first, Prompt) and not hasattr(first, "__index__"):
-        raise ConfigError(
-            f"tokens: the first one is {first!r:.60}, expected a whole number; give several prompts as a list of "
-            "Prompt(tokens)"
-        )
-    if isinstance(prompts, Prompt):
-        found = [prompts]
-    elif is_one:
-        found = [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
-        salt, request, start = b"", "", 0
+    if not isinstance(prompts, Prompt) and (not len(prompts) or hasattr(prompts[0], "__index__")):
+        is_one, found = True, [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
     else:
-        found = list(cast("Sequence[Prompt]", prompts))
+        is_one = isinstance(prompts, Prompt)
+        found = [prompts] if isinstance(prompts, Prompt) else list(cast("Sequence[Prompt]", prompts))
+        if not isinstance(found[0], Prompt):
+            raise ConfigError(
+                f"tokens: the first one is {found[0]!r:.60}, expected a whole number; give several prompts as a list "
+                "of Prompt(tokens)"
+            )
         for prompt in found:
             if not isinstance(prompt, Prompt):
                 raise ConfigError(f"prompts: one is {prompt!r:.60}, expected a Prompt like the first one")
-    if salt or request or start:
-        given = f"salt={salt!r}, request={request!r} and start={start!r}"
-        raise ConfigError(f"{given} were given in addition to a Prompt; set the fields of the Prompt instead")
+        if salt or request or start:
+            given = f"salt={salt!r}, request={request!r} and start={start!r}"
+            raise ConfigError(f"{given} were given in addition to a Prompt; set the fields of the Prompt instead")
     if copied:
         found = [msgspec.structs.replace(one, tokens=list(one.tokens)) for one in found]
     return is_one, found
@@ -252,23 +248,19 @@ class Shape:
             raise ConfigError(f"layers {sorted(layers)} are not stored by themselves, expected some of {parts}")
         return numbers
 
-    def chains(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Hash the tokens of a sequence, block by block."""
-        return token_chain(tokens, self.block, chain_seed(namespace.digest, salt))
-
     def keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
-        """Compose the keys of all blocks of a sequence, one group of layers after the other."""
+        """Compose the keys of all blocks of a sequence from its chains, one group of layers after the other."""
         return block_keys(namespace.digest, chains, range(len(self.groups)), self._rank)
 
     def keys_of_tokens(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Return the same keys as `keys` does for `chains`, in one step."""
+        """Compose the keys of all blocks of a sequence from its tokens."""
         return token_keys(tokens, self.block, namespace.digest, len(self.groups), self._rank, salt)
 
     def sequence(
         self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str
     ) -> tuple[list[bytes], bytes, list[bytes]]:
         """Return the keys of a sequence's blocks, a name made from all of its tokens and its salt, and its chains."""
-        chains = self.chains(namespace, tokens, salt_bytes(salt))
+        chains = token_chain(tokens, self.block, chain_seed(namespace.digest, salt_bytes(salt)))
         rest = array("Q", list(tokens[len(chains) * self.block :])).tobytes()  # tokens that no block covers
         return self.keys(namespace, chains), b"".join(chains[-1:]) + rest, chains
 
@@ -349,6 +341,6 @@ class Shape:
         return None if self._full is None else wanted.key(self._full, block)
 
 
-def picked(values: Sequence[T], numbers: Sequence[int]) -> list[T]:
-    """Return the values that have these numbers."""
-    return [values[number] for number in numbers]
+def picked(values: list[T], numbers: Sequence[int]) -> list[T]:
+    """Return the values that have these numbers; the list itself if these are all of its numbers."""
+    return values if len(numbers) == len(values) else [values[number] for number in numbers]

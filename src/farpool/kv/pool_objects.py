@@ -9,17 +9,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
 from farpool import forks
-from farpool.abc.objects import About, Hold, Payload
-from farpool.cluster.store import Demotion, PutOutcome
+from farpool.abc.objects import About, Demotion, Hold, Payload, PutOutcome
 from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.errors import (
     ConfigError,
@@ -29,6 +29,7 @@ from farpool.errors import (
     PoolClosedError,
     StoreClosedError,
 )
+from farpool.kv.compression import flat
 from farpool.kv.eviction import Eviction, EvictionStats
 from farpool.memory.pager import Mode
 from farpool.memory.pager.use import Use
@@ -44,8 +45,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolObjects"]
 
-_CHUNK_BYTES = 1 << 20
-"""Bytes that are pinned at a time, or a sixteenth of the fast tier if that is less."""
+T = TypeVar("T")
+
+_CHUNK_BYTES_MAX = 1 << 20
+"""Maximum bytes that are pinned in the fast tier at a time; at most a sixteenth of that tier."""
+_GET_TIMEOUT_S = 1e6
+"""Time of a call that has no timeout of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +62,13 @@ class _Value:
     nbytes: int
     expires: float
     storage: Storage | None = None
-    held_until: float = 0.0
+    pinned_until: float = 0.0
 
 
 class PoolObjects:
     """Immutable values under keys in a pool, up to a number of bytes. Thread-safe.
 
-    It has the calls of the store's `BestEffort`, so that a `BlockCache` uses it like nodes.
+    It implements `farpool.abc.objects.Objects`, and `ObjectCalls` too, so that a `BlockCache` uses it like nodes.
 
     Parameters
     ----------
@@ -89,10 +94,10 @@ class PoolObjects:
                 f"the pool computes on {self._blocks.device}, expected the host's processor", setting="pool"
             )
         self._views = arena_views(self._blocks)
-        self._chunk = max(1, min(_CHUNK_BYTES, self._blocks.fast // 16))
+        self._chunk_bytes = max(1, min(_CHUNK_BYTES_MAX, self._blocks.fast // 16))
         self._eviction: Eviction[bytes] = Eviction(self._capacity)
         self._values: dict[bytes, _Value] = {}
-        self._held: dict[int, _Value] = {}
+        self._pinned: dict[int, _Value] = {}  # values that `hold_many` has pinned, by their numbers
         self._numbers = itertools.count()
         self._closed = False
         self._lock = threading.Lock()
@@ -103,25 +108,24 @@ class PoolObjects:
         self._lock = threading.Lock()
         self._closed = True
 
-    def best_effort(self) -> PoolObjects:
-        """Return these objects themselves: they have the calls that a store returns for caches."""
-        return self
-
     def close(self) -> None:
         """Drop all values, so that the pool can be closed. Idempotent."""
         with self._lock:
             self._closed = True
             self._values.clear()
-            self._held.clear()
+            self._pinned.clear()
             self._eviction = Eviction(self._capacity)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("these objects in a pool were closed, or left in a child by a fork; make new ones")
+    def stats(self) -> EvictionStats:
+        """Return counts of values, bytes and hits by tenant, the policy in use, and what others would have hit."""
+        with self._lock:
+            return self._eviction.stats()
 
-    def is_mapped(self) -> bool:
-        """Return True, because a lookup needs no message."""
-        return True
+    # ---- Objects -------------------------------------------------------------------------------------------------
+
+    def best_effort(self) -> PoolObjects:
+        """Return these objects themselves: they have the calls that a store returns for caches."""
+        return self
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
         """Iterate over the keys that begin with `prefix`."""
@@ -132,100 +136,104 @@ class PoolObjects:
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Read values; None for a key that has none."""
         with self._lock:
-            sizes = [None if (value := self._values.get(key)) is None else value.nbytes for key in keys]
-        places = [bytearray(size or 0) for size in sizes]
-        read = self.get_into_many(keys, [memoryview(place) for place in places], 1e6)
+            sizes = [value.nbytes if (value := self._values.get(key)) else 0 for key in keys]
+        places = [bytearray(size) for size in sizes]
+        read = self.get_into_many(keys, [memoryview(place) for place in places], _GET_TIMEOUT_S)
         return [bytes(place) if isinstance(nbytes, int) else None for place, nbytes in zip(places, read, strict=True)]
 
+    def drop(self, key: bytes) -> bool:
+        """Drop one value; return True if it was there."""
+        return self.drop_many([key], 0.0) == [1]
+
+    # ---- ObjectCalls ---------------------------------------------------------------------------------------------
+
+    def is_mapped(self) -> bool:
+        """Return True, because a lookup needs no message."""
+        return True
+
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
-        """Find out which keys have a value; see `BestEffort.lookup`."""
+        """Return the bytes of values; see `ObjectCalls.lookup`."""
         self._check_open()
         now = time.monotonic()
         with self._lock:
-            return [None if (found := self._find(key, now)) is None else found[0].nbytes for key in keys]
-
-    def _find(self, key: bytes, now: float) -> tuple[_Value, Storage] | None:
-        """Return a value that is complete and has not expired; called with the lock."""
-        value = self._values.get(key)
-        if value is None or value.storage is None or value.expires <= now:
-            return None
-        return value, value.storage
+            return [value.nbytes if (value := self._find(key, now)) else None for key in keys]
 
     def get_into_many(
         self, keys: Sequence[bytes], targets: Sequence[Payload], timeout: float
     ) -> Sequence[int | Exception | None]:
-        """Read values into buffers; see `BestEffort.get_into_many`."""
-        self._check_open()
-        deadline = time.monotonic() + timeout
-        outcomes: list[int | Exception | None] = []
-        for key, into in zip(keys, targets, strict=True):
-            with self._lock:
-                found = self._find(key, time.monotonic())
-                if found is None:
-                    outcomes.append(None)
-                    continue
-                value, storage = found
-                self._eviction.touch(key)
-                self._eviction.pin(key)  # so that it is not evicted before it is read
-            try:
-                if value.nbytes > nbytes_of(into):
-                    raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
-                self._copy(storage, value.nbytes, into, deadline, write=False)
-                outcomes.append(value.nbytes)
-            except (FarpoolError, ValueError, OSError) as error:
-                outcomes.append(error)
-            finally:
-                with self._lock:
-                    self._unpin(value)
-        return outcomes
+        """Read values into buffers; see `ObjectCalls.get_into_many`."""
+        return self._each(self._read, zip(keys, targets, strict=True), timeout)
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
-        """Store values under keys that have none yet; see `BestEffort.put_many`."""
+        """Store values under keys that have none yet; see `ObjectCalls.put_many`."""
+        return self._each(partial(self._put, about), items, timeout)
+
+    def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
+        """Pin values for a limited time; see `ObjectCalls.hold_many`. All pins of a value are one."""
+        self._check_open()
+        now = time.monotonic()
+        with self._lock:
+            return [self._pin(key, now, now + ttl_ms / 1000) for key in keys]
+
+    def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
+        """End pins; see `ObjectCalls.release_many`."""
+        with self._lock:
+            for _, number, _, _ in holds:
+                self._release(number)
+
+    def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
+        """Drop values; return for each 1 if it was there."""
+        with self._lock:
+            return [int(self._delete(key)) for key in keys]
+
+    def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
+        """Move values out of the pool's fast tier into the tiers below; see `ObjectCalls.demote_many`."""
+        return self._each(self._demote, zip(keys, strict=True), timeout)
+
+    # ---- one value -----------------------------------------------------------------------------------------------
+
+    def _each(self, call: Callable[..., T], items: Iterable[tuple[Any, ...]], timeout: float) -> list[T | Exception]:
+        """Make a call for each item, all of them by one deadline; an error takes the place of the result."""
         self._check_open()
         deadline = time.monotonic() + timeout
-        outcomes: list[PutOutcome | Exception] = []
-        for key, payload in items:
+        outcomes: list[T | Exception] = []
+        for item in items:
             try:
-                outcomes.append(self._put(key, payload, deadline, about))
-            except (FarpoolError, OSError) as error:
+                outcomes.append(call(*item, deadline))
+            except (FarpoolError, ValueError, OSError) as error:
                 outcomes.append(error)
         return outcomes
 
-    def _put(self, key: bytes, payload: Payload, deadline: float, about: About) -> PutOutcome:
-        nbytes = nbytes_of(payload)
-        now = time.monotonic()
-        expires = now + about.ttl_ms / 1000 if about.ttl_ms else float("inf")
-        if nbytes > self._capacity:
-            raise ObjectTooLargeError(f"a value of {nbytes} bytes does not fit into {self._capacity}")
+    def _read(self, key: bytes, into: Payload, deadline: float) -> int | None:
         with self._lock:
-            self._check_open()
-            if self._eviction.nbytes + nbytes > self._capacity:
-                for one in [one for one in self._held.values() if one.held_until <= now]:
-                    self._release(one)
-            there = self._values.get(key)
-            # If no cost is known, all values cost the same. A value that is there may get its parent again.
-            seconds = max(1, about.cost_us) / 1e6
-            for other in self._eviction.insert(key, max(1, nbytes), seconds, about.parents.get(key), about.tenant):
-                self._forget(other)
-            if there is not None:
-                there.expires = max(there.expires, expires)
-                return PutOutcome.PRESENT
-            if key not in self._eviction:
-                raise ObjectTooLargeError(
-                    f"a value of {nbytes} bytes was not taken: held values leave no room for it, the block before it "
-                    "is missing, or the values that would have to be evicted are worth more"
-                )
-            value = self._values[key] = _Value(key, next(self._numbers), nbytes, expires)
-            self._eviction.pin(key)  # so that it is not evicted before it is complete
+            value = self._find(key, time.monotonic())
+            if value is None:
+                return None
+            self._eviction.touch(key)
+            self._eviction.pin(key)  # so that it is not evicted before it is read
         try:
-            storage = self._blocks.allocate(max(1, nbytes), cls="kv", name="KV block")
-            self._copy(storage, nbytes, payload, deadline, write=True)
+            if value.nbytes > nbytes_of(into):
+                raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
+            self._copy(value.storage, value.nbytes, into, deadline, write=False)
+            return value.nbytes
+        finally:
+            with self._lock:
+                self._unpin(value)
+
+    def _put(self, about: About, key: bytes, payload: Payload, deadline: float) -> PutOutcome:
+        with self._lock:
+            value = self._insert(key, nbytes_of(payload), about)
+        if value is None:
+            return PutOutcome.PRESENT
+        try:
+            storage = self._blocks.allocate(max(1, value.nbytes), cls="kv", name="KV block")
+            self._copy(storage, value.nbytes, payload, deadline, write=True)
         except BaseException:
             with self._lock:
                 if self._values.get(key) is value:
-                    self._remove(value)
+                    self._delete(key)
             raise
         with self._lock:
             self._check_open()
@@ -233,127 +241,121 @@ class PoolObjects:
             self._unpin(value)
         return PutOutcome.STORED
 
+    def _demote(self, key: bytes, deadline: float) -> Demotion | None:
+        now = time.monotonic()
+        with self._lock:
+            value = self._find(key, now)
+            is_pinned = value is not None and value.number in self._pinned and value.pinned_until > now
+        if value is None or value.storage is None:
+            return None
+        if not self._blocks.has_lower_tiers():
+            return Demotion.NO_LOWER_TIER
+        if is_pinned:
+            return Demotion.PINNED
+        if now > deadline:
+            raise NodeTimeoutError("the time of this call was over before its turn came")
+        return Demotion.LOWER if self._blocks.demote(value.storage) else Demotion.FULL
+
+    # ---- state; these methods are called with the lock -----------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("these objects in a pool were closed, or left in a child by a fork; make new ones")
+
+    def _find(self, key: bytes, now: float) -> _Value | None:
+        """Return a value that is complete and has not expired."""
+        value = self._values.get(key)
+        return None if value is None or value.storage is None or value.expires <= now else value
+
+    def _insert(self, key: bytes, nbytes: int, about: About) -> _Value | None:
+        """Make room for a value, and return it, pinned until it is complete; None if the key has a value already."""
+        self._check_open()
+        now = time.monotonic()
+        expires = now + about.ttl_ms / 1000 if about.ttl_ms else float("inf")
+        if nbytes > self._capacity:
+            raise ObjectTooLargeError(f"a value of {nbytes} bytes does not fit into {self._capacity}")
+        if self._eviction.nbytes + nbytes > self._capacity:
+            for number in [number for number, one in self._pinned.items() if one.pinned_until <= now]:
+                self._release(number)
+        present = self._values.get(key)
+        # If no cost is known, all values cost the same. A value that is there may get its parent again.
+        seconds = max(1, about.cost_us) / 1e6
+        for evicted in self._eviction.insert(key, max(1, nbytes), seconds, about.parents.get(key), about.tenant):
+            self._forget(evicted)
+        if present is not None:
+            present.expires = max(present.expires, expires)
+            return None
+        if key not in self._eviction:
+            raise ObjectTooLargeError(
+                f"a value of {nbytes} bytes was not taken: pinned values leave no room for it, the block before it is "
+                "missing, or the values that would have to be evicted are worth more"
+            )
+        self._eviction.pin(key)
+        value = self._values[key] = _Value(key, next(self._numbers), nbytes, expires)
+        return value
+
+    def _pin(self, key: bytes, now: float, until: float) -> Hold | None:
+        value = self._find(key, now)
+        if value is None:
+            return None
+        if value.number not in self._pinned:
+            self._pinned[value.number] = value
+            self._eviction.pin(key)
+            value.pinned_until = until
+        value.pinned_until = max(value.pinned_until, until)  # the pin of another owner may be longer
+        return b"", value.number, 0, 0
+
+    def _release(self, number: int) -> None:
+        """End the pin of a value, if it is pinned."""
+        value = self._pinned.pop(number, None)
+        if value is not None:
+            self._unpin(value)
+
     def _unpin(self, value: _Value) -> None:
-        """Remove one pin of a value, if the value is still there; called with the lock."""
+        """Remove one pin of a value from the eviction, if the value is still there."""
         if self._values.get(value.key) is value:
             self._eviction.unpin(value.key)
 
-    def _release(self, value: _Value) -> None:
-        """End the hold of a value; called with the lock."""
-        del self._held[value.number]
-        self._unpin(value)
+    def _delete(self, key: bytes) -> bool:
+        """Delete a value; return False if it is not there."""
+        self._eviction.remove(key)
+        return self._forget(key)
 
-    def _forget(self, key: bytes) -> None:
-        """Forget a value that was evicted, if it was there; called with the lock."""
+    def _forget(self, key: bytes) -> bool:
+        """Forget a value that the eviction no longer has; return False if it is not there."""
         value = self._values.pop(key, None)
         if value is not None:
-            self._held.pop(value.number, None)
+            self._pinned.pop(value.number, None)
+        return value is not None
 
-    def _remove(self, value: _Value) -> None:
-        """Remove a value; called with the lock."""
-        self._eviction.remove(value.key)
-        self._forget(value.key)
+    # ---- bytes ---------------------------------------------------------------------------------------------------
 
-    def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Keep values from being evicted for a limited time; see `BestEffort.hold_many`."""
-        self._check_open()
-        now = time.monotonic()
-        held: list[Hold | Exception | None] = []
-        with self._lock:
-            for key in keys:
-                found = self._find(key, now)
-                if found is not None:
-                    value, _ = found
-                    if value.number not in self._held:
-                        self._held[value.number] = value
-                        self._eviction.pin(key)
-                        value.held_until = now
-                    value.held_until = max(value.held_until, now + ttl_ms / 1000)  # another hold may be longer
-                held.append(None if found is None else (b"", found[0].number, 0, 0))
-        return held
-
-    def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """Let values be evicted again; see `BestEffort.release_many`."""
-        with self._lock:
-            for _, number, _, _ in holds:
-                if (value := self._held.get(number)) is not None:
-                    self._release(value)
-
-    def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values; return for each 1 if it was there."""
-        dropped: list[int | Exception] = []
-        with self._lock:
-            for key in keys:
-                value = self._values.get(key)
-                if value is not None:
-                    self._remove(value)
-                dropped.append(int(value is not None))
-        return dropped
-
-    def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the pool's fast tier into the tiers below; see `BestEffort.demote_many`."""
-        self._check_open()
-        deadline = time.monotonic() + timeout
-        outcomes: list[Demotion | Exception | None] = []
-        for key in keys:
-            now = time.monotonic()
-            with self._lock:
-                found = self._find(key, now)
-                held = found is not None and found[0].number in self._held and found[0].held_until > now
-            try:
-                if found is None:
-                    outcomes.append(None)
-                elif not self._blocks.has_lower_tiers():
-                    outcomes.append(Demotion.NO_LOWER_TIER)
-                elif held:
-                    outcomes.append(Demotion.PINNED)
-                elif now > deadline:
-                    raise NodeTimeoutError("the time of this call was over before its turn came")
-                else:
-                    outcomes.append(Demotion.LOWER if self._blocks.demote(found[1]) else Demotion.FULL)
-            except FarpoolError as error:
-                outcomes.append(error)
-        return outcomes
-
-    def drop(self, key: bytes) -> bool:
-        """Drop one value; return True if it was there."""
-        return self.drop_many([key], 1.0) == [1]
-
-    def stats(self) -> EvictionStats:
-        """Return counts of values, bytes and hits by tenant, the policy in use, and the hits of other policies."""
-        with self._lock:
-            return self._eviction.stats()
-
-    def _copy(self, storage: Storage, nbytes: int, parts: Payload, deadline: float, *, write: bool) -> None:
-        """Copy between a storage and consecutive buffers, a piece at a time.
+    def _copy(self, storage: Storage | None, nbytes: int, parts: Payload, deadline: float, *, write: bool) -> None:
+        """Copy between a storage and consecutive buffers, a chunk at a time.
 
         Raises
         ------
         NodeTimeoutError
             The copy did not end by the deadline.
         """
-        views = [np.frombuffer(part, dtype=np.uint8) for part in parts_of(parts)]
-        part, at, start = 0, 0, 0
-        while start < nbytes:
+        assert storage is not None
+        buffers = deque(flat(part) for part in parts_of(parts) if part.nbytes)
+        for start in range(0, nbytes, self._chunk_bytes):
             if time.monotonic() > deadline:
                 raise NodeTimeoutError("the time of this call was over before all bytes were copied")
-            stop = min(nbytes, start + self._chunk)
-            with self._pinned(storage, start, stop, Mode.OVERWRITE if write else Mode.READ) as memory:
-                done = 0
-                while done < stop - start:
-                    count = min(stop - start - done, len(views[part]) - at)
-                    own, far = views[part][at : at + count], memory[done : done + count]
-                    if write:
-                        far[:] = own
-                    else:
-                        own[:] = far
-                    done, at = done + count, at + count
-                    if at == len(views[part]):
-                        part, at = part + 1, 0
-            start = stop
+            stop = min(nbytes, start + self._chunk_bytes)
+            with self._in_fast_tier(storage, start, stop, Mode.OVERWRITE if write else Mode.READ) as chunk:
+                while chunk.size:
+                    count = min(chunk.size, buffers[0].size)
+                    source, target = (buffers[0], chunk) if write else (chunk, buffers[0])
+                    target[:count] = source[:count]
+                    chunk, buffers[0] = chunk[count:], buffers[0][count:]
+                    if not buffers[0].size:
+                        buffers.popleft()
 
     @contextmanager
-    def _pinned(self, storage: Storage, start: int, stop: int, mode: Mode) -> Iterator[NDArray[np.uint8]]:
+    def _in_fast_tier(self, storage: Storage, start: int, stop: int, mode: Mode) -> Iterator[NDArray[Any]]:
+        """Pin some bytes of a storage in the fast tier, and view them."""
         if self._blocks.closed:
             raise PoolClosedError("the pool of this cache is closed")
         access = self._blocks.acquire([Use(storage, start, stop, mode)], "KV block")

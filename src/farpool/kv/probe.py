@@ -29,6 +29,7 @@ import numpy as np
 
 from farpool.cluster.store.arguments import as_payload, parts_of
 from farpool.errors import BudgetError, PoolFullError, ProbeError, StoreClosedError, TierError
+from farpool.kv.background import seconds_to
 from farpool.kv.compression import flat
 from farpool.kv.keys import block_key, namespace_key
 from farpool.kv.namespace import Group, Namespace
@@ -41,7 +42,7 @@ __all__ = ["EngineBlock", "Probe"]
 
 _LOG = logging.getLogger("farpool.kv")
 
-_TTL_S = 60.0
+_PROBE_TTL_S = 60.0
 """Seconds after which a probe's block expires if its program dies before deleting it."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
 """Reasons why nodes never store a block: the access key may only read, or the block is larger than a node."""
@@ -158,22 +159,14 @@ class Probe:
             The part of the memory.
         """
         with self._lock:
-            if self.error is not None:
-                return
-            self._nbytes = block.nbytes
-            reason = self._moved(block, through_nodes=True)
-            if reason is not None and self.error is None:
-                self._moved(block, through_nodes=False)
             if self.error is None:
-                self.reason = self._allowed(reason)
+                self.reason = self._proved(block)
 
     def attempt(self) -> None:
         """Probe the nodes if none has answered yet, with new memory, because the engine may be using its own now."""
         with self._lock:
             if self.error is None and self.reason is not None and self._nbytes:
-                reason = self._moved(EngineBlock.private(self._nbytes), through_nodes=True)
-                if self.error is None:
-                    self.reason = self._allowed(reason)
+                self.reason = self._proved(EngineBlock.private(self._nbytes))
 
     def admit(
         self,
@@ -186,7 +179,9 @@ class Probe:
         *,
         through_nodes: bool = True,
     ) -> Reason | None:
-        """Call `first_use`. If it refuses the call's blocks, count them and write the reason into the journal.
+        """Move a known block through each kind of memory that no call has used before.
+
+        If no node can be asked, the probe uses a copy in memory instead, and the next call asks the nodes.
 
         Parameters
         ----------
@@ -196,31 +191,8 @@ class Probe:
             The engine's name of the request, for ``farpool why``, or one name for each block.
         blocks : int
             Number of blocks that the call moves.
-        kinds, block, timeout, through_nodes
-            See `first_use`.
-        """
-        reason = self.first_use(kinds, block, timeout, through_nodes=through_nodes)
-        if reason is not None:
-            for request, number in Counter([requests] * blocks if isinstance(requests, str) else requests).items():
-                self._caches[0].missed(step, request, number, reason, _NO_PROOF)
-        return reason
-
-    def first_use(
-        self,
-        kinds: Iterable[Hashable],
-        block: Callable[[Sequence[Hashable]], EngineBlock],
-        timeout: float | None = None,
-        *,
-        through_nodes: bool = True,
-    ) -> Reason | None:
-        """Move a known block through each kind of memory that no call has used before.
-
-        If no node can be asked, the probe uses a copy in memory instead, and the next call asks the nodes.
-
-        Parameters
-        ----------
         kinds : iterable
-            Names of the kinds of memory that a call uses.
+            Names of the kinds of memory that the call uses.
         block : callable
             Make the block of the kinds that have to be probed.
         timeout : float or None
@@ -231,14 +203,29 @@ class Probe:
         Returns
         -------
         Reason or None
-            Why the call must not move its blocks; None if it may.
+            Why the call must not move its blocks; the cache then counts them as missed, and the journal tells why. None
+            if it may.
 
         Raises
         ------
         BudgetError, PoolFullError, TierError
             The engine's memory is in a pool that has no room for the block.
         """
-        kinds = list(kinds)
+        reason = self._first_use(list(kinds), block, timeout, through_nodes=through_nodes)
+        if reason is not None:
+            for request, number in Counter([requests] * blocks if isinstance(requests, str) else requests).items():
+                self._caches[0].missed(step, request, number, reason, _NO_PROOF)
+        return reason
+
+    def _first_use(
+        self,
+        kinds: Sequence[Hashable],
+        block: Callable[[Sequence[Hashable]], EngineBlock],
+        timeout: float | None,
+        *,
+        through_nodes: bool,
+    ) -> Reason | None:
+        """Probe the kinds of memory that no call has used before; return why no block may be moved through them."""
         if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
             return self.reason
         until = None if timeout is None else time.monotonic() + timeout
@@ -249,18 +236,12 @@ class Probe:
             missing = [kind for kind in kinds if kind not in done]
             if self.error is not None or not missing:
                 return self.reason
-            own = block(missing)
-            self._nbytes = own.nbytes
-            refused = self._moved(own, through_nodes=through_nodes, until=until)
-            if refused is not None and self.reason is None:
-                self._moved(own, through_nodes=False)
-            reason = self._allowed(refused)
-            if self.reason is None:
-                is_whole = through_nodes and reason is None
-                (self._passed if is_whole else self._without_nodes).update(missing)
+            reason = self._proved(block(missing), through_nodes=through_nodes, until=until)
+            if self.error is None:
+                (self._passed if through_nodes and reason is None else self._without_nodes).update(missing)
             if reason is Reason.LATE and timeout is not None:
                 self._ask_later()
-            return self.reason or reason
+            return reason
         finally:
             self._lock.release()
 
@@ -274,13 +255,17 @@ class Probe:
         """Move a block in new memory for kinds whose first use left no time for nodes."""
         with self._lock:
             kinds = self._without_nodes - self._passed
-            if self.error is None and kinds:
-                reason = self._allowed(self._moved(EngineBlock.private(self._nbytes), through_nodes=True))
-                if self.error is None and reason is None:
-                    self._passed |= kinds
+            if self.error is None and kinds and self._proved(EngineBlock.private(self._nbytes)) is None:
+                self._passed |= kinds
 
-    def _allowed(self, reason: Reason | None) -> Reason | None:
-        """Return why blocks may not be served yet, if the probe's block was not moved for `reason`."""
+    def _proved(self, block: EngineBlock, *, through_nodes: bool = True, until: float | None = None) -> Reason | None:
+        """Move a known block, through a copy in memory if the nodes cannot; return why blocks may not be moved yet."""
+        self._nbytes = block.nbytes
+        reason = self._moved(block, through_nodes=through_nodes, until=until)
+        if reason is not None and self.error is None:
+            self._moved(block, through_nodes=False)
+        if self.error is not None:
+            return Reason.UNPROVED
         if reason in _NOT_ALLOWED:
             _LOG.warning(
                 "%s: the nodes did not store the probe's block (%s); only the engine's memory was checked",
@@ -364,7 +349,7 @@ def _carried(
         groups=(Group(("probe",), block.nbytes),),
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
-    saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace, timeout=_left(until))
+    saved = saving.save(keys, values, ttl=_PROBE_TTL_S, namespace=namespace, timeout=_left(until))
     if any(saved):  # the saved copies expire; do not ask unreachable nodes again
         return next(reason for reason in saved if reason is not None)
     try:
@@ -378,7 +363,7 @@ def _carried(
 
 
 def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())
+    return None if until is None else seconds_to(until)
 
 
 def _difference(known: bytes, found: bytes) -> str:

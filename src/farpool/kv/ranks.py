@@ -29,7 +29,7 @@ Exchange = Callable[[Sequence[int]], Sequence[int]]
 """Takes the numbers of one rank, each at least 0, and returns the minimum of each number over all ranks."""
 
 _REFUSED = "refused"
-_KEPT_EXCHANGES = 1 << 12
+_KEPT_EXCHANGES_MAX = 1 << 12
 """Number of exchanges whose keys stay in the store after they have ended. A rank that is paused for more exchanges gets
 an error instead of an answer."""
 _RECORD_PERIOD = 1 << 8
@@ -194,16 +194,16 @@ class StoreRanks:
 
     def _tidy(self, store: Store, number: int) -> None:
         """Delete this rank's key of an exchange that has ended long ago."""
-        old = number - _KEPT_EXCHANGES - _RECORD_PERIOD
+        old = number - _KEPT_EXCHANGES_MAX - _RECORD_PERIOD
         if self.rank:
             if old >= 0:
                 store.delete_key(self._key(old, self.rank))
             return
         with self._lock:
-            if number - _KEPT_EXCHANGES >= self._deleted + _RECORD_PERIOD:
+            if number - _KEPT_EXCHANGES_MAX >= self._deleted + _RECORD_PERIOD:
                 # Record the number before deleting any answer, because a rank that finds no answer looks here for the
                 # reason.
-                key, deleted = self._key("deleted"), number - _KEPT_EXCHANGES
+                key, deleted = self._key("deleted"), number - _KEPT_EXCHANGES_MAX
                 store.set(key, str(deleted))
                 store.check([key])  # `set` does not wait for the store
                 self._deleted = deleted

@@ -87,11 +87,23 @@ class Reason(StrEnum):
     FAILED = "failed"
 
 
-def reason_of(error: Exception) -> Reason:
-    """Return the reason for an error of the store."""
-    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAILED)
+def reason_of(answer: object) -> Reason | None:
+    """Return why a store's answer for a block is a failure; None if it is a success.
+
+    Parameters
+    ----------
+    answer : object
+        None if there is no such block, an error, or a reason. Anything else is the result of a success.
+    """
+    if answer is None:
+        return Reason.ABSENT
+    if isinstance(answer, Reason):
+        return answer
+    if not isinstance(answer, Exception):
+        return None
+    reason = next((reason for kind, reason in _REASONS if isinstance(answer, kind)), Reason.FAILED)
     if reason is Reason.FAILED:
-        _log_once(f"{type(error).__name__}: {error}")
+        _log_once(f"{type(answer).__name__}: {answer}")
     return reason
 
 

@@ -39,7 +39,7 @@ class Tally:
         record(request, step, blocks, 0, {str(reason): blocks}, 0.0, note)
 
     def ended(
-        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
+        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int = 0
     ) -> None:
         """Record a step.
 

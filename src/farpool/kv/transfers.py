@@ -5,24 +5,41 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from farpool.kv.background import seconds_to
 from farpool.kv.blocks import BlockCache
-from farpool.kv.engine_memory import EngineMemory, Uses
+from farpool.kv.engine_memory import Batch, EngineMemory
+from farpool.kv.found import Found
 from farpool.kv.judge import Judge
 from farpool.kv.memory import KVMemory
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.peers import Peers
-from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted, picked
+from farpool.kv.plan import Current, Match, Prompt, Shape, Wanted
 from farpool.kv.reasons import Reason
 
 if TYPE_CHECKING:
     from farpool.abc.objects import Payload
     from farpool.kv.ranks import Exchange
-    from farpool.kv.tally import Requests
 
-__all__ = ["Transfers", "seconds_to"]
+__all__ = ["Transfers"]
+
+
+class _Moved(NamedTuple):
+    """Result of loading a batch.
+
+    Attributes
+    ----------
+    outcomes : list of Reason or None
+        For each block None or the reason why it is missing.
+    under_way, seconds : int and float
+        For the judge: the bytes under way, and the time of the load; 0 seconds if the judge cannot use them.
+    """
+
+    outcomes: list[Reason | None]
+    under_way: int = 0
+    seconds: float = 0.0
 
 
 class Transfers:
@@ -82,48 +99,38 @@ class Transfers:
             The exchange in which the ranks agree on this load; None if there is nothing to agree on.
         """
         try:
-            usable, under_way, seconds = self._load_here(matches, memories, groups, until)
+            usable, moved = self._load_here(matches, memories, groups, until)
         except BaseException:
-            self._peers.agree_load(matches, [0] * len(matches), 0.0, exchange)  # the other ranks wait for this one
+            self._peers.abandon(exchange)
             raise
-        usable, seconds = self._peers.agree_load(matches, usable, seconds, exchange)
-        if seconds:
-            self._judge.loaded(under_way, seconds)
+        usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
+        self._learn(moved.under_way, seconds)
         return usable
 
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
-    ) -> tuple[list[int], int, float]:
-        """Load this rank's blocks; return the tokens that it can use of each prompt, and `move`'s measurement."""
-        keys: list[bytes] = []
-        targets: list[Payload] = []
-        sizes: list[int] = []
-        places: list[list[int]] = []
-        uses, step = Uses(), self._shape.block
+    ) -> tuple[list[int], _Moved]:
+        """Load this rank's blocks; return the tokens that it can use of each prompt."""
+        batch, step = Batch(matches[0].request if len(matches) == 1 else []), self._shape.block
+        numbers: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
             needed = list(self._shape.needed(match.tokens // step, match.compute // step, groups))
             if self._current.is_outdated(match):
                 needed = []
-            own_sizes, own_targets = self.memory.targets(memory, needed)
-            sizes += own_sizes
-            targets += own_targets
-            for number, blocks in needed:
-                keys += match.wanted.keys_of(number, blocks)
-                if blocks:
-                    uses.loads(memory, number, blocks.start)
-            places.append([block for _, blocks in needed for block in blocks])
-        names: Requests = (
-            matches[0].request
-            if len(matches) == 1
-            else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
-        )
-        came, under_way, seconds = self.move(uses, keys, targets, sizes, names, until)
-        outcomes = iter(came)
+            self.memory.add_targets(batch, match.wanted, memory, needed)
+            numbers.append([block for _, blocks in needed for block in blocks])
+        moved = self._move(batch, until)
+        outcomes = iter(moved.outcomes)
         usable = [
             self.usable(match, own, list(itertools.islice(outcomes, len(own))))
-            for match, own in zip(matches, places, strict=True)
+            for match, own in zip(matches, numbers, strict=True)
         ]
-        return usable, under_way, seconds
+        return usable, moved
+
+    def _learn(self, under_way: int, seconds: float) -> None:
+        """Report the time of a load to the judge, if it is known."""
+        if seconds:
+            self._judge.loaded(under_way, seconds)
 
     def usable(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
         """Return how many tokens of a prompt the engine can use, given the outcomes of loading some of its blocks."""
@@ -133,77 +140,44 @@ class Transfers:
             return 0
         return self._shape.loaded(match, blocks, outcomes)
 
-    def fetch(
-        self, wanted: Wanted, memory: KVMemory, until: float
-    ) -> tuple[list[Reason | None], list[int], int, float]:
-        """Load all blocks of a prompt without a lookup; return the results of `move`, with the sizes after the list."""
-        needed = list(self._shape.needed(wanted.blocks))
-        sizes, targets = self.memory.targets(memory, needed)
-        uses = Uses()
-        for number, _ in needed:
-            uses.loads(memory, number, 0)
-        outcomes, under_way, seconds = self.move(uses, wanted.keys, targets, sizes, wanted.request, until)
-        return outcomes, sizes, under_way, seconds
+    def fetch(self, wanted: Wanted, memory: KVMemory, until: float) -> Found:
+        """Load all blocks of a prompt whose layers need all blocks; return the result that a lookup would have had."""
+        batch = Batch(wanted.request)
+        self.memory.add_targets(batch, wanted, memory, self._shape.needed(wanted.blocks))
+        moved = self._move(batch, until)
+        self._learn(moved.under_way, moved.seconds)
+        stored = self._shape.stored(wanted)
+        if not any(moved.outcomes):
+            return Found(stored)
+        return Found([reason or nbytes for reason, nbytes in zip(moved.outcomes, stored, strict=True)])
 
-    def move(
-        self,
-        uses: Uses,
-        keys: Sequence[bytes],
-        targets: Sequence[Payload],
-        sizes: Sequence[int],
-        request: Requests,
-        until: float,
-    ) -> tuple[list[Reason | None], int, float]:
-        """Copy the blocks that this process has in near memory, and load the others from the store.
-
-        Memory of the engine that is used for the first time is probed before.
-
-        Parameters
-        ----------
-        uses : Uses
-            Memory of the engine that contains the targets; empty if the targets are other memory.
-        keys, targets, sizes : sequences
-            For each block its key, the memory that receives it, and its bytes.
-        request : str or sequence of str
-            Name of the request, or one name for each block.
-        until : float
-            Deadline of the load, by the monotonic clock.
-
-        Returns
-        -------
-        list of Reason or None
-            For each block None if it is in its target, or the reason why it is missing.
-        int
-            Bytes of all loads under way when this load began, its own included.
-        float
-            Seconds that the load took, for the judge; 0 if the judge cannot use this time.
-        """
-        # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
-        is_near = self._near.nbytes and len(self._near.held(keys)) == len(keys)
-        if uses:
-            refused = self.memory.admit("load", request, len(keys), uses, until, through_nodes=not is_near)
+    def _move(self, batch: Batch, until: float) -> _Moved:
+        """Probe memory that is used for the first time, then copy blocks that are near, and load the others."""
+        keys = batch.keys
+        if batch.uses:
+            # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
+            is_near = len(self._near.present(keys)) == len(keys)
+            refused = self.memory.admit("load", batch, until, through_nodes=not is_near)
             if refused is not None:
-                return [refused] * len(keys), 0, 0.0
+                return _Moved([refused] * len(keys))
         outcomes: list[Reason | None] = [None] * len(keys)
-        far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
+        far = self._near.copy(keys, batch.payloads)
         if not far:
-            return outcomes, 0, 0.0
-        if len(far) < len(keys):
-            keys, targets, sizes = picked(keys, far), picked(targets, far), picked(sizes, far)
-            request = request if isinstance(request, str) else picked(request, far)
-        began = time.monotonic()
-        nbytes = sum(sizes)
+            return _Moved(outcomes)
+        rest = batch if len(far) == len(keys) else batch.only(far)
+        began, nbytes = time.monotonic(), sum(rest.sizes)
         under_way = self._judge.begun(nbytes)
         try:
-            loaded = self._blocks.load(keys, targets, request=request, timeout=seconds_to(until))
+            loaded = self._blocks.load(rest.keys, rest.payloads, request=rest.request, timeout=seconds_to(until))
         finally:
             self._judge.ended(nbytes)
-        seconds = 0.0
-        if not any(loaded) or Reason.LATE in loaded:  # a late load has taken at least so long
-            seconds = time.monotonic() - began
+        is_measured = not any(loaded) or Reason.LATE in loaded  # a late load has taken at least so long
+        seconds = time.monotonic() - began if is_measured else 0.0
+        if rest is batch:
+            return _Moved(loaded, under_way, seconds)
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
-        return outcomes, under_way, seconds
+        return _Moved(outcomes, under_way, seconds)
 
     def save(
         self,
@@ -228,9 +202,8 @@ class Transfers:
         """
         values: dict[bytes, Payload] = {}
         parents: dict[bytes, bytes] = {}
-        names: list[str] = []
         saved: list[list[bytes]] = []
-        uses, shape = Uses(), self._shape
+        batch, shape = Batch(prompts[0].request if len(prompts) == 1 else []), self._shape
         for prompt, memory in zip(prompts, memories, strict=True):
             wanted = shape.wanted(namespace, prompt)
             own: list[bytes] = []
@@ -243,21 +216,23 @@ class Transfers:
                     key = wanted.key(number, block)
                     if payload is not None and key not in values:
                         values[key] = payload
-                        names.append(prompt.request)
+                        if isinstance(batch.request, list):
+                            batch.request.append(prompt.request)
                         last = block
                         if (parent := shape.parent(wanted, number, block)) is not None:
                             parents[key] = parent
                 if last >= 0:
-                    uses.saves(memory, number, last)
+                    batch.use("save", number, memory, last)
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
-        if self.memory.admit("save", names, len(names), uses, until) is not None:
+        batch.keys, batch.payloads = list(values), list(values.values())
+        if self.memory.admit("save", batch, until) is not None:
             return [0] * len(saved)
         computing = sum(self._judge.prefill_seconds(len(prompt.tokens)) for prompt in prompts)
         outcomes = self._blocks.save(
-            list(values),
-            list(values.values()),
-            request=prompts[0].request if len(prompts) == 1 else names,
+            batch.keys,
+            batch.payloads,
+            request=batch.request,
             timeout=seconds_to(until),
             cost=computing / max(1, len(values)),
             parents=parents,
@@ -286,19 +261,16 @@ class Transfers:
             # A node reads a block from its file before it can keep the block in memory.
             return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
         places = self._near.reserve(needed)
-        views = [memoryview(place) for place in places.values()]
-        sizes = [len(place) for place in places.values()]
-        came, under_way, seconds = self.move(Uses(), list(places), views, sizes, wanted.request, until)
-        if seconds:
-            self._judge.loaded(under_way, seconds)
-        for (key, place), outcome in zip(places.items(), came, strict=True):
+        batch = Batch(wanted.request)
+        for key, place in places.items():
+            batch.keys.append(key)
+            batch.payloads.append(memoryview(place))
+            batch.sizes.append(len(place))
+        moved = self._move(batch, until)
+        self._learn(moved.under_way, moved.seconds)
+        for (key, place), outcome in zip(places.items(), moved.outcomes, strict=True):
             if outcome is None:
                 self._near.keep(key, place)
             else:
                 self._near.release(place)
-        return len(self._near.held(keys))
-
-
-def seconds_to(until: float) -> float:
-    """Return the seconds that are left until a time of `time.monotonic`."""
-    return max(0.0, until - time.monotonic())
+        return len(self._near.present(keys))

@@ -202,7 +202,7 @@ class _Locks:
         while self._ends[first := next(iter(self._ends))][-1] <= now:
             del self._ends[first]
 
-    def remove(self, key: bytes, now: float) -> bool:
+    def release(self, key: bytes, now: float) -> bool:
         """End one lock of an object; return True if it was the last one."""
         ends = self._ends[key]
         ends.popleft()  # the oldest, even if its time is over: this may be its unlock
@@ -288,7 +288,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             self._lookups.submit(self._unlock, keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        load = self._judge.loading(_chunks(keys), sum(one.get_size() for one in objects))
+        load_ended = self._judge.loading(_chunks(keys), sum(one.get_size() for one in objects))
         outcomes: list[Reason | None] = [Reason.LATE] * len(keys)
 
         def work(keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
@@ -300,7 +300,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             return bitmap
 
         def ended() -> None:
-            load.ended(_outcomes_of_chunks(keys, outcomes))
+            load_ended(_outcomes_of_chunks(keys, outcomes))
 
         return self._start(self._loads, self._loaded, Bitmap(len(keys)), work, keys, objects, ended)
 
@@ -370,34 +370,31 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         """Store the objects that the nodes lack; the task has failed if an object could not be stored."""
-        layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
-        known = self._of_known_type("save", self._stores, layouts)
-        spaces = [self._space(key, layout) for key, layout in zip(keys, layouts, strict=True)]
-        own = [_key(space, key) for space, key in zip(spaces, keys, strict=True)]
-        there = self._stores.lookup([own[number] for number in known]).found
-        by_space: dict[bytes, list[int]] = {}
-        for number, is_there in zip(known, there, strict=True):
+        blocks = self._blocks_of("save", self._stores, keys, self._layouts_of(keys, objects))
+        there = self._stores.lookup([key for _, key in blocks.values()]).found
+        by_space: dict[Namespace, list[int]] = {}
+        for (number, (space, _)), is_there in zip(blocks.items(), there, strict=True):
             if not is_there:
-                by_space.setdefault(spaces[number].digest, []).append(number)
+                by_space.setdefault(space, []).append(number)
         chunks = _chunks(keys)
         with self._lock:
             before = min(self._places.pop(chunk, 0) for chunk in chunks)
         cost = self._judge.cost(len(chunks), before, len(keys))
         stored: list[int] = []
-        failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(known)))
-        for numbers in by_space.values():
+        failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(blocks)))
+        for space, numbers in by_space.items():
             outcomes = self._stores.save(
-                [own[number] for number in numbers],
+                [blocks[number][1] for number in numbers],
                 [_bytes_of(objects[number]) for number in numbers],
                 cost=cost,
-                namespace=spaces[numbers[0]],
+                namespace=space,
             )
             stored += [number for number, reason in zip(numbers, outcomes, strict=True) if reason is None]
             failed.update(reason for reason in outcomes if reason is not None)
         sizes = [objects[number].get_size() for number in stored]
         self._account([keys[number] for number in stored], sizes)
         if failed:
-            _LOG.warning("%d of %d objects were not stored: %s", failed.total(), len(keys), _listed(failed))
+            _warn_of(failed, len(keys), "stored")
         return L2StoreResult(not failed, sum(sizes))
 
     def _look_up(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
@@ -406,37 +403,36 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             self._places.update((chunk, place) for place, chunk in enumerate(_chunks(keys)))
             while len(self._places) > _PLACED_CHUNKS_MAX:
                 self._places.popitem(last=False)
-        by_number: dict[int, str] = {}
+        known: dict[int, str] = {}
         for number, key in enumerate(keys):
             described = layouts.get(key.object_group_id)
             if described is not None and described.shapes:
-                by_number[number] = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
-            elif known := self._known_layouts(key):
+                known[number] = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
+            elif others := self._known_layouts(key):
                 # LMCache's tools give no description, because they look for objects that they have just stored.
-                by_number[number] = known[-1]
-        numbers = list(by_number)
-        asked = [numbers[place] for place in self._of_known_type("lookup", self._lookups, list(by_number.values()))]
-        own = [_key(self._space(keys[number], by_number[number]), keys[number]) for number in asked]
+                known[number] = others[-1]
+        blocks = self._blocks_of("lookup", self._lookups, keys, known)
         began = self._judge.clock()
-        looked = self._lookups.lookup(own)
-        there = [place for place, found in enumerate(looked.found) if found]
-        nbytes = {asked[place]: looked.sizes[place] or 0 for place in there}
-        if self._bypasses(keys, nbytes, began):
-            there = []
+        looked_up = self._lookups.lookup([key for _, key in blocks.values()])
+        sizes = dict(zip(blocks, looked_up.sizes, strict=True))
+        there = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
+        if self._bypasses(keys, there, began):
+            there = {}
         now = time.monotonic()
-        held = self._lookups.pin([own[place] for place in there], self._settings.lock_ttl) if there else []
-        for place, reason in zip(there, held, strict=True):
+        own = [blocks[number][1] for number in there]
+        pinned = self._lookups.pin(own, self._settings.lock_ttl) if own else []
+        for number, key, reason in zip(there, own, pinned, strict=True):
             if reason is None:
-                bitmap.set(asked[place])
-                self._locks.add(own[place], now)
-        gone = [keys[n] for n, reason in zip(asked, looked.reasons, strict=True) if reason is Reason.ABSENT]
-        self._forget(gone)
+                bitmap.set(number)
+                self._locks.add(key, now)
+        reasons = zip(blocks, looked_up.reasons, strict=True)
+        self._forget([keys[number] for number, reason in reasons if reason is Reason.ABSENT])
         return bitmap
 
     def _unlock(self, keys: list[ObjectKey]) -> None:
         now = time.monotonic()
         own = [next((data for data in self._known_keys(key) if data in self._locks), None) for key in keys]
-        self._lookups.unpin([data for data in own if data is not None and self._locks.remove(data, now)])
+        self._lookups.unpin([data for data in own if data is not None and self._locks.release(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
         """Decide whether computing is faster than loading the objects that were found.
@@ -459,19 +455,22 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return run.is_bypassed
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[Reason | None]:
-        layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
-        known = self._of_known_type("load", self._loads, layouts)
-        own = [_key(self._space(keys[number], layouts[number]), keys[number]) for number in known]
+        blocks = self._blocks_of("load", self._loads, keys, self._layouts_of(keys, objects))
         outcomes: list[Reason | None] = [Reason.FAILED] * len(keys)
-        for number, reason in zip(known, self._loads.load(own, [_bytes_of(objects[n]) for n in known]), strict=True):
+        own, targets = [key for _, key in blocks.values()], [_bytes_of(objects[number]) for number in blocks]
+        for number, reason in zip(blocks, self._loads.load(own, targets), strict=True):
             outcomes[number] = reason
         loaded = [key for key, reason in zip(keys, outcomes, strict=True) if reason is None]
         if loaded:
             self._notify_keys_accessed(loaded)
         if len(loaded) < len(keys):
-            failed = Counter(reason for reason in outcomes if reason is not None)
-            _LOG.warning("%d of %d objects were not loaded: %s", failed.total(), len(keys), _listed(failed))
+            _warn_of(Counter(reason for reason in outcomes if reason is not None), len(keys), "loaded")
         return outcomes
+
+    def _layouts_of(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> dict[int, str]:
+        """Name the layouts of objects, by their indices."""
+        each = enumerate(zip(keys, objects, strict=True))
+        return {number: self._layout_of(_meta_shapes(one), key) for number, (key, one) in each}
 
     def _layout_of(self, pairs: Iterable[tuple[Sequence[int], object]], key: ObjectKey) -> str:
         """Name the layout of an object, and remember it for calls that do not give it."""
@@ -484,20 +483,25 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
                 self._layouts[key.model_name, key.object_group_id] = (*others, layout)
         return layout
 
-    def _of_known_type(self, step: str, cache: BlockCache, layouts: Sequence[str]) -> list[int]:
-        """Return the indices of the objects whose data type is known; count the others as failed.
+    def _blocks_of(
+        self, step: str, cache: BlockCache, keys: list[ObjectKey], layouts: Mapping[int, str]
+    ) -> dict[int, tuple[Namespace, bytes]]:
+        """Return the namespace and the key of each object's block, by the object's index.
 
-        Plain bytes may be fp8_e4m3 or fp8_e5m2, and an engine with one type must not load KV of the other.
+        Objects whose data type is not known are left out and count as failed. Plain bytes may be fp8_e4m3 or fp8_e5m2,
+        and an engine with one type must not load KV of the other.
         """
-        if self._settings.kv_dtype:
-            return list(range(len(layouts)))
-        known = [number for number, layout in enumerate(layouts) if "uint8" not in _dtypes_of(layout)]
-        if len(known) < len(layouts):
+        blocks: dict[int, tuple[Namespace, bytes]] = {}
+        for number, layout in layouts.items():
+            if self._settings.kv_dtype or "uint8" not in _dtypes_of(layout):
+                space = self._space(keys[number], layout)
+                blocks[number] = space, _key(space, keys[number])
+        if len(blocks) < len(layouts):
             if not self._has_warned:
                 self._has_warned = True
                 _LOG.error("%s", _UNKNOWN_TYPE)
-            cache.missed(step, "", len(layouts) - len(known), Reason.FAILED, _UNKNOWN_TYPE)
-        return known
+            cache.missed(step, "", len(layouts) - len(blocks), Reason.FAILED, _UNKNOWN_TYPE)
+        return blocks
 
     def _known_layouts(self, key: ObjectKey) -> tuple[str, ...]:
         return self._layouts.get((key.model_name, key.object_group_id), ())
@@ -602,5 +606,6 @@ def _key(space: Namespace, key: ObjectKey) -> bytes:
     return block_key(space.digest, chain, key.object_group_id, key.kv_rank & 0xFFFFFFFF)
 
 
-def _listed(reasons: Counter[Reason]) -> str:
-    return ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+def _warn_of(failed: Counter[Reason], objects: int, done: str) -> None:
+    reasons = ", ".join(f"{number} {reason}" for reason, number in failed.most_common())
+    _LOG.warning("%d of %d objects were not %s: %s", failed.total(), objects, done, reasons)

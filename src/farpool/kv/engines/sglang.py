@@ -500,12 +500,12 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         request : str
             Name of the request.
         """
-        load = self._judge.loading(hashes, nbytes)
+        load_ended = self._judge.loading(hashes, nbytes)
         reasons: list[Reason | None] = [Reason.FAILED] * len(keys)
         try:
             reasons = self._blocks.load(keys, parts, request=request)
         finally:
-            load.ended(pages.reasons_of_pages(reasons)[: len(hashes)])
+            load_ended(pages.reasons_of_pages(reasons)[: len(hashes)])
         return reasons
 
     def _pages(self, pool: Any, name: str) -> _Pages:

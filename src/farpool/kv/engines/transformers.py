@@ -39,7 +39,7 @@ from farpool.kv.engines.transformers_blocks import prefix_blocks
 from farpool.kv.engines.transformers_config import config_of
 from farpool.kv.engines.transformers_layer import OperandMemory, PagedLayer
 from farpool.kv.engines.transformers_payloads import Payloads
-from farpool.kv.engines.transformers_prefix import HeldPrefix
+from farpool.kv.engines.transformers_prefix import CachedPrefix
 from farpool.kv.engines.transformers_probe import probe_block
 from farpool.memory.pool.pool import blocks_of
 from farpool.tensors.arena import device_of
@@ -144,12 +144,12 @@ class FarpoolCache(Cache):
             if type(layer) is DynamicLayer:
                 layers[number] = PagedLayer(self._pool, f"layer {number}", memory, tokens_per_block)
         super().__init__(layers=layers)
-        self._prefix: HeldPrefix | None = None
+        self._prefix: CachedPrefix | None = None
         self._timer: _PassTimer | None = None
         if prefixes is not None:
             device = device_of(self._pool)
             payloads = Payloads(prefixes.namespace, self.layers, device)
-            self._prefix = HeldPrefix(prefixes, payloads, config, kind=(str(device), tokens_per_block))
+            self._prefix = CachedPrefix(prefixes, payloads, config, kind=(str(device), tokens_per_block))
             kept = [number for number, layer in enumerate(layers) if type(layer) is not DummyLayer]
             if kept[1:] and device.type == "cpu":
                 self._timer = _PassTimer(kept[0], kept[-1], len(layers))
@@ -310,7 +310,7 @@ class FarpoolCache(Cache):
             raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
         return prefix.load(tokens, salt, request, self._probe_block, judged=judged)
 
-    def _required(self) -> HeldPrefix:
+    def _required(self) -> CachedPrefix:
         if self._prefix is None:
             raise ConfigError(
                 "this FarpoolCache has no prefixes: make it with FarpoolCache(..., prefixes=prefix_blocks(...))"

@@ -87,7 +87,7 @@ class OperandMemory:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._storage: torch.UntypedStorage | None = None
-        self._held = 0
+        self._own_references = 0
         """Number of references to the storage when only this object refers to it."""
         self._forget: Callable[[], object] = lambda: None
 
@@ -99,7 +99,7 @@ class OperandMemory:
         for extent in shape:
             nbytes *= extent
         storage = self._storage
-        if storage is None or storage.nbytes() < nbytes or _references(storage) > self._held:
+        if storage is None or storage.nbytes() < nbytes or _references(storage) > self._own_references:
             storage = self._make(nbytes + nbytes // _SPARE_PARTS)
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
@@ -110,10 +110,10 @@ class OperandMemory:
         self._forget()
         with torch.inference_mode(False):
             storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-        self._storage, self._held = storage, _references(storage)
+        self._storage, self._own_references = storage, _references(storage)
         self._ledger.add("host", "KV operands", requested=nbytes, reserved=nbytes, touched=nbytes)
-        held = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
-        self._forget = weakref.finalize(self, self._ledger.subtract_finally, "host", "KV operands", held)
+        account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
+        self._forget = weakref.finalize(self, self._ledger.subtract_finally, "host", "KV operands", account)
         return storage
 
 
@@ -121,6 +121,19 @@ def _references(storage: torch.UntypedStorage) -> int:
     """Return the number of tensors and other objects that refer to the memory of a storage."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def _in_pool(what: str) -> Any:
+    """Make a property that is not available: the keys and values are in the pool, and `PagedLayer.read` copies them."""
+
+    def get(layer: PagedLayer) -> None:
+        layer._refuse(what)
+
+    def set(layer: PagedLayer, value: object) -> None:
+        if value is not None:
+            layer._refuse(what)
+
+    return property(get, set)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -272,25 +285,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.is_initialized:
             del self._blocks[-(-self._tokens // self._block_tokens) :]
 
-    @property
-    def keys(self) -> None:
-        """Not available: the keys are in the pool, and `read` copies them."""
-        self._refuse("keys")
-
-    @keys.setter
-    def keys(self, value: object) -> None:
-        if value is not None:
-            self._refuse("keys")
-
-    @property
-    def values(self) -> None:
-        """Not available: the values are in the pool, and `read` copies them."""
-        self._refuse("values")
-
-    @values.setter
-    def values(self, value: object) -> None:
-        if value is not None:
-            self._refuse("values")
+    keys = _in_pool("keys")
+    values = _in_pool("values")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     Tokens = Sequence[int] | torch.Tensor
     ProbeBlock = Callable[[], EngineBlock]
 
-__all__ = ["HeldPrefix"]
+__all__ = ["CachedPrefix"]
 
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES_MAX = 16 << 20
 """Maximum bytes of blocks that are in host memory at once on their way between a pool and nodes."""
 
 
@@ -55,7 +55,7 @@ class _Stored:
     ends: list[int]
 
 
-class HeldPrefix:
+class CachedPrefix:
     """Saves and loads the prefix that one cache holds.
 
     Parameters
@@ -105,9 +105,9 @@ class HeldPrefix:
         self._held_out = False
         """True while a prefix is computed to measure what loading gains."""
 
-    def twin(self, payloads: Payloads) -> HeldPrefix:
+    def twin(self, payloads: Payloads) -> CachedPrefix:
         """Return the prefix of a copy of the cache, which has these payloads."""
-        other = HeldPrefix.__new__(HeldPrefix)
+        other = CachedPrefix.__new__(CachedPrefix)
         other.__dict__.update(self.__dict__, payloads=payloads, _held_out=False)
         return other
 
@@ -135,20 +135,20 @@ class HeldPrefix:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, tokens: Tokens, held: int, salt: bytes | str, request: str, probe: ProbeBlock) -> int:
+    def save(self, tokens: Tokens, cached: int, salt: bytes | str, request: str, probe: ProbeBlock) -> int:
         """Store the prefix; see `FarpoolCache.save`.
 
         Parameters
         ----------
         tokens, salt, request
             See `FarpoolCache.save`.
-        held : int
+        cached : int
             Tokens that the cache holds.
         probe : callable
             Make the block of the probe.
         """
         ids = self._checked(tokens, salt)
-        count = min(len(ids), held) // self.step
+        count = min(len(ids), cached) // self.step
         if count == 0:
             return 0
         if self._several:
@@ -396,6 +396,6 @@ def _left(until: float) -> float | None:
 
 def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:
     """Cut a list of blocks of `nbytes` bytes each into batches that fit into memory."""
-    step = max(1, _BATCH_BYTES // nbytes)
+    step = max(1, _BATCH_BYTES_MAX // nbytes)
     for start in range(0, len(numbers), step):
         yield numbers[start : start + step]

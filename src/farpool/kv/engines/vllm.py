@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -45,7 +44,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from farpool.errors import ConfigError
-from farpool.kv.engine_judge import EngineLoad, Run
+from farpool.kv.engine_judge import Run
 from farpool.kv.engines.connector import Connector
 from farpool.kv.journal import record
 from farpool.kv.namespace import Group, Namespace
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from farpool.kv.blocks import BlockCache
 
     _Move = Callable[[TransferJob], Sequence[Reason | None]]
+    _Ended = Callable[[Sequence[Reason | None]], None]
 
 __all__ = ["FarpoolTier"]
 
@@ -148,7 +148,7 @@ class FarpoolTier(SecondaryTierManager):
         self._loaded: dict[str, set[OffloadKey]] = {}
         self._asked: dict[str, float] = {}
         self._runs: dict[str, Run] = {}
-        self._finished: SimpleQueue[JobResult] = SimpleQueue()
+        self._finished: list[JobResult] = []
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         # Stores wait here, so that a thread is always free for loads, because requests wait for loads.
@@ -296,8 +296,8 @@ class FarpoolTier(SecondaryTierManager):
         keys = list(job_metadata.keys)
         # Do not remember a request that ended before its loads were submitted.
         self._loaded.get(job_metadata.req_context.req_id, set()).update(keys)
-        load = self._judge.loading(keys, len(keys) * self.block_size_bytes)
-        self._submit(self._load, job_metadata, load)
+        load_ended = self._judge.loading(keys, len(keys) * self.block_size_bytes)
+        self._submit(self._load, job_metadata, load_ended)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
@@ -322,7 +322,7 @@ class FarpoolTier(SecondaryTierManager):
                 with self._changed:
                     self._storing -= 1
 
-    def _submit(self, move: _Move, job: TransferJob, load: EngineLoad | None = None) -> bool:
+    def _submit(self, move: _Move, job: TransferJob, load_ended: _Ended | None = None) -> bool:
         """Move the blocks of a job on a thread of the cache; vLLM receives the result of each job.
 
         Returns
@@ -339,8 +339,8 @@ class FarpoolTier(SecondaryTierManager):
 
         def done(reasons: Sequence[Reason | None]) -> None:
             self._finish(job, reasons, time.monotonic() - began[0] if began else 0.0)
-            if load is not None:
-                load.ended(reasons)
+            if load_ended is not None:
+                load_ended(reasons)
             elif began:
                 with self._changed:
                     self._storing -= 1
@@ -382,17 +382,14 @@ class FarpoolTier(SecondaryTierManager):
             transfer_bytes=len(done) * self.block_size_bytes,
         )
         with self._changed:
-            self._finished.put(result)
+            self._finished.append(result)
             self._unfinished -= 1
             self._changed.notify_all()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results: list[JobResult] = []
-        while True:
-            try:
-                results.append(self._finished.get_nowait())
-            except Empty:
-                return results
+        with self._changed:
+            finished, self._finished = self._finished, []
+        return finished
 
     def drain_jobs(self) -> None:
         with self._changed:

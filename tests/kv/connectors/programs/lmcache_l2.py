@@ -484,7 +484,7 @@ def slow_link_is_bypassed(**params: Any) -> dict[str, Any]:
             facts["wrong"] += wrong
             facts["told"] += any(entry.reasons == {"bypassed": BLOCKS} for entry in steps)
             facts["completed"] &= completed
-        eventually(lambda: not one.adapter._lookups._holds)  # nothing stays locked
+        eventually(lambda: not one.adapter._lookups._pins)  # nothing stays locked
         return {**facts, "bypassed": one.adapter.report_status().get("load.bypassed", 0)}
 
 
