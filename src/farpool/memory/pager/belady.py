@@ -122,6 +122,8 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
         # None of the operands is evicted, because they are needed now.
         while used > capacity:
             farthest, _, block = heapq.heappop(queue)
+            # We never remove entries from the middle of the heap; an entry whose need has changed since is skipped
+            # here.
             if needs.get(block) != -farthest or -farthest == number:
                 continue
             nbytes = resident.pop(block)
@@ -173,6 +175,7 @@ def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[lis
     needs: list[list[int]] = []
     for number in range(len(merged) - 1, -1, -1):
         operands, access = merged[number]
+        # We go backwards, so the steps of one access come in reverse: freed, used, created.
         for block in access.freed:
             following[block] = _DEAD
         needs.append([following.get(operand.block, _NEVER) for operand in operands])

@@ -175,6 +175,7 @@ class ExecutorDriver:
         with self:
             if self._closed:  # since the caller looked
                 return None
+            # The stream is registered before any command starts: fences that are made from now on must include it.
             self._executor.note_use()
             if self._pager.under_way:
                 self.note_ends()
@@ -190,6 +191,7 @@ class ExecutorDriver:
 
     def _await(self, access: Access, op: str) -> float:
         start, timeout = time.monotonic(), self._timeout
+        # We look before the wait, because the account names the transfer that we waited for, and it is gone afterwards.
         block, tier = self._awaited(access)
         try:
             # Also raise if it was granted after the pool closed: the pool did not count it, so the arena may be gone.
@@ -210,6 +212,7 @@ class ExecutorDriver:
 
     def _awaited(self, access: Access) -> tuple[int, int]:
         transfers: list[Transfer] = self._pager.transfers()
+        # Barriers have no pieces and name no tier, so they would not help a reader of the account.
         waiting = [transfer for transfer in transfers if transfer.pieces]
         own = [transfer for transfer in waiting if access.waits_for(transfer.block)]
         for transfer in own or waiting:
@@ -221,10 +224,13 @@ class ExecutorDriver:
             return
         with self:
             self.granted -= 1
+            # After the close nothing is unpinned any more; `BlockPool.force_close` only waits until the count is 0.
             if self._closed:
                 self.notify_all()
                 return
             if self._watch is not None:
+                # Debug mode compares the bytes before the pager learns of the release and lets another block into the
+                # range.
                 self._watch.released(grant.access)
             self._pager.release(grant.access)
             if self._pager.under_way:
@@ -232,6 +238,7 @@ class ExecutorDriver:
             self.start()
             self.notify_all()
             if self._watch is not None:
+                # We raise last, when the access is released, because an error must not leave its operands pinned.
                 self._watch.raise_findings()
 
     # ---- transfers ----------------------------------------------------------------------------------------------
@@ -256,6 +263,8 @@ class ExecutorDriver:
                 self._pager.completed(done.id, done.start, done.end)
                 self._account(transfer, done)
         if finished:
+            # All ends are reported before waiting accesses proceed, so that the pager decides once, with all the room
+            # there is.
             self._pager.proceed(time.monotonic())
             self.start()
             self.notify_all()
@@ -274,6 +283,7 @@ class ExecutorDriver:
     def wait(self, timeout: float) -> None:
         remaining = max(0.0, min(timeout, _WAIT_SLICE_S))
         if self._pager.under_way:
+            # The executor reports ends on a condition of its own, so we wait there, and without the pool's lock.
             self._lock.release()
             try:
                 self._executor.wait(remaining)
@@ -292,6 +302,7 @@ class ExecutorDriver:
         self._lock.notify_all()
 
     def forget_parent(self) -> None:
+        # A thread of the parent may hold the old lock, and that thread does not exist here.
         self._lock = threading.Condition(threading.Lock())
         self._closed = self.attention = True
 

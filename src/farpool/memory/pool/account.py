@@ -59,6 +59,7 @@ class Account:
                 event = self._events.popleft()
             except IndexError:  # another thread took it
                 return
+            # A callback may end its own subscription, which changes the list while we go through it.
             for callback in tuple(self._listeners):
                 callback(event)
 

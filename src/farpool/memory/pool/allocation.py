@@ -96,6 +96,7 @@ class Allocation:
         return Blocks(self._make(sizes, cls, name, adopted), len(sizes), 0, step, False)
 
     def _make(self, sizes: list[int], cls: str, name: str, adopted: bool) -> int:
+        # One call of the pager makes all of them, so their numbers are consecutive and the first one identifies them.
         first = self._pager.create(sizes, cls)
         made = self.made[first] = Made(first, len(sizes), name, adopted)
         if self._recorder.recordings:
@@ -134,6 +135,7 @@ class Allocation:
             for key in [key for key, block in self._open.items() if block == dropped.first]:
                 del self._open[key]
         del self.made[dropped.first]
+        # A transfer may still use the blocks, so we retire them now and free them in `collect`.
         self._pager.retire(dropped.first, dropped.blocks)
         if self._recorder.recordings:
             self._recorder.freed(dropped.first, dropped.blocks)

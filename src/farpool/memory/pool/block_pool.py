@@ -86,6 +86,7 @@ class BlockPool:
         try:
             device = open_device(config, lower.ports, lower.tiers, ledger)
         except BaseException:
+            # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()
             raise
         ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
@@ -127,6 +128,7 @@ class BlockPool:
             config.timeout,
         )
         self.closed = False
+        # We register last, so that neither the exit handler nor a forked child finds a pool that is half made.
         _POOLS.add(self)
         forks.begin_again(self)
 
@@ -136,6 +138,8 @@ class BlockPool:
         self.driver.forget_parent()
 
     def _make_driver(self) -> Driver:
+        # Debug mode wraps the executor. The native driver would bypass the wrapper, because it submits transfers to the
+        # executor's queue itself.
         executor, timeout = self._executor, self.config.timeout
         if isinstance(executor, ThreadExecutor):
             return NativeDriver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
@@ -232,12 +236,15 @@ class BlockPool:
                 return
             self.closed = True
             self.driver.close()
+            # Operations of other threads may still compute in the arena, and `release` wakes us when one ends.
             deadline = time.monotonic() + timeout
             while self.driver.granted and time.monotonic() < deadline:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
+        # We wait for transfers without the lock: a thread that ends its access now needs the lock.
         ended = self._executor.close(timeout)
         watch, self._watch = self._watch, None
+        # Otherwise a transfer or an operation still writes to the memory that this would compare.
         if watch is not None and ended and unused:
             watch.look()
         if ended:
@@ -345,6 +352,7 @@ class BlockPool:
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
+        # Without `attention`, an access is this one call, and it needs no other work in Python.
         grant = self._ask(uses, op, rows, careful=False)
         return self._acquire_carefully(uses, op, rows) if grant is None else grant
 
@@ -384,6 +392,7 @@ class BlockPool:
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         for use in uses:
             if use.storage.loose:
+                # Packing comes before the lock, because it waits for transfers and acquires operands of its own.
                 self._packing.pack(use.storage, op)
         with self.driver:
             self._check_open()
@@ -391,6 +400,7 @@ class BlockPool:
             # in debug mode, and during recordings and subscriptions, which would miss accesses of other threads.
             self.driver.attention = bool(self._watch or self.account.listening or self.recorder.recordings)
             self._collect_dropped()
+            # Transfers still use retired blocks, so a later access has to free them.
             if self.allocation.retired:
                 self.driver.attention = True
         grant = self._granted(self._ask(uses, op, rows, careful=True))
@@ -425,6 +435,8 @@ class BlockPool:
 
     def drop(self, dropped: Dropped) -> None:
         """Record that a storage was collected; may be called at any time, even in the middle of another method."""
+        # No lock here: the collector may run this in a thread that holds the pool's lock. Appending to a deque is
+        # atomic, and `attention` is set after the append, so the next careful access sees the entry.
         self._dropped.append(dropped)
         self.driver.attention = True
 
@@ -509,6 +521,7 @@ class BlockPool:
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file; see `farpool.Pool.record`."""
         self._check_open()
+        # The file is opened before we take the lock, because other threads must not wait for a disk.
         writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
         with self.driver:
             self._collect_dropped()

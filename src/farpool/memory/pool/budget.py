@@ -74,6 +74,8 @@ class Budget:
         """
         before = self._pager.capacity
         if budget < before:
+            # We empty the upper part of the arena before it gives memory back. When we grow, the arena comes first,
+            # because the pager may place blocks in the new part at once.
             self._check_blocks_fit(budget)
             self._shrink(budget)
             if watch is not None:
@@ -96,9 +98,11 @@ class Budget:
                 self._driver.start()
                 if time.monotonic() >= deadline:
                     raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
+                # The wait gives up the lock, so another thread may close the pool during it.
                 self._driver.wait(deadline - time.monotonic())
                 self._check_open()
         except BaseException as error:
+            # With the old budget, blocks that could not be evicted may stay where they are.
             self._pager.resize(before)
             self._driver.start()
             if isinstance(error, NoRoomError):

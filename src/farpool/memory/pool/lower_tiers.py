@@ -55,6 +55,8 @@ class LowerTiers:
         if index is None:
             source.open()
             index = self._sources[id(source)] = pager.add_source()
+            # The callback also keeps the file alive, so no other object gets the identity that is its key in
+            # `_sources`.
             self._opened.callback(source.close)
             self.ports.append(source.port)
             self.names.append(source.info.name)

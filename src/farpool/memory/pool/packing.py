@@ -74,6 +74,7 @@ class Packing:
             if not storage.shared:
                 storage.loose = False
                 return
+            # The lock is given up below, and this keeps other threads from packing the storage a second time.
             self._under_way.add(id(storage))
         try:
             with self._driver:
@@ -83,6 +84,8 @@ class Packing:
                 [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
             )
             with self._driver:
+                # The move and the swap are one step under the lock: no access may find the new place before the bytes
+                # are there.
                 source, target = grant.offsets
                 self._executor.start([Move(source, target, storage.nbytes)])
                 storage.layout.swap(packed.layout)

@@ -142,6 +142,8 @@ class Pool:
         # A short form must not pass for the file or the environment.
         config = PoolConfig.load(None, environment=None, **given) if fast is None else PoolConfig.make(**given)
         self._blocks = BlockPool(config)
+        # The map is weak: tensors hold the `BlockPool`, and a `Pool` that the program has dropped must not live on for
+        # them.
         _POOLS[id(self._blocks)] = self
 
     @classmethod

@@ -89,6 +89,8 @@ class Recording:
         """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
         if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
+        # If another thread writes already, we do not wait for its disk: this thread is about to continue its
+        # computation.
         if self._writing.acquire(blocking=False):
             try:
                 if not self._ended and self._error is None:
@@ -100,6 +102,7 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording and complete the file; an error is kept for `close` to raise."""
+        # New records stop first, so that the loop in `_write` comes to an end while other threads use the pool.
         self._recorder.forget(self)
         if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
             return
@@ -161,6 +164,7 @@ class Recording:
             elif noted.released:
                 records.append(self._access(noted))
                 weight += len(noted.runs)
+            # Records stay in the order of grants, so an access that is not released yet holds back all later ones.
             elif not last:
                 break
             self.noted.popleft()
@@ -197,6 +201,8 @@ class Recorder:
 
     def start(self, writer: TapeWriter, pager: Pager, living: Iterable[Made]) -> Recording:
         """Start a recording; its first records describe the blocks that exist already."""
+        # The caller holds the pool's lock, so no block is made or freed between this list and the first record after
+        # it.
         recording = Recording(self, writer, [create for made in living for create in _creates(pager, made)])
         with self._changing:
             self.recordings = (*self.recordings, recording)

@@ -136,6 +136,7 @@ class CudaHost:
     def unlock(self, address: int) -> None:
         """Unlock the range that was locked at this address; no copy may be under way there."""
         with self._changing:
+            # The range leaves the list before it is unlocked, because `tensor` reads the list without the lock.
             self._ranges = tuple(item for item in self._ranges if item[0] != address)
         with torch.cuda.device(self._device), relaxed():
             torch.cuda.cudart().cudaHostUnregister(address)  # fails only if the driver has been unloaded before
@@ -178,6 +179,8 @@ class CudaStaging:
         self.address = self._memory.address
         self.nbytes = nbytes
         try:
+            # A thread of its own, so that an error of the runtime is not raised later by the caller's next kernel
+            # launch.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(host.lock, self.address, nbytes).result()
         except OSError as error:
@@ -288,8 +291,11 @@ class CudaDevice:
                 arena[target : target + nbytes].copy_(arena[source : source + nbytes])
                 return
             starts = range(0, nbytes, _BOUNCE_BYTES)
+            # Pieces go in the direction in which no write overwrites bytes that are still to be read.
             for start in starts if target < source else reversed(starts):
                 size = min(_BOUNCE_BYTES, nbytes - start)
+                # A device copy between ranges that overlap has no defined result, so each piece goes through memory of
+                # its own.
                 piece = arena[source + start : source + start + size].clone()
                 arena[target + start : target + start + size].copy_(piece)
 
@@ -309,6 +315,7 @@ class CudaDevice:
         with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             yield
         self._moved = stream.record_event()
+        # All streams wait, because the program's next work on any of them may use the place that was moved to or from.
         for stream in self._users.values():
             stream.wait_event(self._moved)
 

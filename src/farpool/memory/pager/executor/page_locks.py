@@ -115,6 +115,7 @@ class PageLocks:
         return True
 
     def _want(self, space: _Space, stop: int) -> None:
+        # No lock for this look: `wanted` only grows, and the staging thread asks again for each transfer.
         if space.refused or stop <= space.wanted:
             return
         with self._changed:
@@ -133,6 +134,7 @@ class PageLocks:
                 space = self._next()
                 if self._closing or space is None:
                     return
+            # Outside the lock: locking a chunk is slow, and the staging thread needs the lock in `_want`.
             self._lock_chunk(space)
 
     def _next(self) -> _Space | None:

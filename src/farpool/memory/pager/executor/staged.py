@@ -118,9 +118,13 @@ class StagedExecutor(Executor):
                 self._device.move(command.source, command.target, command.nbytes)
                 fence = None
                 continue
+            # Transfers of one call share a fence. After a move they need a new one, because copies must wait for the
+            # move.
             fence = fence if fence is not None else self._device.fence()
             nbytes = sum(_rounded(piece.nbytes) for piece in command.pieces)
             with self._lock:
+                # The predecessor may have failed already without the pager knowing it: its end is reported at the next
+                # poll.
                 if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
                     now = time.monotonic()
                     self._done.append(Done(command.id, None, True, now, now))
@@ -136,6 +140,7 @@ class StagedExecutor(Executor):
                 job = self._jobs.get(todo.pop())
                 if job is not None and not job.urgent:
                     job.urgent = self._changed = True
+                    # A transfer cannot go on before its predecessors, so they become urgent with it.
                     todo.extend(job.transfer.after)
             self._lock.notify_all()
 
@@ -175,12 +180,16 @@ class StagedExecutor(Executor):
                     continue
                 progressed = self._note_ends()
                 if not self._closing and (progressed or self._changed):
+                    # One job that advances may unblock others, so `_changed` stays True until a round advances none.
                     progressed = self._changed = self._advance_all()
                 copying = any(self._copying.values())
+                # Copies under way use host memory, so the thread stays until they end; tiers' legs are waited for by
+                # the queue.
                 if self._closing and not copying:
                     return
                 if not self._jobs:
                     continue
+            # We wait without the lock, which the program's threads need for new commands.
             if not progressed:
                 poll = _COPY_INTERVAL_S if self._trouble is None else _TROUBLE_INTERVAL_S
                 self._queue.wait(poll if copying else _TIER_INTERVAL_S)
@@ -200,10 +209,12 @@ class StagedExecutor(Executor):
             else:
                 job.leg = _Leg.READY
         for kind, line in self._copying.items():
+            # Copies of one direction end in order, so only the first of each line is polled.
             while line and self._copied(line[0]):
                 progressed = True
                 job = line.popleft()
                 self._copying_bytes[kind] -= job.nbytes
+                # A write-back through staging memory still has its tier's leg to do; all other jobs are complete.
                 if job.fetch or job.error is not None or job.staging < 0:
                     self._finish(job, job.error)
                 else:
@@ -284,6 +295,8 @@ class StagedExecutor(Executor):
         return copies
 
     def _start_copies(self, job: _Job) -> None:
+        # The job joins its line before the first copy is started: if a later copy cannot start, the earlier ones still
+        # use the host's memory, and only the line waits for them.
         job.leg = _Leg.DEVICE
         self._copying[job.transfer.kind].append(job)
         self._copying_bytes[job.transfer.kind] += job.nbytes
@@ -341,7 +354,9 @@ class StagedExecutor(Executor):
         self._lock.notify_all()
         if error is None and not cancelled:
             return
+        # The pager keeps the bytes in the arena if their write-back fails, so transfers into that range must not start.
         for other in [other for other in self._jobs.values() if number in other.transfer.after]:
+            # A native thread uses its staging memory now, so the job ends only when the queue reports it.
             if other.leg == _Leg.TIER:
                 other.dropped = True
             else:

@@ -32,6 +32,8 @@ class ThreadExecutor(Executor):
     def start(self, commands: Sequence[Transfer | Move]) -> None:
         for command in commands:
             if isinstance(command, Move):
+                # The move is made here and now, under the pool's lock, so it precedes every transfer that is submitted
+                # after it.
                 memmove(self.address + command.target, self.address + command.source, command.nbytes)
                 continue
             if command.kind == Kind.WRITE_BACK:
