@@ -85,6 +85,8 @@ class CheckedExecutor(Executor):
                     self._check_move(command)
                     continue
                 self._check_transfer(command)
+                # Noted before the next command is checked, because commands of one call must be in order with each
+                # other, too.
                 self._open[command.id] = command
                 added.append(command.id)
         except OrderError:

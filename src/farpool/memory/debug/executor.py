@@ -37,6 +37,7 @@ class WatchedExecutor(CheckedExecutor):
         self._follower = follower
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
+        # Packing moves bytes inside its own access, and the pager's map does not change with that.
         if not all(isinstance(command, Move) and self.is_own(command) for command in commands):
             self._follower.follow(commands)
         super().start(commands)

@@ -172,6 +172,8 @@ class Tenants:
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None
+        # The write failed, or the pager took the block back during it: in both cases the bytes stay valid in their
+        # place.
         if failed or self._owners().get(tenant.block) == tenant.place:
             self._stay(transfer.id)
             return None

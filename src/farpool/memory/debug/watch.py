@@ -301,6 +301,7 @@ class Watch:
             return
         self.follow(())
         if self._device is not None:
+            # Before the pager gets the range back: fences that are made from now on count this use, older ones do not.
             self._device.used(
                 [(t.place, t.nbytes) for t in map(self._tenants.get, granted.generations) if t is not None]
             )
@@ -323,6 +324,7 @@ class Watch:
                 self._writers[block] -= 1
                 self._writings[block] += 1
         for block in in_place:
+            # A checksum that is taken while another access writes would be wrong at the next look.
             if block not in self._content and not self._writers[block]:
                 self._remember(self._tenants[block])
             self._last_op[block] = granted.op

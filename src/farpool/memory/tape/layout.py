@@ -109,6 +109,8 @@ def decompress(header: ChunkHeader, stored: bytes) -> bytes:
     if header.nbytes > _PAYLOAD_BYTES_MAX:
         raise ValueError(f"{header.nbytes} bytes, at most {_PAYLOAD_BYTES_MAX} are read")
     try:
+        # One byte more than expected is enough to notice a longer payload, and bounds the memory that a damaged file
+        # takes.
         payload = zlib.decompressobj().decompress(stored, header.nbytes + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from None

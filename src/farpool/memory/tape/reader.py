@@ -70,6 +70,7 @@ class TapeFile:
                     records = decoder.records(payload)
                 except ValueError as error:
                     raise self._damaged(number, offset, str(error)) from None
+                # A chunk is decoded as a whole before its first record is delivered, so a damaged chunk delivers none.
                 yield from records
                 number += 1
             if file.read(1):

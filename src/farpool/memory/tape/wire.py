@@ -151,6 +151,7 @@ class Decoder:
             Run(first, count, Mode(mode), table)
             for first, count, mode, table in zip(*(flat[field::_PER_RUN] for field in range(_PER_RUN)), strict=True)
         )
+        # A multiple of 1e-7 is not exact in binary; rounding gives the float nearest to the decimal number.
         think, stall, compute = (round(ticks * TICK, _DIGITS) for ticks in (row.think, row.stall, row.compute))
         return Access(row.thread, _entry(self._texts, row.op, "text"), runs, think, stall, compute)
 

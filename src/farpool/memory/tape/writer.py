@@ -38,6 +38,7 @@ class TapeWriter:
         self._end = HEADER_BYTES
         self._fd = _open(self.path)
         try:
+            # The file is emptied only now, with the lock held, because another recording could be under way in it.
             os.ftruncate(self._fd, 0)
             _write_at(self._fd, pack_header(), 0)
             self._append(META, self._encoder.map(metadata))
@@ -69,6 +70,8 @@ class TapeWriter:
         try:
             _write_at(self._fd, chunk, self._end)
         except OSError:
+            # A reader must find the end after the last whole chunk; half a chunk would look like a recording that was
+            # cut off.
             os.ftruncate(self._fd, self._end)
             raise
         self._end += len(chunk)
@@ -77,6 +80,8 @@ class TapeWriter:
 
 def _open(path: Path) -> int:
     try:
+        # No O_TRUNC: the file may be the user's, and we have not looked at its first bytes yet. O_NONBLOCK, because
+        # opening a named pipe would wait for its other end.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise TapeFileError(f"{path}: cannot open it to record a tape: {error.strerror}") from error

@@ -31,6 +31,7 @@ class HostArena:
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # The address of the arena must not change when it grows, because views and transfers hold addresses in it.
         self._memory = Memory(max(nbytes, memory))
         self._memory.touch(0, nbytes)
         self.nbytes = nbytes

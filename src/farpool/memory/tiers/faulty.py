@@ -114,6 +114,7 @@ class Faulty(WrapperTier):
         self._no_stalls.clear()
 
     def close(self) -> None:
+        # Stalled transfers are under way, and `close` waits for them, so they end first.
         self._no_stalls.set()
         super().close()
 
@@ -136,6 +137,7 @@ class Faulty(WrapperTier):
         fault, draw = self._next_fault(self._on_write)
         self._maybe_fail(fault, "write", extent)
         if fault is Fault.CORRUPT:
+            # We corrupt a copy: the caller's buffer is the arena, which must keep the right bytes.
             data = memoryview(bytearray(require_buffer(extent, data, writable=False)))
             _flip_bit(data, draw)
         super().write_from(extent, data)

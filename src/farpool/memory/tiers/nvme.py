@@ -145,6 +145,7 @@ class Nvme(PortTier):
 
     def _close_port(self) -> None:
         if self._remove is not None:
+            # The name goes first: the lock ends with the descriptor, and then another process may take the file over.
             self._remove()
             self._remove = None
         os.close(self._fd)

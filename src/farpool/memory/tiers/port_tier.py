@@ -34,6 +34,7 @@ class PortTier(Tier):
 
     def __init__(self) -> None:
         self._port: Port | None = None
+        # Reentrant, because wrappers hold it when they call methods of this class that take it again.
         self._lifecycle = threading.RLock()
         self._idle = threading.Condition(self._lifecycle)
         self._under_way = 0
@@ -67,6 +68,7 @@ class PortTier(Tier):
             self._wait_for_close()
             if self._port is None:
                 return
+            # Before the wait, so that no new transfer begins while the others end.
             self._port = None
             self._closing = True
             try:
@@ -95,8 +97,10 @@ class PortTier(Tier):
         with self._lifecycle:
             port = self.port
             self._check_extent(extent)
+            # Counted under the same lock in which the port was found open, so `close` cannot miss this transfer.
             self._under_way += 1
         try:
+            # The transfer itself runs without the lock, so transfers of several threads overlap.
             yield port
         except NodeError as error:  # if a node fails the transfer, the tier has failed it
             kind = TierTimeoutError if isinstance(error, NodeTimeoutError) else TierError

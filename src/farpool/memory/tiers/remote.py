@@ -115,6 +115,7 @@ class Remote(PortTier):
         if (known := self._known) is not None:
             return known
         with self._lifecycle:
+            # Another thread may have asked the nodes while this one waited for the lock.
             if self._known is not None:
                 return self._known
             members = self._present()
@@ -247,6 +248,7 @@ class Remote(PortTier):
         self._high = 0
         if os.getpid() != self._owner:
             return  # threads, leases and connections are the parent's
+        # The threads end first, because they may connect again or move a part to a new lease.
         for contact in reversed(contacts):
             contact.end()
         give_back([part.lease for part in parts], time.monotonic() + self._timeout)
@@ -269,6 +271,7 @@ class Remote(PortTier):
 
     def _connect(self) -> Callable[[str], Channel]:
         """Make the function that returns a channel to an address. It has no reference to the tier."""
+        # A bound method would keep the tier alive through its contact's thread, so it would never be collected.
         return partial(_channel_to, client_key(self._key), self._transport)
 
     def _ways(self, members: Sequence[MemberInfo]) -> list[Channel]:

@@ -155,6 +155,7 @@ class Following(Contact):
         return tuple(self._notes.copy().values())
 
     def _run(self) -> None:
+        # Subscribe before the first look at the list, so that no change falls between the two.
         unsubscribe = self._membership.subscribe(self._changed)
         try:
             self._changed()  # the list may have changed between the opening of the tier and the subscription
@@ -188,6 +189,7 @@ class Following(Contact):
             return
         part.is_away = False
         if part.address != part.channel.name:
+            # The node still has the bytes and only its address is new, so nothing is copied.
             part.port.set_target(port_to(part.channel, part.lease, self._tier, self._timeout), same_bytes=True)
             part.port.replace()
             part.address = part.channel.name
@@ -297,15 +299,18 @@ class Following(Contact):
             find_address(channel, info, self._timeout)
             (lease,) = borrow([channel], part.lease.nbytes, self._tier, self._timeout)
             undo.callback(lambda: give_back([lease], time.monotonic() + self._timeout))
+            # After the contact, because only then the identity of the node is known for certain.
             refuse_twins([part.channel, channel], self._tier)
             part.port.set_target(port_to(channel, lease, self._tier, self._timeout))
             undo.callback(part.port.drop_target)
             if not self._copied(part):
                 return
+            # From here on transfers go to the new memory, so nothing may be undone.
             undo.pop_all()
         old_channel, old_lease = part.channel, part.lease
         part.replace(channel, lease, info)
         self._notes.pop(part, None)
+        # The old memory goes back last, when `replace` has ended the transfers that used it.
         give_back([old_lease], time.monotonic() + self._timeout)
         old_channel.close()
 

@@ -123,6 +123,7 @@ class Contact:
         self._woken = threading.Event()
         self._ended = False
         self._dropped = False
+        # The finalizer holds this object, not the owner. At exit it need not run: the connections end with the process.
         weakref.finalize(owner, self._drop).atexit = False
         self._thread = threading.Thread(target=self._run, name="farpool-contact", daemon=True)
         self._thread.start()

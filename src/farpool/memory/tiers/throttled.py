@@ -72,6 +72,8 @@ class Throttled(WrapperTier):
         """Close the tier; transfers under way end as soon as the inner tier has moved their bytes."""
         with self._lifecycle:
             if self._throttle is not None:
+                # `close` waits for transfers under way, and without this they would wait for their turn on the slow
+                # link.
                 self._throttle.lift()
             super().close()
 

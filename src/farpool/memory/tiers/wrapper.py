@@ -64,6 +64,7 @@ class WrapperTier(PortTier):
             self.inner.free(extent)
 
     def read_into(self, extent: Extent, into: memoryview) -> None:
+        # That port would call this method again, so we go to the inner tier ourselves.
         if isinstance(self.port, PythonPort):
             self.inner.read_into(extent, into)
         else:
