@@ -115,6 +115,7 @@ def is_device(asked: Any, device: torch.device) -> bool:
     return device.index == (torch.cuda.current_device() if named.index is None else named.index)
 
 
+# Weak keys are enough: the views refer to the arena's memory and not to the pool, so both can be collected.
 _views: weakref.WeakKeyDictionary[StorageOwner, ArenaViews] = weakref.WeakKeyDictionary()
 
 

@@ -107,11 +107,14 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
         used.append(tensor)
         footprints.append(tensor._footprint)
 
+    # `acquire` of no bytes touches no block, so it would not notice that the pool is closed.
     if not uses:
         check_open(first)
     access = pool.acquire(uses, signature.name)
     try:
         for tensor, use in zip(used, uses, strict=True):
+            # The uses were read before the pin. Until then another thread could rebind the tensor or move it out of the
+            # pool.
             if tensor._storage is not use.storage:
                 raise PoolClosedError(
                     f"{signature.name}: another thread moved {describe(tensor)} while the operation was under way: "
@@ -122,12 +125,15 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
             *[operands.replace(value) for value in args],
             **{name: operands.replace(value) for name, value in kwargs.items()},
         )
+        # An operator may change the geometry of a real tensor that it writes to, and such a tensor must not stay in the
+        # cache.
         if writes:
             for tensor, footprint in zip(used, footprints, strict=True):
                 footprint.check_real(operands.reals[id(tensor)])
         return operands.wrap_all(result)
     except BaseException:
         for footprint in footprints:
+            # An operator that failed may have changed the geometry, too.
             footprint.forget_real()
         raise
     finally:

@@ -63,6 +63,7 @@ def compute_on_copies(signature: Signature, func: Any, args: Sequence[Any], kwar
         **{name: operands.replace(value) for name, value in kwargs.items()},
     )
     for target in written:
+        # All sizes are checked before the first copy is written back, so that a refusal changes nothing.
         if operands.reals[id(target)].size() != target.size():
             raise UnsupportedError(
                 f"{signature.name} would resize {describe(target)}: pass it a plain copy, pool.materialize(t)"

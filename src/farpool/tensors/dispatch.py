@@ -129,6 +129,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
             return survivors.without_survivors(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
     except AttributeError as error:
+        # `swap` in another thread may change the class of an argument at any point of a handler.
         if error.name in _OWN_ATTRIBUTES and type(error.obj) is not PagedTensor:
             raise PoolClosedError(
                 f"{func}: another thread took a tensor out of its pool (it left the pool, or called farpool.restore) "

@@ -18,6 +18,7 @@ __all__ = ["Footprint"]
 
 _VIEWS_MAX = 64
 """Maximum number of views cached in one footprint, so that a loop over the rows of a table does not fill the memory."""
+# The native method, because `farpool.tensors.integration` puts a guard in front of ``torch.Tensor.set_``.
 _set = torch._C.TensorBase.set_
 
 
@@ -69,6 +70,7 @@ class Footprint(NativeFootprint):
             return kept
         memory = self.arena.memory(place, place + self.stop - self.start)
         real = self.real(memory, self.start, requires_grad=requires_grad)
+        # Debug mode checks that each real tensor is gone after its operation, so it caches none.
         if not self.arena.debug:
             self.keep_real(place, requires_grad, real)
         return real

@@ -56,6 +56,7 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
         )
     result = snapshot(tensor, memo)
+    # Noted before gradient and attributes are copied, because they may refer to the tensor themselves.
     memo[id(tensor)] = result
     result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
@@ -157,6 +158,7 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
         Something holds it; nothing was changed.
     """
     references = tensor._use_count()  # type: ignore[attr-defined]
+    # The Python object itself has one reference.
     if references == 1:
         return
     native = (
@@ -175,6 +177,7 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
     del node
     if known > references:
         raise UnsupportedError(native)
+    # With two, only the leaf's own node holds it, and `swap` makes a backward pass through that node raise.
     if references > 2:
         raise UnsupportedError(graph)
 
@@ -198,12 +201,15 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     for one in (tensor, other):
         if one._use_count() > 1 and one.is_leaf and one.requires_grad:  # type: ignore[attr-defined]
             torch.autograd.graph.get_gradient_edge(one).node.register_prehook(_poisoned)
+    # Our hooks page the gradients of one object. They are removed here and registered below for the object that is
+    # paged.
     forget_gradients_of(tensor)
     forget_gradients_of(other)
     attributes = attributes_of(tensor)
     attributes.pop("_is_param", None)
     is_param = isinstance(tensor, torch.nn.Parameter)
     grad = tensor.grad if tensor.is_leaf else None
+    # The native tensor owns the gradient, so we hand it to the native tensor that `tensor` is about to receive.
     if grad is not None and other.grad is None:
         other.grad = grad
     torch._C._swap_tensor_impl(tensor, other)

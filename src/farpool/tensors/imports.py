@@ -26,6 +26,7 @@ def when_imported(name: str, patch: Patch) -> None:
         patch(module)
         return
     if _finder not in sys.meta_path:
+        # In front, because the first finder that knows a module ends the search.
         sys.meta_path.insert(0, _finder)
     _finder.pending[name] = patch
 
@@ -60,6 +61,7 @@ class _WhenImported(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # Removed before the search below, which asks this finder, too, and would not end otherwise.
         patch = self.pending.pop(fullname, None)
         if patch is None:
             return None

@@ -34,6 +34,7 @@ def _living(pool: StorageOwner) -> list[PagedTensor]:
     """The pool's tensors that the program still holds."""
     if gc.get_freeze_count():
         gc.unfreeze()  # the collector does not list objects that the program has frozen
+    # A tensor that only a garbage cycle holds would seem to be live.
     gc.collect()
     return [value for value in gc.get_objects() if type(value) is PagedTensor and value._storage.pool is pool]
 

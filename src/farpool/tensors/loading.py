@@ -90,6 +90,7 @@ def load_tensors(path: str | os.PathLike[str], pool: BlockPool, tables: Collecti
     except BaseException:
         source.close()
         raise
+    # The pool closes the file at its own end, but it only knows files from which it has adopted a tensor.
     if not tensors:
         source.close()
     return tensors

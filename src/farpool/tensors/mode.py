@@ -57,6 +57,7 @@ class _PagedMode(TorchFunctionMode):
         wrap_transformers()
         into = entered(self._pool)
         into.__enter__()
+        # A list, because one object may be entered several times.
         self._entered.append(into)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 

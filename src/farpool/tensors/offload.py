@@ -154,6 +154,7 @@ def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
     source = plain_empty((0,), (1,), torch.uint8, largest.device).set_(memory, start, (stop - start,), (1,))
     copy_dense(PagedTensor(storage, arena, torch.uint8, (stop - start,), (1,)), source, "farpool.offload")
     del source, memory
+    # After the copy, which would otherwise count as the first use and pack the storage.
     pool.pack_at_first_use(storage)
     paged: list[PagedTensor] = []
     for tensor in group.tensors:
@@ -347,6 +348,7 @@ def move_out(tensors: list[PagedTensor]) -> None:
 
 def _move_group_out(group: list[PagedTensor]) -> None:
     """Make leaves of one storage plain. Release that storage at once, because the next one may need its room."""
+    # All copies exist before the first tensor changes, so a tier that fails leaves the whole group paged.
     plain = _plain_group(group)
     gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
     for tensor, twin, gradient in zip(group, plain, gradients, strict=True):

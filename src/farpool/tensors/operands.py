@@ -93,6 +93,7 @@ class Operands:
 
     def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
         """Make the real tensors of all operands; views of one storage share memory, as plain views do."""
+        # Operands of different storages share no memory, so the cached real tensors are right for them.
         if len({id(use.storage) for use in uses}) == len(uses):
             for tensor, place in zip(tensors, places, strict=True):
                 self.reals[id(tensor)] = tensor._footprint.real_at(place, _requires_grad(tensor))

@@ -62,6 +62,7 @@ def _paged(parameter: PagedTensor, value: torch.Tensor) -> PagedTensor:
 def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
     if type(parameter) is PagedTensor and isinstance(state, dict):
         for key, value in state.items():
+            # A slice of a flat buffer stays plain, because its optimizer writes to the buffer.
             if _is_moment(parameter, key, value) and value.untyped_storage().nbytes() == value.nbytes:
                 yield parameter, value
 
@@ -181,6 +182,8 @@ def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
                     continue  # it fits anyway, so we do not fetch it
                 kind = f"optim.{type(optimizer).__name__}"
                 try:
+                    # We ask the pool instead of adding sizes up, because blocks and shared storages decide if the
+                    # tensors fit.
                     pool.release(pool.acquire([tensor._footprint.reader() for tensor in paged], kind))
                 except BudgetError as error:
                     error.add_note(

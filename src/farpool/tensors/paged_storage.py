@@ -109,6 +109,7 @@ class SavedStorage(PagedStorage):
 # A file contains the name of its storages' class, which must exist in a program without farpool.
 PagedStorage.__name__ = SavedStorage.__name__ = torch.UntypedStorage.__name__
 
+# Each value holds the `Storage` whose identity is its key, so no other object gets that identity before it is gone.
 _known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictionary()
 
 

@@ -197,6 +197,7 @@ def _require_model_class(value: Any) -> None:
 
 def wrap_transformers() -> None:
     """Wrap the functions of transformers that load checkpoints, if it is imported; a second call changes nothing."""
+    # While another thread imports the module, it is in `sys.modules` already but has no class yet.
     if not _wrapped and hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
         with _lock:
             _wrap_once()
@@ -206,6 +207,7 @@ def _wrap_once() -> None:
     global _wrapped
     if _wrapped:
         return
+    # Set before the attempt, so that an unknown version is reported once and not at each call.
     _wrapped = True
     try:
         _wrap(sys.modules[_MODELING], sys.modules[_CONVERSION])

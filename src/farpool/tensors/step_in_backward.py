@@ -302,10 +302,12 @@ class StepInBackward:
     def _step(self, parameter: torch.Tensor) -> None:
         """Step one parameter, by the optimizer's own code and with its group's settings, and free its gradient."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
+        # Other threads must not step while the list is exchanged, so `arrived`, `flush` and `end` hold `_stepping`.
         optimizer.param_groups = [{**self._group_of(parameter), "params": [parameter]}]
         try:
             # The pass may run under autocast, but a step after the pass would not.
             with torch.autocast(parameter.device.type, enabled=False):
+                # The class's own function: the object's `step` is the one that does nothing.
                 type(optimizer).step(optimizer)
         finally:
             optimizer.param_groups = groups
@@ -470,11 +472,13 @@ def _concerned(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> tuple[list
 def _run_backward(native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # ``torch.autograd.grad`` returns gradients and accumulates none, so it steps no parameter.
         if not _active or not kwargs.get("accumulate_grad"):
             return native(outputs, gradients, retain, create, inputs, *args, **kwargs)
         steppers, reentrant = _concerned(outputs, inputs or ())
         nested = torch._C._current_graph_task_id() != -1
         for stepper in steppers:
+            # All optimizers are asked before any of them begins, so that a refusal changes nothing.
             stepper.check(bool(retain) and not create, bool(create), reentrant, nested)
         try:
             for stepper in steppers:

@@ -60,6 +60,7 @@ def without_survivors(
     LifetimeError
         A tensor that views the arena is still alive. The message names the operation.
     """
+    # Operations nest, because a rule calls others. Each one is checked for the tensors that it made itself.
     outer = _local.made
     made = _local.made = []
     try:
@@ -67,6 +68,7 @@ def without_survivors(
     finally:
         _local.made = outer
     if any(map(_alive, made)):
+        # A reference cycle keeps tensors alive until the collector runs, and that is no error.
         gc.collect()
         count = sum(map(_alive, made))
         if count:

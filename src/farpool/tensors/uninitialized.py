@@ -49,6 +49,7 @@ class _MoveWhenInitialized:
         _remove(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoveWhenInitialized:
+        # A copy of the module waits for the same pool, which cannot be copied.
         return self
 
     def __reduce__(self) -> Any:

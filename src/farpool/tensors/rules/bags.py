@@ -55,6 +55,7 @@ def _compute(
         return NotImplemented
     indices = plain(indices)
     options = (scale_grad_by_freq, mode, sparse, plain(per_sample_weights), include_last_offset)
+    # In the small table every index is valid, so we compare with the large one first.
     if out_of_range(indices, weight.size(0)):
         raise_as_torch(func, weight, (indices, plain(offsets), *options, padding_idx), {})
     rows = rows_of_bags(indices, _row_bytes(weight), padding_idx)

@@ -43,6 +43,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if not any(spans_blocks(tensor) for tensor in (target, source) if type(tensor) is PagedTensor):
         return NotImplemented
+    # In pieces, an overlapping source would show bytes that an earlier piece has overwritten.
     if not convertible(source.dtype, target.dtype) or _overlap(target, source):
         return NotImplemented
     if same_layout(target, source):

@@ -66,6 +66,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     source = args[0]
     if kwargs.get("device") is not None and is_device(kwargs["device"], META):
         return func(stand_in(source), *args[1:], **kwargs)
+    # One call outside the pool, because the generator's numbers depend on the length of a call.
     plain = func(_plain_like(source), *args[1:], **kwargs)
     if _elsewhere(source, kwargs):
         return plain

@@ -140,6 +140,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
             starts = (places.repeat_interleave(counts) + host_rows[first_row:last_row] * step).to(table.device)
             arena = table._arena.windows(table.dtype, shape, table.stride()[1:])
             if stop - index == len(touched.uses):
+                # The selection copies the rows, so the result does not depend on the arena after the release.
                 return arena.index_select(0, starts[positions])
             chosen = ((positions >= first_row) & (positions < last_row)).nonzero().squeeze(1)
             result[chosen] = arena.index_select(0, starts[positions[chosen] - first_row])

@@ -78,7 +78,9 @@ class _Table:
         pieces = iter(zip(bounds.tolist(), torch.searchsorted(rows.rows, bounds).tolist(), strict=True))
 
         def fill(piece: torch.Tensor) -> None:
+            # `stream` goes through the steps in order, so the next bounds are the ones of this piece.
             (first, _), (start, stop) = next(pieces)
+            # The gradient is written in mode OVERWRITE, which fetches no old bytes: every element must be set here.
             piece.zero_()
             chosen = values.index_select(0, rows.places[start:stop])
             piece.view(-1, width).index_copy_(0, rows.rows[start:stop] - first, chosen)

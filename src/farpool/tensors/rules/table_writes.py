@@ -59,6 +59,7 @@ def _change(
     before = rows.chosen(values).clone() if only_changed else None
     function(values, rows.indices)
     if before is not None:
+        # Compared as bytes, because a NaN differs from itself and a zero equals its negative.
         changed = (rows.chosen(values).view(torch.uint8) != before.view(torch.uint8)).any(1)
         rows = rows._replace(rows=rows.rows[changed], places=rows.places[changed])
     rows.write(table, values, op)

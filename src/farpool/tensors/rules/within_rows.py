@@ -61,6 +61,7 @@ def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = others[0] if others else None
     if isinstance(source, torch.Tensor) and source.dim() != table.dim():
         return NotImplemented
+    # All indices are checked before the first part, so that torch's own error leaves nothing changed.
     if out_of_range(indices, table.size(dim)):
         raise_as_torch(func, table, (dim, indices, *map(plain, others)), kwargs)
     for first, last in _parts(table, indices.size(0)):
