@@ -100,6 +100,7 @@ class Threads:
                 self._executor = ThreadPoolExecutor(self._count, thread_name_prefix="farpool-kv")
             job = self._executor.submit(function, *args, **kwargs)
             self._jobs.add(job)
+        # Outside the lock: if the job has ended already, the callback runs here.
         job.add_done_callback(self._jobs.discard)
         return job
 
@@ -113,6 +114,7 @@ class Threads:
             self._closed = True
             executor, self._executor = self._executor, None
         if executor is not None:
+            # Outside the lock, because functions that still run may submit others, which are refused.
             executor.shutdown(cancel_futures=True)
 
 
@@ -174,6 +176,8 @@ class Background:
                 while self._watched and self._watched[0][2].has_begun:
                     heapq.heappop(self._watched)
                 if not self._watched:
+                    # `_watch` adds a call and looks at this under the same lock: either this thread sees the call, or
+                    # `_watch` starts another thread.
                     self._watching = False
                     return
                 left = self._watched[0][0] - time.monotonic()

@@ -446,6 +446,8 @@ class BlockCache(Closing):
 
     def close(self) -> None:
         """Cancel functions that have not begun, wait for those that have, and close the connections. Idempotent."""
+        # Refused first: calls that `close` cancels are made at that moment, and must end as misses without asking a
+        # node.
         self._link.refuse()
         self._pins.clear()
         self._threads.close()

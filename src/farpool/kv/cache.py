@@ -167,6 +167,7 @@ class PrefixCache(Closing, OldCalls):
     @weights_id.setter
     def weights_id(self, weights_id: str) -> None:
         self._current.namespace = replace(self._current.namespace, weights=weights_id)
+        # Blocks of the old weights would only take room, because their keys are never requested again.
         self._near.clear()
 
     @property
@@ -215,6 +216,8 @@ class PrefixCache(Closing, OldCalls):
         Match, list of Match or Call
             One match for each prompt; a list if several were given.
         """
+        # Both are taken now, even if a thread makes the call later: it uses the weights of now, and all ranks number
+        # their exchanges in the order of the engine's calls.
         namespace, exchange = self._current.namespace, self._peers.begin()
         try:
             is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
@@ -277,6 +280,8 @@ class PrefixCache(Closing, OldCalls):
         asked = [match] if isinstance(match, Match) else list(match)
         places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
         began, until = time.monotonic(), self._load_until(asked, timeout)
+        # Numbered here and not on the thread that loads: all ranks begin their exchanges in the order of the engine's
+        # calls.
         exchange = self._peers.begin_load(asked)
 
         def load() -> int | list[int]:

@@ -135,6 +135,7 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
     nbytes = sum(map(len, arrays))
     if len(source) > nbytes:
         raise CodecError(f"{len(source)} bytes are more than the payload's {nbytes}")
+    # The codec decodes into one array; with several targets we decode into new memory and copy.
     payload = arrays[0] if len(arrays) == 1 else np.empty(nbytes, np.uint8)
     if len(source) == nbytes:
         payload[:] = source

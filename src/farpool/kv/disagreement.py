@@ -72,6 +72,7 @@ class Disagreements:
                 asking = threading.Thread(target=self._ask, name="farpool-kv-namespaces", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread can start now; a later lookup tries again
                     asking.start()
+                    # The thread clears this under the lock that we hold, so it cannot do so before we set it.
                     self._asking = asking
             if self._asking is not None and reason is None:
                 self._waiting.append((ours, request, blocks))
@@ -86,6 +87,7 @@ class Disagreements:
             self._known, self._asking = known, None
             waiting = list(self._waiting)
             self._waiting.clear()
+        # The journal is written without the lock, so that no lookup waits for it.
         for ours, request, blocks in waiting:
             _told(known.values(), ours, request, blocks)
 

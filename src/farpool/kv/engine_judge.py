@@ -268,6 +268,7 @@ class EngineJudge:
             self._pending[key] = _Pending(
                 run, place, earlier if run.since - earlier < _COMPUTE_TIME_MAX_S else math.inf
             )
+        # The entry keeps the run alive, so that no other run gets its identity.
         self._runs[id(run)] = run
         self._followed += len(run.keys)
         while self._followed > _FOLLOWED_BLOCKS_MAX:

@@ -91,6 +91,7 @@ class _Journal:
         self._begin()
 
     def add(self, entry: Entry) -> None:
+        # No lock: appending to a deque with a maximum length is atomic, and each step of each request comes here.
         self.entries.append(entry)
         if not self._asked:
             with self._lock:
@@ -106,6 +107,7 @@ class _Journal:
         if not _is_own(folder):
             raise PermissionError(f"{folder} belongs to another user or is open to others")
         path = folder / f"kv-{os.getpid()}.sock"
+        # An earlier process with this number may have left its socket.
         path.unlink(missing_ok=True)
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))

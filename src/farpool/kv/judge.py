@@ -108,6 +108,7 @@ class Judge:
                     )
             bypassed = plan.compute >= tokens
             self._decisions["hold-out" if arm == "hold-out" else "compute" if bypassed else "load"] += 1
+        # The journal is written without the lock, because its first entry opens a socket.
         blocks = tokens // step
         reasons = {str(Reason.BYPASSED): blocks} if bypassed else {}
         record(request, "decision", blocks, blocks - sum(reasons.values()), reasons, plan.seconds or 0.0, plan.why)

@@ -71,6 +71,8 @@ class Link:
         """
         if seconds <= 0:
             raise NodeTimeoutError("the time of this call was over before it was made")
+        # No lock here, because every request of the cache passes: `_opened` is set as a whole and never changed in
+        # place.
         opened = self._opened
         return opened[1] if opened is not None and not self._refuses else self._open()[1]
 

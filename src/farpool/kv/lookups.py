@@ -85,6 +85,7 @@ class Lookups:
         try:
             matches = self._match_here(list(wanted), split, timeout)
         except BaseException:
+            # The other ranks wait for this rank's answer, and would do so until their time is over.
             self._peers.abandon(exchange)
             raise
         return self._peers.agree(matches, exchange)

@@ -84,6 +84,7 @@ class NearMemory:
                     self._left += len(self._blocks.popitem(last=False)[1])
                 if self._left < nbytes:
                     break
+                # The room is taken before the load, so that several loads together stay within the limit.
                 self._left -= nbytes
                 places[key] = bytearray(nbytes)
         return places
@@ -94,6 +95,7 @@ class NearMemory:
             if key not in self._blocks:
                 self._blocks[key] = place
                 return
+        # Outside the lock, which `release` takes itself.
         self.release(place)
 
     def release(self, place: bytearray) -> None:

@@ -182,6 +182,7 @@ class Pieces:
             misfits = self._format.misfits(keys, present, [HEADER_BYTES + nbytes for nbytes in sizes])
             self.delete([keys[number] for number in misfits], until)
             missing = sorted({*misfits, *(number for number, size in enumerate(present) if not isinstance(size, int))})
+            # The description comes before the blocks: without it no program finds them by their weights or tenant.
             if missing and self._descriptions.is_due(namespace):
                 calls = self._link.calls()
                 self._descriptions.store(calls, namespace, about.ttl_ms, self._left(until), keep=not is_probe)
@@ -191,6 +192,7 @@ class Pieces:
                     (keys[number], self._format.stored(keys[number], payloads[number], deadline, encode=not is_probe))
                     for number in own
                 ]
+                # Encoding is not part of the measured time, because the choice of the codec measures the link by it.
                 began = time.monotonic()
                 answers = self._link.calls().put_many(items, max(0.0, deadline - began), about)
                 seconds = time.monotonic() - began

@@ -216,6 +216,8 @@ class PoolObjects:
         try:
             if value.nbytes > nbytes_of(into):
                 raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
+            # Outside our lock, because it waits for the pool. Our reference keeps the bytes even if the key is dropped
+            # by now.
             self._copy(value.storage, value.nbytes, into, deadline, write=False)
             return value.nbytes
         finally:
@@ -232,11 +234,13 @@ class PoolObjects:
             self._copy(storage, value.nbytes, payload, deadline, write=True)
         except BaseException:
             with self._lock:
+                # Another call may have dropped the key and stored a new value under it.
                 if self._values.get(key) is value:
                     self._delete(key)
             raise
         with self._lock:
             self._check_open()
+            # Readers take only values with a storage, so the value appears here, with all of its bytes.
             value.storage = storage
             self._unpin(value)
         return PutOutcome.STORED
@@ -323,6 +327,7 @@ class PoolObjects:
 
     def _forget(self, key: bytes) -> bool:
         """Forget a value that the eviction no longer has; return False if it is not there."""
+        # The storage may die here, which takes no other lock: its finalizer only leaves a note for the pool.
         value = self._values.pop(key, None)
         if value is not None:
             self._pinned.pop(value.number, None)

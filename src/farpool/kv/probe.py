@@ -146,6 +146,7 @@ class Probe:
 
     def is_of_this_thread(self) -> bool:
         """Return True while this thread makes the probe, because caches may then move the probe's block."""
+        # No lock: only this thread can have written its own identity.
         return self._thread == threading.get_ident()
 
     def check(self, block: EngineBlock) -> None:
@@ -226,6 +227,8 @@ class Probe:
         through_nodes: bool,
     ) -> Reason | None:
         """Probe the kinds of memory that no call has used before; return why no block may be moved through them."""
+        # Without the lock, because each load and save comes here. The sets only grow, and a call that misses an entry
+        # looks again below.
         if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
             return self.reason
         until = None if timeout is None else time.monotonic() + timeout
@@ -324,6 +327,7 @@ def _inverted(known: bytes) -> bytes:
 def _copied(block: EngineBlock, known: bytes) -> None:
     """Copy the block out of the engine's memory and back, as a save and a load would."""
     copies = [b"".join(flat(part).tobytes() for part in parts_of(as_payload(value))) for value in block.values()]
+    # The place holds other bytes before the load, so a load that writes nothing is noticed.
     block.write(_inverted(known))
     targets = block.targets()
     for copy, target in zip(copies, targets, strict=True):

@@ -170,6 +170,7 @@ class StoreRanks:
 
     def _follow(self, store: Store, number: int, values: Sequence[int]) -> str:
         """Give this rank's numbers, and take the answer."""
+        # A rank with only zeros gives them, too, because rank 0 waits for the numbers of all ranks.
         store.set(self._key(number, self.rank), ",".join(map(str, values)))
         if not any(values):
             return _REFUSED  # the minimum of all numbers is 0 in any case

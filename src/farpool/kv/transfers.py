@@ -101,6 +101,7 @@ class Transfers:
         try:
             usable, moved = self._load_here(matches, memories, groups, until)
         except BaseException:
+            # The other ranks wait for this rank's numbers, and would do so until their time is over.
             self._peers.abandon(exchange)
             raise
         usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
@@ -115,6 +116,7 @@ class Transfers:
         numbers: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
             needed = list(self._shape.needed(match.tokens // step, match.compute // step, groups))
+            # Nothing is loaded for other weights; `usable` records the reason.
             if self._current.is_outdated(match):
                 needed = []
             self.memory.add_targets(batch, match.wanted, memory, needed)

@@ -73,6 +73,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         made: dict[object, torch.Tensor] = {}
         copies: dict[str, torch.Tensor] = {}
         for name, weight in weights.items():
+            # `weights` keeps all of them alive, so equal addresses mean tied weights.
             place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride()) if _has_address(weight) else name
             if place not in made:
                 made[place] = from_tensor(blocks_of(pool), weight, name=name)

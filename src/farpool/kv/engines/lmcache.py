@@ -154,6 +154,7 @@ class _Results(Generic[T]):
     def put(self, task: int, result: T) -> None:
         with self._lock:
             self._ready[task] = result
+            # The number of a closed event may belong to another file by now.
             if not self._closed:
                 self._event.notify()
 
@@ -479,6 +480,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         )
         if self._known_layouts(key)[-1:] != (layout,):
             with self._lock:
+                # The tuple is replaced as a whole, because lookups and unlocks read it without the lock.
                 others = [one for one in self._known_layouts(key) if one != layout]
                 self._layouts[key.model_name, key.object_group_id] = (*others, layout)
         return layout
@@ -538,6 +540,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             new = [(key, size) for key, size in zip(keys, sizes, strict=True) if key not in self._accounted]
             self._accounted.update(new)
             over = [self._accounted.popitem(last=False) for _ in range(len(self._accounted) - _ACCOUNTED_KEYS_MAX)]
+        # LMCache's listeners are called without our lock, because they are code that we do not know.
         if new:
             self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
         if over:

@@ -176,6 +176,7 @@ class _Pages:
         """Copy loaded pages to their places in the pool; do nothing if `targets` are these places."""
         if self.is_copied:
             for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
+                # A page that did not arrive whole has unspecified bytes in its copy, and they must not reach the pool.
                 if is_whole:
                     like = self.pool.get_dummy_flat_data_page().dtype
                     self.pool.set_from_flat_data_page(first, torch.frombuffer(copy, dtype=like))

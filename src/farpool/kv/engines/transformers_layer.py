@@ -223,6 +223,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
         whole = start - start % self._block_tokens
         self.read(0, whole, keys[..., :whole, :], values[..., :whole, :])
+        # The tokens from `whole` to `start` are in the last block, which `_append` pins anyway, so it copies them, too.
         self._append(key_states, value_states, (keys, values))
         keys[..., start:, :] = key_states
         values[..., start:, :] = value_states
@@ -422,6 +423,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         blocks = []
         for block in self._blocks:
             before = every if block.order is None else block.order
+            # Blocks with the same order get the same new tensor, so that it is computed and stored once.
             order = made.get(id(before))
             if order is None:
                 order = made[id(before)] = change(before)

@@ -178,6 +178,7 @@ class CachedPrefix:
         blocks, count = self._blocks, len(keys)
         parents = dict(zip(keys[1:], keys, strict=False))
         cost = blocks.judge.prefill_seconds(count * self.step) / count
+        # `save` would skip stored blocks, too, but we would have read them out of the pool by then.
         present = blocks.lookup(keys, request=request).found
         stored = count
         missing = [number for number in range(count) if not present[number]]

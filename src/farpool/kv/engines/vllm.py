@@ -318,6 +318,7 @@ class FarpoolTier(SecondaryTierManager):
                     return
                 self._storing += 1
                 job, cost = self._stores.popleft()
+            # A closed cache ends the job at once, and `done` gives the place back only for work that has begun.
             if not self._submit(partial(self._store, cost), job):
                 with self._changed:
                     self._storing -= 1
@@ -396,6 +397,7 @@ class FarpoolTier(SecondaryTierManager):
             waiting = list(self._stores)
             self._stores.clear()
         for job, _ in waiting:
+            # vLLM waits for this call, so stores that have not begun are given up instead of being made.
             self._finish(job, [Reason.BYPASSED] * len(job.keys), 0.0)
         with self._changed:
             while not self._changed.wait_for(lambda: not self._unfinished, _DRAIN_WARNING_S):
