@@ -20,7 +20,7 @@ from tests.nodes import eventually
 
 @pytest.fixture
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience_module, "_SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(patience_module, "_SLICE_S", 0.05)
 
 
 def soon() -> float:

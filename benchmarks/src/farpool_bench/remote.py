@@ -29,7 +29,7 @@ from farpool.cluster.node.process import running_node
 from farpool.cluster.store import Store
 from farpool.cluster.wire.authority import Authority
 from farpool.cluster.wire.certificate import TLS_VARIABLE
-from farpool.cluster.wire.channel import SPIN_SECONDS
+from farpool.cluster.wire.channel import SPIN_S
 from farpool.sizes import format_size
 from farpool_bench import harness, kv_peers, remote_works
 from farpool_bench.harness import Option, Row
@@ -132,7 +132,7 @@ class Bench(harness.Benchmark):
         """Small objects over TCP, one at a time: both sides spinning (farpool as by default), and both blocking."""
         races = []
         ring = Ring(*self.small)
-        for spin, what in ((SPIN_SECONDS, "get_into, spinning"), (0.0, "get_into, blocking")):
+        for spin, what in ((SPIN_S, "get_into, spinning"), (0.0, "get_into, blocking")):
             with ExitStack() as stack:
                 node = stack.enter_context(running_node(dram=str(_SMALL_NODE), spin=spin))
                 store = stack.enter_context(Store(node.address, transport=_TCP, spin=spin))

@@ -29,6 +29,7 @@ from farpool.kv.judge import Judge
 from farpool.kv.keys import salt_bytes
 from farpool.kv.lookups import Lookups
 from farpool.kv.memory import KVMemory, Layer
+from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.old_calls import OldCalls
 from farpool.kv.peers import Peers, count_of_ranks
@@ -169,6 +170,11 @@ class PrefixCache(Closing, OldCalls):
         self._current.namespace = replace(self._current.namespace, weights=weights_id)
         # Blocks of the old weights would only take room, because their keys are never requested again.
         self._near.clear()
+
+    def _namespace_of(self, weights_id: str | None) -> Namespace:
+        """Return the namespace of some weights; None for the weights in use."""
+        namespace = self._current.namespace
+        return namespace if weights_id is None else replace(namespace, weights=weights_id)
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -478,9 +484,7 @@ class PrefixCache(Closing, OldCalls):
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
         places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
-        groups, namespace = self._shape.groups_of(layers), self._current.namespace
-        if weights_id is not None:
-            namespace = replace(namespace, weights=weights_id)
+        groups, namespace = self._shape.groups_of(layers), self._namespace_of(weights_id)
         blocks = sum(len(one.tokens) // self._shape.block for one in asked)
         until = self._until(timeout, blocks * self._shape.block_bytes)
 

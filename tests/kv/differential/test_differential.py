@@ -146,10 +146,10 @@ def goes_on(program: Program) -> bool:
 
 
 class LateNamer(PrefixCache):
-    """A cache that saves under the weights that are in use, whoever has computed the KV."""
+    """A cache that saves under the weights that are in use, even if other weights have computed the KV."""
 
-    def _of(self, weights_id: str | None) -> Any:
-        return super()._of(None)
+    def _namespace_of(self, weights_id: str | None) -> Any:
+        return super()._namespace_of(None)
 
 
 class AnyRank(PrefixCache):

@@ -21,7 +21,7 @@ from farpool.cluster.store.repair import Repaired
 from farpool.cluster.store.rotation import Rotation
 from farpool.cluster.store.store import Key, NodeStatus, Store
 from farpool.cluster.wire.access import AccessKey
-from farpool.cluster.wire.channel import SPIN_SECONDS, Transport
+from farpool.cluster.wire.channel import SPIN_S, Transport
 from farpool.errors import StoreClosedError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class AsyncStore:
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
         transport: Transport = "auto",
-        spin: float = SPIN_SECONDS,
+        spin: float = SPIN_S,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
         self._begin(

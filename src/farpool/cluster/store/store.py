@@ -32,7 +32,7 @@ from farpool.cluster.store.upkeep import Upkeep
 from farpool.cluster.store.writing import everywhere, put
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import parse_address
-from farpool.cluster.wire.channel import SPIN_SECONDS, Channel, Transport
+from farpool.cluster.wire.channel import SPIN_S, Channel, Transport
 from farpool.cluster.wire.content import content_key
 from farpool.cluster.wire.frames import HEAD, KEPT, STATED, TOUCH, Op
 from farpool.cluster.wire.settings import checked_timeout, checked_transport
@@ -135,7 +135,7 @@ class Store(Closing):
         key: AccessKey | str | None = None,
         timeout: float = 5.0,
         transport: Transport = "auto",
-        spin: float = SPIN_SECONDS,
+        spin: float = SPIN_S,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
         membership = _membership_of(nodes)

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from farpool.cluster.wire.access import AccessKey
     from farpool.cluster.wire.handshake import Purpose, Welcome
 
-__all__ = ["SPIN_SECONDS", "Channel", "Transport"]
+__all__ = ["SPIN_S", "Channel", "Transport"]
 
-SPIN_SECONDS = 50e-6
+SPIN_S = 50e-6
 """Seconds to poll before sleeping: replies over fast networks come in that time, and sleeping takes as long again."""
 
 
@@ -100,7 +100,7 @@ class Channel:
         *,
         key: AccessKey | None = None,
         transport: Transport = "auto",
-        spin: float = SPIN_SECONDS,
+        spin: float = SPIN_S,
         dial: _Dial = dial,
     ) -> None:
         self.name = str(address)

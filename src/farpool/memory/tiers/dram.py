@@ -14,7 +14,7 @@ from farpool._native import Memory, MemoryPort
 from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.errors import ConfigError
 from farpool.memory.tiers.port_tier import PortTier
-from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
+from farpool.memory.tiers.space import CACHE_LINE_BYTES, ExtentSpace
 from farpool.memory.tiers.spec import TierSpec
 from farpool.sizes import format_size, parse_size
 
@@ -43,11 +43,11 @@ class Dram(PortTier):
     def __init__(self, capacity: int | str, name: str = "dram") -> None:
         super().__init__()
         nbytes = parse_size(capacity, f"capacity of {name}")
-        if nbytes < CACHE_LINE:
+        if nbytes < CACHE_LINE_BYTES:
             raise ConfigError(
-                f"capacity of {name} is {nbytes} bytes, expected {CACHE_LINE} or more, for example '1GiB'"
+                f"capacity of {name} is {nbytes} bytes, expected {CACHE_LINE_BYTES} or more, for example '1GiB'"
             )
-        self._info = TierInfo(name, "dram", nbytes - nbytes % CACHE_LINE, CACHE_LINE)
+        self._info = TierInfo(name, "dram", nbytes - nbytes % CACHE_LINE_BYTES, CACHE_LINE_BYTES)
         self._space = self._empty_space()
         self._memory: Memory | None = None
         self._touched = 0

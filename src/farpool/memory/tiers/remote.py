@@ -26,7 +26,7 @@ from farpool.errors import ConfigError, TierError
 from farpool.memory.tiers.port_tier import PortTier
 from farpool.memory.tiers.remote_members import Following, MemberPart, find_address, refuse_twins, usable
 from farpool.memory.tiers.remote_nodes import Contact, Part, borrow, free_bytes, give_back, port_to
-from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
+from farpool.memory.tiers.space import CACHE_LINE_BYTES, ExtentSpace
 from farpool.memory.tiers.spec import TierSpec
 from farpool.memory.tiers.striped import STRIPE
 from farpool.sizes import format_size, parse_size
@@ -218,7 +218,7 @@ class Remote(PortTier):
                 channel.close()
             raise
         self._known = self._info_of(share, len(parts))
-        self._space = ExtentSpace(self._name, self._known.capacity, CACHE_LINE)
+        self._space = ExtentSpace(self._name, self._known.capacity, CACHE_LINE_BYTES)
         self._parts, self._contacts, self._owner = parts, contacts, os.getpid()
         self._verified = VerifiedPort(port, self._name)
         return self._verified
@@ -296,7 +296,7 @@ class Remote(PortTier):
         return free - free % STRIPE
 
     def _info_of(self, share: int, parts: int) -> TierInfo:
-        return TierInfo(self._name, "remote", share * parts, CACHE_LINE)
+        return TierInfo(self._name, "remote", share * parts, CACHE_LINE_BYTES)
 
 
 def _membership_in(nodes: tuple[str | Membership, ...]) -> Membership | None:

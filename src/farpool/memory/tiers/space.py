@@ -8,9 +8,9 @@ from farpool._native import ExtentAllocator
 from farpool.abc.tier import Extent
 from farpool.errors import TierFullError
 
-__all__ = ["CACHE_LINE", "ExtentSpace"]
+__all__ = ["CACHE_LINE_BYTES", "ExtentSpace"]
 
-CACHE_LINE = 64
+CACHE_LINE_BYTES = 64
 """Alignment in bytes of extents in memory, chosen for vector instructions and device copies."""
 
 
