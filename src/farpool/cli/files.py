@@ -62,9 +62,11 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                 file.writelines(parts)
             return
         path = Path(os.path.realpath(path))  # replace the target of a link, not the link
+        # In the same folder, because `os.replace` cannot move a file to another file system.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with open(descriptor, "wb") as file:
+                # mkstemp lets only the owner use the file. A process can read its umask only by setting it.
                 umask = os.umask(0)
                 os.umask(umask)
                 os.fchmod(descriptor, 0o666 & ~umask)

@@ -113,6 +113,7 @@ def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout 
         found = blocks.namespaces(store)
         counts: Counter[bytes] = Counter()
         nbytes: Counter[bytes] = Counter()
+        # A key begins with 4 bytes of magic and 16 bytes that identify the namespace.
         for info in store.objects(keys.KEY_MAGIC):
             counts[info.key[4:20]] += 1
             nbytes[info.key[4:20]] += info.nbytes

@@ -198,4 +198,5 @@ def _tell(versions: list[NameInfo], json: bool) -> None:
             typer.echo(
                 f"{as_shown(info.name)}  version {info.version}  {state}  {when}  by {as_shown(info.writer)}{kind}"
             )
+    # A program at the other end of a pipe needs each version of a watch at once.
     sys.stdout.flush()

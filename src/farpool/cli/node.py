@@ -150,6 +150,7 @@ def node(
     )
     _allow_many_files()
     configure(json=json)
+    # Before the node opens, so a signal during the start is not lost.
     wait = _wait_for_stop(partial(_reload, running, keys))
     with running:
         _announce(_ready_line(running, json=json))

@@ -80,6 +80,7 @@ def put(
     """Store a file under a key. If the key has a value already, that value stays. Prints "stored" or "present"."""
     ttl_of(ttl)  # raises an error for a wrong time to live before we read the file
     with progress_bars() as progress, open_source(file) as source, open_store(node, replicas, timeout) as store:
+        # Asked before we read, because a pipe may have no end.
         largest = store.largest()
         total = os.fstat(source.fileno()).st_size
         value = bytearray()
@@ -93,6 +94,7 @@ def put(
                 )
             progress("read", len(value) >> 20, max(total, len(value)) >> 20)
         progress("put", 0, 1)
+        # The bytes of the command line, even if they are not UTF-8.
         outcome = store.put(os.fsencode(key), value, ttl=ttl, check=check)
         progress("put", 1, 1)
     typer.echo(f"{outcome}: {as_shown(os.fsencode(key))}", err=True)

@@ -9,6 +9,7 @@ from operator import eq
 
 __all__ = ["Loop", "find_loop"]
 
+# We look for equal runs of so many entries, because a single entry may occur often within one turn.
 _CONTEXT = 3
 _CANDIDATES = 32
 
@@ -50,6 +51,7 @@ def find_loop(entries: Sequence[int]) -> Loop | None:
             distances[position - before] += 1
         latest[context] = position
     best: tuple[int, int] | None = None
+    # Each candidate costs a pass over the whole sequence, so we try only the most frequent distances.
     for period, _ in distances.most_common(_CANDIDATES):
         equal = sum(map(eq, entries[period:], entries))
         if best is None or (equal, -period) > best:

@@ -78,6 +78,7 @@ class Table(RichTable):
         for gap in (2, 1):
             fitted = self._fitted(console, options, gap)
             if fitted is not None:
+                # Not this class's own method again: the copy fits already.
                 yield from RichTable.__rich_console__(fitted, console, options)
                 return
         yield from self._records(console, width)

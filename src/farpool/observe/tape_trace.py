@@ -109,6 +109,7 @@ def read_trace(tape: TapeFile) -> Trace:
                 members = range(record.first, record.first + record.count)
                 _drop(trace, members, infos)
                 freed.extend(members)
+                # A block that is freed is no longer needed after the latest access, so its end belongs to that access.
                 if trace.blocks:
                     trace.blocks[-1] = trace.blocks[-1]._replace(freed=tuple(freed))
     except TapeTruncatedError as error:
@@ -148,6 +149,7 @@ def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand]
 
 def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
     """Return a key that is equal for equal accesses; accesses to any rows of the same table are equal."""
+    # Labels and not block numbers, because a block has the same label in each turn.
     tables = {infos[run.table].label for run in access.runs if run.table >= 0}
     runs = tuple((infos[run.first].label, run.count, run.mode) for run in access.runs if run.table < 0)
     return access.op, runs, frozenset(tables)

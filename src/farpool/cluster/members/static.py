@@ -38,6 +38,7 @@ class StaticMembers(Membership):
 
     def members(self) -> Sequence[MemberInfo]:
         """Return the present members, in the order of their addresses."""
+        # The tuple is replaced as a whole, so readers take no lock.
         return self._members
 
     def update(self, addresses: Iterable[str], *, draining: Iterable[str] = ()) -> None:
@@ -61,6 +62,8 @@ class StaticMembers(Membership):
             self._members = members
             subscribers = list(self._subscribers.values())
         errors: list[Exception] = []
+        # Outside the lock, because a callback may subscribe to the list itself. If one fails, the others are still
+        # called.
         for changed in subscribers:
             try:
                 changed()
@@ -76,6 +79,7 @@ class StaticMembers(Membership):
             self._subscribers[mark] = changed
 
         def end() -> None:
+            # A forked child does not have the subscriptions of the parent, and a subscriber may end one twice.
             with suppress(KeyError):
                 del self._subscribers[mark]
 

@@ -58,6 +58,7 @@ def check(registry: Registry) -> Checked:
             names.append((entry, record))
         elif kind == "publication":
             objects.setdefault(rest.rpartition("/")[0], set()).update(keys)
+    # Only now, because the keys of names come before those of publications.
     for entry, record in names:
         recorded = objects.get(f"{entry.key.partition('/')[2]}/{record.publication}", set())
         if len(recorded) != record.objects or record.manifest not in recorded:

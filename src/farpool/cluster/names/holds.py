@@ -65,6 +65,7 @@ class ReaderHolds:
         def under(lease: int) -> Callable[[], None] | None:
             reading = (quoted, publication, lease)
             key = hold_key(quoted, publication, f"reader-{self._program}-{lease}")
+            # Held during the commit: another reader of this version must wait until the entry that it shares exists.
             with self._lock:
                 if reading not in self._readers:
                     entry = Put(key, encode(Holder(self._context.who)), lease)

@@ -101,6 +101,7 @@ class Names(Closing):
         self._session = Session(self._registry, lease, timeout=timeout, on_renewal=self._tidy_up)
         self._holds = ReaderHolds(self._context, self._session)
         self._sweep_at = math.inf
+        # Finalizers append to this at any point of any thread, and `append` takes no lock.
         self._deferred: deque[Callable[[], object]] = deque()
         self._known: dict[str, Entry] = {}  # the last known entry of each name, for times when the registry is away
         self._away, self._away_until = False, 0.0
@@ -168,6 +169,7 @@ class Names(Closing):
                     holder=who,
                     until=until,
                 )
+            # The role became free between the two questions, so we ask again.
             if time.monotonic() >= deadline:
                 raise NameHeldError(
                     f"other writers took the name {name!r} at each try of {self._timeout:g} s; try again", name=name
@@ -221,6 +223,7 @@ class Names(Closing):
             The registry is away, and this program has not read the name before.
         """
         quoted = checked_name(name)
+        # Without a lease the session has no thread that would do this work.
         self._do_deferred()
         if version is not None:
             return self._open_older(name, quoted, version)
@@ -232,6 +235,8 @@ class Names(Closing):
             release = None
             if current:
                 try:
+                    # A sweep may release a version that is no longer the current one, so the hold counts only if the
+                    # name is unmoved.
                     unmoved = [Condition(entry.key, entry.revision)]
                     release = self._holds.hold(quoted, record.publication, unmoved, self._patience())
                     if release is None and time.monotonic() < deadline:
@@ -294,6 +299,7 @@ class Names(Closing):
         """Do deferred work, and sweep if the version that an earlier publish replaced has been held long enough."""
         self._do_deferred()
         if time.monotonic() >= self._sweep_at:
+            # Before the sweep, because a publish that ends during the sweep sets the next time.
             self._sweep_at = math.inf
             with suppress(FarpoolError, OSError):  # the store may be closed by now; the next publish sweeps
                 self.sweep()

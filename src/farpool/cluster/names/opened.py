@@ -143,6 +143,7 @@ class OpenedName(Closing):
 
     def close(self) -> None:
         """Release the version. Idempotent."""
+        # Taken out first, because a finalizer or another thread may close this, too.
         release, self._release = self._release, None
         if release is not None:
             release()

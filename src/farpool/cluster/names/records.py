@@ -178,6 +178,7 @@ def name_key(quoted: str) -> str:
 
 def history_key(quoted: str, version: int) -> str:
     """Return the key of a version in the history."""
+    # With leading zeros the registry's order of keys is the order of versions.
     return f"history/{quoted}/{version:016}"
 
 
@@ -210,6 +211,7 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
         The entry is not such a record, or a newer farpool wrote it.
     """
     try:
+        # The format is decoded alone first, because the other fields of a later format may have other types.
         written = msgspec.msgpack.decode(data, type=_Format).format
         known = _PUBLICATION_FORMAT if issubclass(kind, Publication) else _FORMAT
         if written > known:
@@ -230,6 +232,7 @@ def _packed(key: str) -> str | bytes:
         packed = bytes.fromhex(digest)
     except ValueError:
         return key
+    # Only a key that can be made again exactly is packed; one with capital letters cannot.
     return packed if _HASH + packed.hex() == key else key
 
 

@@ -173,6 +173,7 @@ class Sending:
     def _keep_all(self) -> None:
         """Send the remaining objects, record all sent objects, then tell the nodes to keep their copies."""
         self._send()
+        # Before the nodes keep anything: a sweep has to know every object that is kept.
         self._announce(list(self._waiting))
         left = list(self._waiting)
         for _ in range(_ATTEMPTS_MAX):
@@ -207,9 +208,11 @@ class Sending:
         timeout = self._context.timeout
         part = publication_key(self._quoted, self.publication, self._parts)
         operations: list[Operation] = [Put(part, encode(Publication.of(keys)))]
+        # A program of an earlier release that sweeps ignores marks, so no publication may begin during its sweep.
         conditions = [Condition(part, 0), Condition(SWEEPER, 0)]
         if self.hold is None:
             hold = hold_key(self._quoted, self.publication, "writer")
+            # Bound to the writer's lease, so a writer that dies holds its publication no longer than that.
             operations.append(Put(hold, encode(Holder(self._context.who)), self._role.lease))
         else:
             conditions.append(self.hold)

@@ -78,6 +78,7 @@ def source_of(name: str, tensor: Any) -> TensorSource:
     TypeError
         It is not one of these.
     """
+    # The module's name is enough to recognize a tensor, so a program that publishes none does not import torch.
     if _loader is not None and type(tensor).__module__.partition(".")[0] in ("torch", "farpool"):
         source = _loader()(name, tensor)
         if source is not None:

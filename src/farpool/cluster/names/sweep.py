@@ -73,6 +73,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
     int
         Number of released objects.
     """
+    # The order of these calls matters: the module's docstring explains it step by step.
     versions = _versions(registry)
     _retire(registry, versions.unheld)
     marks = _marks(store, _keys(versions.unheld))
@@ -89,6 +90,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         refused = _release(store, marks, unneeded, grace)
         released |= unneeded & marks.seen.keys() - refused
         _delete_finished(registry, versions.released, marks, refused)
+        # Another program has kept or released these since step 2, so we note their marks again.
         again = _marks(store, refused)
         again.away.update(marks.away)
         marks = again
@@ -174,6 +176,7 @@ def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
     """Delete unchanged entries and do the puts; leave entries alone that another sweep has changed."""
     conditions = [Condition(entry.key, entry.revision) for entry in entries]
     done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
+    # One changed entry makes the whole batch fail, so we try each alone.
     if not done.succeeded and len(entries) > 1:
         for place, entry in enumerate(entries):
             _commit(registry, [entry], puts[place : place + 1])
@@ -184,6 +187,7 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
     batch: list[Entry] = []
     for entry in entries:
         full = sum(len(one.value) for one in batch) + len(entry.value) > _BATCH_BYTES_MAX
+        # Half as many, because each entry needs two operations, a deletion and a put.
         if batch and (full or len(batch) == _BATCH_OBJECTS_MAX // 2):
             yield batch
             batch = []
@@ -203,6 +207,7 @@ def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | N
             return _Marks({}, set(), found.away)
         for key, marks in zip(batch, touched.marks, strict=True):
             found.seen[key] = {node: mark for node, mark in marks.items() if mark}
+            # A mark of 0 comes from a node of an earlier release, which has no marks.
             if not touched.complete or not all(marks.values()):
                 found.incomplete.add(key)
     return found

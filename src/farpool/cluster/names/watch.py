@@ -42,6 +42,7 @@ class NameWatch(Closing):
         while True:
             if self._watch is None:
                 snapshot = self._registry.range(self._key, timeout=max(timeout, self._timeout))
+                # From the revision of the snapshot on, so no change between the two is lost.
                 self._watch = self._registry.watch(self._key, snapshot.revision)
                 entries = snapshot.entries
             else:
@@ -50,6 +51,7 @@ class NameWatch(Closing):
                 except RegistryCompactedError:
                     self.close()
                     continue
+            # The key is also a prefix of the keys of longer names.
             records = [decode(one.value, NameRecord, one.key) for one in entries if one.key == self._key and one.value]
             if records and records[-1].version > self._after:
                 self._after = records[-1].version

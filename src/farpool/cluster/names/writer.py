@@ -66,6 +66,8 @@ class Writer(Closing):
                 *(manifest.tensors is not None, time.time(), self._context.who),
             )
             assert sending.hold is not None
+            # The writer's hold ends in the transaction that makes the version the current one, so a sweep never finds
+            # it unheld.
             self._move(entry, record, made, [sending.hold], [Delete(sending.hold.key)])
         except BaseException:
             if sending.hold is not None:
@@ -73,6 +75,7 @@ class Writer(Closing):
                     self._context.registry.commit(
                         [sending.hold], [Delete(sending.hold.key)], timeout=self._context.timeout
                     )
+                # The sent objects belong to no version now, and a sweep has to release them.
                 self._ended(False)
             raise
         self._ended(True)

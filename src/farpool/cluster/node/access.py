@@ -44,6 +44,7 @@ class NodeAccess:
 
     def refusal(self, connection: socket.socket) -> AccessDeniedError | None:
         """Return the error if a new connection has to be refused, whatever comes over it; else None."""
+        # A client without a key has nothing to prove itself with, so we ask the kernel who opened the connection.
         if self._keys is not None or (user := user_of(connection)) == os.geteuid():
             return None
         who = "the system does not tell whose this connection is" if user is None else f"this is user {user}"
@@ -56,6 +57,7 @@ class NodeAccess:
         """Return True if a handshake that is over would end in the same way now."""
         if self._keys is None or handshake.accepted is None:
             return self._keys is None
+        # The keys may have been replaced between the client's hello and its proof.
         return self._keys.get(handshake.accepted.key) == handshake.grant
 
     def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> list[str]:

@@ -41,9 +41,11 @@ class Arrival:
         self.is_local = connection.family == socket.AF_UNIX
         self.peer = self.origin = "unix"
         if self.is_local:
+            # All clients of a UNIX socket have the same address, so the limit on handshakes counts by process.
             self.origin = f"process {process_of(connection)}"
         if not self.is_local:
             self.peer = self.origin = "gone"
+            # `getpeername` fails if the client has gone already.
             with contextlib.suppress(OSError):
                 self.peer = str(connection.getpeername()[0])
                 self.origin = origin_of(self.peer)
@@ -102,6 +104,7 @@ class Arrival:
         """
         loop = asyncio.get_running_loop()
         descriptor = self.socket.fileno() if self._secure is None else self._secure.fileno()
+        # A copy of the descriptor: asyncio needs a socket object, and the stream still owns the original.
         with socket.socket(fileno=os.dup(descriptor)) as raw:
             raw.setblocking(False)
             if plain:

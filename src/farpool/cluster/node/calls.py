@@ -153,6 +153,7 @@ def make_call(
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
+            # We ask for the path first, because the data loop forgets the lease when it releases it.
             path = server.lease_path(client.session, call.lease)
             server.release(client.session, call.lease)
             if exposures is not None:
@@ -161,9 +162,11 @@ def make_call(
         case Leases():
             result = {"leases": server.leases(client.session)}
         case AttachObjects():
+            # The files are opened later, because only the caller knows whether the connection can pass them.
             files = partial(_objects, server, client)
             result = {}
         case AttachLease():
+            # Only for its error, which shows that the session does not hold this lease.
             server.lease_path(client.session, call.lease)
             files = partial(_lease, server, client, call.lease)
             result = {}
@@ -190,6 +193,7 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
         partial(_data, server, client.tenant) if lease is None else partial(server.lease_file, client.session, lease)
     )
     exposed = exposures.expose(client.session, path, opened, call.failed)
+    # Recorded only now that it has worked: from here on the session may prepare objects (docs/wire.md).
     if lease is None:
         server.expose(client.session, client.tenant)
     return msgspec.structs.asdict(exposed)
@@ -211,6 +215,7 @@ def _lease(server: NodeServer, client: Accepted, lease: int) -> list[int]:
 
 def _data(server: NodeServer, tenant: int) -> int:
     index, data = server.objects_files(tenant, writable=True)
+    # Programs write payloads only. The index, which the node trusts after a crash, stays the node's alone.
     os.close(index)
     return data
 

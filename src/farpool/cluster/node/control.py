@@ -99,6 +99,7 @@ class ControlService:
             )
             sent = connection.send_files(reply, files) if files else 0
         finally:
+            # The client has its own copies of the descriptors by now, or never gets them.
             for file in files:
                 os.close(file)
         async with patience(STALL_TIMEOUT_S):
@@ -121,7 +122,9 @@ class ControlService:
                 raise ValueError(
                     "this call passes files, for which the connection has to be over the node's UNIX socket"
                 )
+            # Opened last, when nothing can fail any more before `_answer` closes them.
             return Status.DONE, result, files()
+        # The data loop raises KeyError for a lease that it does not know.
         except KeyError as error:
             return Status.UNKNOWN, {"error": str(error.args[0])}, []
         except FarpoolError as error:
@@ -136,6 +139,7 @@ class ControlService:
         make = partial(make_call, call, client, self._server, self._stats, self._exposures)
         if not isinstance(call, Lend | Expose):
             return await asyncio.to_thread(make)
+        # This variable keeps the semaphore alive between the lookup and the wait.
         turn = self._turns.setdefault(client.tenant, asyncio.Semaphore(self._making_of_tenant))
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(self._making, make)
@@ -143,6 +147,7 @@ class ControlService:
 
 async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
     """Receive the next frame; None if the client ended the connection between two frames."""
+    # No deadline here: an idle connection may wait for as long as it likes. Only a frame that has begun has one.
     data = await connection.receive(reader.needed)
     if not data:
         return None

@@ -32,6 +32,8 @@ class Exposures:
         self._exposures: dict[tuple[int, str], Exposure] = {}
         self._connections: Counter[int] = Counter()
         """Number of control connections by session."""
+        # `_starting` lets one exposure start at a time, which may take long. `_lock` protects the two tables and is
+        # never held while a fabric works, so connections can begin and end in the meantime.
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         self._check()
@@ -48,6 +50,7 @@ class Exposures:
             gone = not self._connections[session]
             if gone:
                 del self._connections[session]
+        # Outside the lock, which `_withdraw` takes itself.
         if gone:
             self._withdraw(lambda owner, _: owner == session)
 
@@ -70,6 +73,7 @@ class Exposures:
             finally:
                 os.close(file)
             with self._lock:
+                # The session's last connection may have ended while the exposure started, unseen by `disconnect`.
                 is_connected = self._connections[session] > 0
                 if is_connected:
                     self._exposures[key] = exposure
@@ -91,6 +95,7 @@ class Exposures:
     def _withdraw(self, meant: Callable[[int, str], bool]) -> None:
         with self._lock:
             gone = [self._exposures.pop(key) for key in list(self._exposures) if meant(*key)]
+        # Outside the lock, because the fabric may take its time.
         for exposure in gone:
             exposure.close()
 

@@ -131,6 +131,7 @@ class Folder:
         if present == self.path:
             with os.scandir(present) as entries:
                 for entry in entries:
+                    # Blocks and not sizes, because a file may be larger than the memory that it takes.
                     own += entry.stat(follow_symlinks=False).st_blocks * 512
                     is_restart |= _SEGMENT.fullmatch(entry.name) is not None
         room = state.f_bavail * state.f_frsize + own
@@ -156,8 +157,10 @@ class Folder:
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700, parents=True)
                     self._is_own |= path == self.path
+            # Once more, now that the folders exist: another user may have made one of them after `check`.
             self._check_private()
             self._lock = self._locked()
+            # Only with the lock, because the folder may belong to a running node.
             self._set_mode()
         except ConfigError:
             self.close()
@@ -225,6 +228,7 @@ class Folder:
             The file cannot be read or made, or is not what a node has written.
         """
         path = self.path / _IDENTITY
+        # An ephemeral node begins empty. With its old identity, programs would look here for the objects that it had.
         try:
             if not kept:
                 path.unlink(missing_ok=True)
@@ -257,6 +261,7 @@ class Folder:
             The socket cannot be made.
         """
         path = self.socket_path
+        # We hold the folder's lock, so the node that made a socket here is gone.
         path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -275,6 +280,7 @@ class Folder:
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
+            # Removed before the lock is given up. Otherwise we could remove the file that the next node has locked.
             (self.path / _LOCK).unlink()
             if self._is_own:
                 self.path.rmdir()

@@ -48,6 +48,7 @@ class HalfOpen:
         self._origins[meeting] = origin
         of_one = self._of.setdefault(origin, {})
         of_one[meeting] = None
+        # An origin with too many loses one of its own, so one host cannot end the handshakes of all others.
         if len(of_one) > self._most_of_one:
             self._evict(next(iter(of_one)))
         elif len(self._origins) > self._most:
@@ -64,6 +65,7 @@ class HalfOpen:
             del self._of[origin]
 
     def _evict(self, meeting: Meeting) -> None:
+        # The cancelled task ends a little later. It must not be counted, or chosen again, until then.
         self.leave(meeting)
         self.dropped += 1
         meeting.cancel()
@@ -74,6 +76,8 @@ def origin_of(host: str) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host
+    # A socket for both families shows IPv4 clients in this form.
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
+    # A host usually has a whole /64 network, and could use another address for each connection.
     return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

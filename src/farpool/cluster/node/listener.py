@@ -77,6 +77,7 @@ class Listener:
         self._dropped = 0
         self._serving: dict[asyncio.Task[None], str] = {}
         """Tasks of control connections, and the names of the keys that opened them."""
+        # Made here and not in the thread: `stop` and `replace` may need it before the thread runs.
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="farpool-listener", daemon=True)
@@ -104,8 +105,10 @@ class Listener:
 
     def _replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
         gone = self._access.replace(keys, tls)
+        # New handshakes already use the new keys, so no connection with an old key comes after these are ended.
         for name in gone:
             self._server.end_key(name)
+        # `cancel` takes effect later, so no task leaves this table during the loop.
         for task, name in self._serving.items():
             if name in gone:
                 task.cancel()
@@ -124,6 +127,7 @@ class Listener:
                 ]
                 serving.append(tasks.create_task(self._keep_logging()))
                 await self._stopping.wait()
+                # A task group ends its tasks only if its own block raises.
                 raise _Stopped
         except* _Stopped:
             pass
@@ -191,6 +195,7 @@ class Listener:
         client = await self._shake_hands(arrival)
         meeting = asyncio.current_task()
         assert meeting is not None
+        # The client is authenticated, so from here on no stranger can end its connection.
         half_open.leave(meeting)
         if client is None:
             return
@@ -215,10 +220,12 @@ class Listener:
             return None
         except OSError as error:
             reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_TIMEOUT_S:g} s"
+            # Before TLS has begun, a client that expects TLS could not read the frame.
             if is_shortage(error) and (arrival.is_secure or arrival.is_local or self._access.tls is None):
                 short = NodeFullError(f"it is short of descriptors or memory ({reason}); try again soon")
                 await self._refuse(arrival, str(short), refused_frame(short))
                 return None
+            # A client that sent a plain hello to a port with TLS can read a plain refusal.
             await self._refuse(arrival, reason, plain=_EXPECTS_TLS if error.errno == errno.EPROTONOSUPPORT else b"")
             return None
         log("accepted", level=logging.DEBUG, key=client.key, purpose=client.purpose, session=_short(client.session))
@@ -229,6 +236,7 @@ class Listener:
     ) -> Accepted:
         """Do the handshake, refuse a `stranger` at its end, and count a connection to an accepted client's session."""
         while True:
+            # At most the rest of the frame, because bytes after the handshake belong to the service that takes over.
             data = await arrival.receive(handshake.needed)
             if not data:
                 raise ConnectionResetError("the client ended the connection during the handshake")
@@ -238,6 +246,7 @@ class Listener:
                 if client is not None:
                     if stranger is not None:
                         raise stranger
+                    # The keys may have been replaced since the client's hello.
                     if not self._access.still_grants(handshake):
                         raise AccessDeniedError("its access key has just been changed")
                     # Before the welcome: this refuses a session that belongs to another key or tenant.
@@ -250,6 +259,7 @@ class Listener:
             try:
                 await arrival.send(to_send)
             except BaseException:
+                # The session counts this connection already.
                 self._server.disconnect(handshake.accepted.session)
                 raise
             return handshake.accepted

@@ -32,6 +32,8 @@ class Lists:
 
     def __init__(self, server: NodeServer) -> None:
         self._server = server
+        # A list may walk over a whole index, so it gets no thread of the other calls
+        # (docs/design/listing-in-slices.md).
         self._thread = ThreadPoolExecutor(1, "farpool-lists")
         # Each lives as long as somebody holds it or waits for it.
         self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
@@ -42,6 +44,7 @@ class Lists:
         place = 0
         async with self._alone(client.tenant, client.key):
             while True:
+                # Taken again for each slice: other keys of the tenant wait in its queue, so they take turns.
                 async with self._alone(client.tenant):
                     missing = call.limit - len(objects)
                     some, place = await asyncio.get_running_loop().run_in_executor(

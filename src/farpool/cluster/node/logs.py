@@ -34,6 +34,7 @@ def configure(*, json: bool) -> None:
     handler.setFormatter(_JsonLines() if json else _Lines())
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(logging.INFO)
+    # If the program has configured the root logger as well, it would write each event again.
     _LOGGER.propagate = False
 
 

@@ -45,6 +45,7 @@ class MetricsServer:
     """
 
     def __init__(self, address: Address, collector: Collector) -> None:
+        # With `auto_describe` the registry would collect at once, and the node does not run yet.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         server = _IPv6Server if ":" in address.host else _Server
@@ -98,6 +99,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._places.acquire(blocking=False):
             self._end_oldest()
+            # The thread of the connection that we ended gives its place back soon.
             self._places.acquire()
         with self._lock:
             self._connections[request] = None
@@ -121,6 +123,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             oldest = next(iter(self._connections), None)
             if oldest is not None:
                 with contextlib.suppress(OSError):
+                    # Not closed: its thread still uses the descriptor, and closes it.
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _leave(self, request: socket.socket) -> None:

@@ -176,6 +176,7 @@ class Node:
                 setting="socket_group",
             )
         target = self._resolved()
+        # Without a name and a port, the folder is named after the port that the system gives us below.
         folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
         with ExitStack() as undo:
             listening = undo.enter_context(_listening(target, self.address))
@@ -208,11 +209,14 @@ class Node:
         ConfigError
             The node cannot use the new keys or the new certificate; it keeps the old ones.
         """
+        # Recorded as a failure first, so that `/metrics` shows one whatever raises below.
         self._last_reload = LastReload(time.time(), succeeded=False)
+        # We read both before we use either: if one file is wrong, the node keeps both as they were.
         keys = read_keys()
         tls = None if self._tls is None else self._tls.reload()
         self._keys = keys
         if self._server is not None and self._listener is not None:
+            # The data loop first: once the listener has the keys, connections with new ones may come.
             _expect(self._server, keys)
             self._listener.replace(keys, tls)
         self._last_reload = LastReload(time.time(), succeeded=True)
@@ -225,6 +229,7 @@ class Node:
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters; empty unless it runs."""
+        # Read once, because a thread of the metrics may ask while the node stops.
         server, listener = self._server, self._listener
         if server is None or listener is None:
             return {}
@@ -284,6 +289,7 @@ class Node:
             from farpool.cluster.node.metrics import NodeCollector
             from farpool.cluster.node.metrics_server import MetricsServer
 
+            # It serves before the node runs; `stats` is empty until then.
             metrics = MetricsServer(self.metrics_address, NodeCollector(self))
             undo.callback(metrics.close)
             self.metrics_address = metrics.address
@@ -292,6 +298,7 @@ class Node:
             here = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
             exposures = Exposures(self._fabric, loopback=here.is_loopback)
             undo.callback(exposures.close)
+        # Locked before the segments are opened, because another node may use them.
         folder.take()
         undo.callback(folder.close)
         server = self._server_in(folder)
@@ -306,8 +313,10 @@ class Node:
         control = ControlService(server, self.stats, exposures)
         undo.callback(control.close)
         listener = Listener([listening, local], access, server, control)
+        # Set before the listener starts, because its clients may ask for `stats` at once.
         self._server, self._listener, self._control = server, listener, control
         listener.start()
+        # Registered last, so it ends first: no client may come while the rest is taken down.
         undo.callback(listener.stop)
 
     def _server_in(self, folder: Folder) -> NodeServer:
@@ -405,6 +414,7 @@ def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Ad
     family, where = target
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections of an earlier start may still be in TIME_WAIT, and would keep the port from this one.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
         listening.listen(_BACKLOG_CONNECTIONS)

@@ -17,6 +17,7 @@ _BY_FAMILY = 20
 _REQUEST = struct.Struct("=IHHII BBBBI")
 """Header of a netlink message and the head of a question for one socket (linux/inet_diag.h)."""
 _ANSWER = struct.Struct("=IHHII BBBB 48x IIIII")
+# Interface 0 (any), and the value with which the kernel compares no cookie: we only know the addresses.
 _NO_COOKIE = b"\0" * 4 + b"\xff" * 8
 _ESTABLISHED = 1
 
@@ -79,6 +80,7 @@ def _user_of_tcp(connection: socket.socket) -> int | None:
     (theirs, their_port), (ours, our_port) = connection.getpeername()[:2], connection.getsockname()[:2]
     family = connection.family
     addresses = [socket.inet_pton(family, str(host).partition("%")[0]).ljust(16, b"\0") for host in (theirs, ours)]
+    # We ask for the socket at the other end, so its own address is our peer's.
     ends = struct.pack("!HH", their_port, our_port) + b"".join(addresses) + _NO_COOKIE
     head = (_REQUEST.size + len(ends), _BY_FAMILY, 1, 0, 0, family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as asked:

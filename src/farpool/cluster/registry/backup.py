@@ -102,6 +102,7 @@ def _write(registry: Registry, entries: Sequence[Entry]) -> None:
     for entry in (*entries, None):
         full = entry is None or sum(len(one.value) for one in (*batch, entry)) > VALUE_BYTES_MAX
         if batch and (full or len(batch) == OPERATIONS_MAX):
+            # No key may have an entry yet, so two restores, or a running program, cannot mix their entries.
             done = registry.commit([Condition(one.key, 0) for one in batch], [Put(e.key, e.value) for e in batch])
             if not done.succeeded:
                 raise ConfigError(
@@ -128,6 +129,7 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
                 was = path.stat()
                 os.fchown(file.fileno(), was.st_uid, was.st_gid)
                 os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
+            # First the file and then, after the rename, its folder: a crash leaves the old file or the new one, whole.
             os.fsync(file.fileno())
         for suffix in _LOG_SUFFIXES:  # SQLite leaves these next to a file that it found damaged
             with suppress(FileNotFoundError):
@@ -140,6 +142,7 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
         for suffix in ("", *_LOG_SUFFIXES):
             with suppress(FileNotFoundError):
                 os.unlink(f"{hidden}{suffix}")
+        # Only now: while the old file was locked, no program could begin to use it.
         if old is not None:
             old.close()
 

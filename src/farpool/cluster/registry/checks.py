@@ -76,6 +76,7 @@ def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
 
 def checksum(key: bytes, value: bytes) -> int:
     """Return the CRC32 of an entry: of its key's length, its key and its value."""
+    # With the length, an entry that is cut differently into key and value has another checksum.
     return zlib.crc32(value, zlib.crc32(len(key).to_bytes(4, "little") + key))
 
 

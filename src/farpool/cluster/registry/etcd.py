@@ -117,11 +117,13 @@ class EtcdRegistry(Registry):
         self._prefix = checked_key(prefix, "prefix")
         self._timeout = timeout
         self._gateway = Gateway(self.address, list(endpoints), context=context, user=user, password=password)
+        # Threads set these two without a lock. A lost update only makes the check of the next reply less strict.
         self._seen = 0  # the highest revision in a reply
         self._cluster = 0  # the number of the cluster; 0 before the first reply
 
     def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
         """Send a request, and check which cluster answers. Return the reply, and True if an earlier try may be done."""
+        # Read before the request, because replies to other threads' requests may raise it in the meantime.
         before = self._seen
         answer, uncertain = self._gateway.call(path, request, reply, deadline)
         reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of a single member
@@ -166,6 +168,7 @@ class EtcdRegistry(Registry):
         """Read all keys with these prefixes at one revision."""
         ranges = [_range_of(self._prefix + checked_key(prefix, "prefix", fewest=0)) for prefix in prefixes]
         while True:
+            # One transaction reads the first page of each prefix, at one revision. The other pages name that revision.
             reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE_ENTRIES)) for one in ranges)
             reply = self._call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
             revision = reply.header.revision
@@ -189,6 +192,7 @@ class EtcdRegistry(Registry):
         self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
     ) -> Commit:
         checked_transaction(conditions, operations)
+        # If an earlier attempt of this transaction was done, its revision is above `before`.
         deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_RANDOM_BYTES)
         request = TxnRequest(
             tuple(self._compare(condition) for condition in conditions),
@@ -243,13 +247,16 @@ class EtcdRegistry(Registry):
         try:
             self._call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
+            # Another program, or an earlier attempt of this one, has compacted it.
             if "has been compacted" not in str(refusal):
                 raise
 
     # Leases
 
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:
+        # We choose the number, so a request that is sent again does not grant a second lease.
         number = secrets.randbelow(2**62) + 1
+        # etcd counts whole seconds. A lease may last longer than the program asked, and never less.
         request = LeaseRequest(number, math.ceil(checked_ttl(ttl)))
         try:
             self._call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
@@ -341,6 +348,7 @@ class _EtcdWatch(Watch):
                 continue
             try:
                 line = stream.line(min(deadline, self._heard + _SILENCE_S))
+                # A member that is cut off from the others sends nothing, and keeps the connection open.
                 if line is None and time.monotonic() >= self._heard + _SILENCE_S:
                     self._ask(stream, deadline)
                 elif line:
@@ -360,6 +368,8 @@ class _EtcdWatch(Watch):
         """Begin a stream at the first member that answers and reaches the majority."""
         start, end = _range_of(self._prefix)
         request = WatchRequest(WatchCreate(start, end, self._after + 1))
+        # Even a call with a short timeout gets the time to begin a stream. Otherwise a loop of short calls would never
+        # have one.
         until = max(deadline, time.monotonic() + ANSWER_TIMEOUT_S)
         for endpoint in self._gateway.endpoints():
             limit = min(ANSWER_TIMEOUT_S, until - time.monotonic())
@@ -369,6 +379,7 @@ class _EtcdWatch(Watch):
                 stream = self._gateway.stream("/v3/watch", request, limit, endpoint)
             except ConnectionError:
                 continue
+            # A member without the majority begins a watch as well, and then reports nothing.
             try:
                 self._ask(stream, until)
             except BaseException as error:
@@ -396,6 +407,7 @@ class _EtcdWatch(Watch):
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"it sent a line that no etcd sends: {error}") from error
         if reply.error is not None or reply.result is None:
+            # The token may have expired, so the next stream begins with a new one.
             self._gateway.forget_token()
             raise ConnectionError(reply.error.message if reply.error else "it sent an empty line")
         result = reply.result

@@ -102,6 +102,7 @@ class Gateway:
         self._context = context
         self._user, self._password = user, password
         self._token = ""
+        # Protects the idle connections and the endpoints' failures. It is never held during a request.
         self._lock = threading.Lock()
         self._closed = False
         forks.begin_again(self)
@@ -145,6 +146,7 @@ class Gateway:
                     silences[endpoint] += failure.silent
                     self.failed(endpoint, str(failure), silent=failure.silent)
                 except msgspec.MsgspecError as error:
+                    # There was an answer, so the endpoint may have done it.
                     uncertain = True
                     self.failed(endpoint, f"no etcd sends such a reply: {error}")
                 else:
@@ -192,6 +194,7 @@ class Gateway:
             endpoint.rests_until = time.monotonic() + _SILENT_REST_S if silent else 0.0
             if endpoint.since is None:
                 endpoint.since = time.monotonic()
+            # These connections lead to the member that failed.
             idle, endpoint.idle = endpoint.idle, []
         for connection in idle:
             connection.close()
@@ -312,7 +315,9 @@ class Gateway:
             try:
                 if connection is None:
                     connection = self._connected(endpoint, max(0.001, until - time.monotonic()))
+                # With 0 the socket would not wait at all.
                 connection.sock.settimeout(max(0.001, until - time.monotonic()))
+                # Set before the call, because a part of the request may arrive even if the call fails.
                 sent = True
                 connection.request("POST", path, body, headers)
                 reply = connection.getresponse()

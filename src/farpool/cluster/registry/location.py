@@ -121,6 +121,7 @@ def _context(options: dict[str, str]) -> ssl.SSLContext:
 
     for name in ("ca", "cert", "key"):
         if name in options:
+            # The ssl module's error would not name the file.
             _read(options[name], name)
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
@@ -145,5 +146,6 @@ def _read(path: str, option: str) -> str:
 
 
 def _wrong(text: str, why: str) -> ConfigError:
+    # Errors end up in logs, so they must not show the password.
     hidden = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
     return ConfigError(f"the registry's address {hidden!r} is wrong: {why}; {_EXPECTED}", setting="registry")

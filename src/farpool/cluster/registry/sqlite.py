@@ -110,6 +110,7 @@ class SqliteRegistry(Registry):
         self._path = Path(path).absolute()
         self.address = f"sqlite://{self._path}"
         self._timeout = timeout
+        # Protects the idle connections. It is never held during a call of SQLite, which may wait for other processes.
         self._lock = threading.Lock()
         self._idle: list[sqlite3.Connection] = []
         self._closed = False
@@ -145,6 +146,7 @@ class SqliteRegistry(Registry):
                 connection.close()
                 raise
             self._return(connection)
+        # Another program may have replaced the file after we looked at it and before SQLite opened it.
         self._check_place()
 
     def _check_place(self) -> None:
@@ -215,7 +217,9 @@ class SqliteRegistry(Registry):
                 raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
             connection = self._idle.pop() if self._idle else None
         if connection is None:
+            # Connections move between threads, but only one thread at a time uses a connection (`_borrow`).
             connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            # In write-ahead-log mode, NORMAL could lose the last commits if the host loses power.
             connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA busy_timeout = {_milliseconds_left(deadline)}")
         return connection
@@ -263,8 +267,10 @@ class SqliteRegistry(Registry):
                 connection.execute("BEGIN")
                 self._look_for_checksums(connection)
                 yield connection
+                # Only after the reading is it certain that this file was the registry all the time.
                 self._check_place()
             finally:
+                # While a read transaction is open, SQLite cannot use the log from its beginning again.
                 connection.rollback()
                 self._return(connection)
 
@@ -275,6 +281,7 @@ class SqliteRegistry(Registry):
             connection = self._borrow(deadline)
             try:
                 _begin_writing(connection, deadline)
+                # Asked with the write lock, which `backup.replace` has to take, too.
                 self._check_place()
                 self._look_for_checksums(connection)
                 if not self._sums:  # the file of an earlier release
@@ -358,6 +365,7 @@ class SqliteRegistry(Registry):
         checked_transaction(conditions, operations)
         with self._writing(timeout) as connection:
             for condition in conditions:
+                # Entries of ended leases were deleted when this transaction began, so each entry that is found counts.
                 found = self._find(connection, condition.key.encode())
                 if (found.revision if found else 0) != condition.revision:
                     return Commit(False, _revision(connection, self.address))
@@ -482,6 +490,8 @@ class _SqliteWatch(Watch):
             if self._closed:
                 raise RegistryError(f"this watch of {registry.address} was closed", registry=registry.address)
             with registry._errors("watched"):
+                # Read before the entries: a change that comes in between changes the counter again, and the next look
+                # sees it.
                 counter = self._counter(deadline)
                 if counter != self._seen:
                     changes = self._look(max(0.0, deadline - time.monotonic()))
@@ -499,6 +509,7 @@ class _SqliteWatch(Watch):
         if self._connection is None:
             self._connection = self._registry._borrow(deadline)
         if self._connection.execute("SELECT 1 FROM lease WHERE ends <= ? LIMIT 1", (_now(),)).fetchone():
+            # If another process has the lock, it writes, and deletes these entries itself.
             with contextlib.suppress(RegistryAwayError), self._registry._writing(0.0):
                 pass
         return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
@@ -566,6 +577,8 @@ def _milliseconds_left(deadline: float) -> int:
 
 def _begin_writing(connection: sqlite3.Connection, deadline: float) -> None:
     connection.execute(f"PRAGMA busy_timeout = {_milliseconds_left(deadline)}")
+    # IMMEDIATE takes the write lock at once. A transaction that reads first and then writes fails without waiting if
+    # another process has written in between.
     connection.execute("BEGIN IMMEDIATE")
 
 
@@ -650,6 +663,7 @@ def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[byt
             connection.execute("DELETE FROM entry WHERE key = ?", (key,))
         else:
             connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?)", (key, value, revision, lease))
+            # After the entry, because the trigger `entry_written` deletes the checksum of the key.
             connection.execute("INSERT INTO entry_checksum VALUES (?, ?, ?)", (key, revision, crc))
     if revision % 1000 == 0:
         _delete_changes(connection, revision - _CHANGES_MAX)

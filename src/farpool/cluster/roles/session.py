@@ -103,6 +103,7 @@ class Session(Closing):
         forks.begin_again(self)
 
     def _begin(self) -> None:
+        # Protects the lease, the roles and the thread. Held while a lease is granted, so that two threads share one.
         self._lock = threading.Lock()
         self._lease = 0
         self._roles: dict[str, HeldRole | None] = {}  # None while a thread is taking the role
@@ -187,6 +188,7 @@ class Session(Closing):
             except RegistryAwayError:
                 if time.monotonic() >= deadline:
                     raise
+                # Not `time.sleep`: closing the session ends this wait.
                 self._ended.wait(_PAUSE_S)
 
     def _take(self, role: str, value: bytes, timeout: float | None) -> HeldRole | None:
@@ -203,9 +205,11 @@ class Session(Closing):
                 return None
         held: HeldRole | None = None
         try:
+            # Outside the lock, so a registry that is away does not keep other threads from using their roles.
             held = self.under_lease(lambda lease: self._write(role, value, lease, timeout), timeout)
         finally:
             with self._lock:
+                # Since the entry was written, the lease may have ended, and with it the role.
                 if held is not None and held.lease == self._lease:
                     self._roles[role] = held
                 else:
@@ -230,6 +234,7 @@ class Session(Closing):
     def _await_change(self, role: str, deadline: float, timeout: float | None) -> None:
         """Wait until a held role may be free."""
         snapshot = self._registry.range(role, timeout=self._seconds(timeout))
+        # It is free again, or another thread of this program is taking it.
         if all(entry.key != role for entry in snapshot.entries):
             self._ended.wait(_PAUSE_S)
             return
@@ -250,9 +255,11 @@ class Session(Closing):
         RegistryError
             The registry could not be asked. The lease may have ended, and this session does not know.
         """
+        # Read once: the registry's answer is about this lease, even if the session has a new one by then.
         lease = self._lease
         if lease:
             try:
+                # A call that takes longer would delay the next renewal.
                 self._registry.keep_alive(lease, timeout=self._ttl / _RENEWALS_PER_TTL)
             except RegistryLeaseError:
                 self._lose(lease)
@@ -272,11 +279,13 @@ class Session(Closing):
     def _lose(self, lease: int) -> None:
         """Forget a lease that has ended, and the roles that were bound to it."""
         with self._lock:
+            # Another thread may have got a new lease in the meantime, which stays.
             if self._lease == lease:
                 self._lease = 0
             self._roles = {role: held for role, held in self._roles.items() if held is None or held.lease != lease}
 
     def _holds(self, held: HeldRole) -> bool:
+        # Compared as an object: another part of this program may hold the role again, with a higher token.
         return self._roles.get(held.role) is held
 
     def _forget(self, held: HeldRole) -> bool:
@@ -297,6 +306,7 @@ class Session(Closing):
             self._ended.set()
             self._roles = {}
             lease, self._lease = self._lease, 0
+        # Outside the lock, because the registry may take long to answer.
         if lease:
             with suppress(RegistryError):  # the lease ends by itself; an error would hide the program's own
                 self._registry.revoke(lease)
@@ -363,9 +373,11 @@ class HeldRole(Closing):
         try:
             done = self._session.registry.commit([self.condition, *conditions], operations, timeout=seconds)
         except RegistryLeaseError:
+            # Raises if the role is lost. If not, the error is about another lease.
             self.confirm(timeout=timeout)
             raise
         if not done.succeeded:
+            # The condition that failed may be the role's own; then this raises.
             self.confirm(timeout=timeout)
         return done
 

@@ -39,6 +39,7 @@ def as_key(key: str | bytes) -> bytes:
 def as_keys(keys: Iterable[str | bytes]) -> list[bytes]:
     """Convert keys to bytes; raises the errors of `as_key`."""
     given = list(keys)
+    # The native check is one call for all keys. It returns None if a key is wrong, and the loop finds the error.
     checked = native_keys(given)
     return [as_key(key) for key in given] if checked is None else checked
 

@@ -82,6 +82,7 @@ class AsyncStore:
     async def _call(
         self, call: Callable[Parameters, ResultT], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> ResultT:
+        # Raises if the store is closed, because the threads may be gone by then.
         self._store._open()
         return await _end_of(self._threads.submit(call, *args, **kwargs))
 
@@ -214,6 +215,7 @@ class AsyncStore:
         try:
             yield AsyncOpenedName(opened, self._call)
         finally:
+            # Not one of the store's own threads: these may be gone before the block ends.
             await asyncio.to_thread(opened.close)
 
     async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
@@ -227,6 +229,7 @@ class AsyncStore:
             The registry cannot be asked. Begin another watch after the last version that this one reported.
         """
         watching = await self._call(self._store.watch, name, after)
+        # With a thread of its own, because a watch only waits, and would take a thread from other calls.
         with watching, ThreadPoolExecutor(1, "farpool-watch") as thread:
             while True:
                 self._store._open()
@@ -266,6 +269,7 @@ class AsyncStore:
 
     async def close(self) -> None:
         """Asynchronous `Store.close`."""
+        # The store first: closing it ends the calls that its threads wait in.
         await asyncio.to_thread(self._store.close)
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -314,9 +318,11 @@ class AsyncOpenedName:
 async def _end_of(work: Future[ResultT]) -> ResultT:
     future = asyncio.wrap_future(work)
     try:
+        # A thread cannot be interrupted. Until its call ends, it may write into the caller's buffer.
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         if not work.cancel():
+            # So we wait for its end, and give back a pin or an opened name that the cancelled caller does not get.
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([future])

@@ -73,8 +73,10 @@ class Cluster:
         self._membership = membership
         self._connect = connect
         self._left: weakref.WeakSet[Member] = weakref.WeakSet()  # members that calls or pins still use
+        # Protects the members that left, and each replacement of the snapshot. Calls read the snapshot without it.
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        # Weak, because the list of members may outlive a store that the program dropped without closing it.
         own = weakref.ref(self)
 
         def changed() -> None:
@@ -84,6 +86,7 @@ class Cluster:
             else:
                 cluster._follow(introduce=True)
 
+        # We subscribe before we read the list, so no change between the two is missed.
         self._unsubscribe = unsubscribe = membership.subscribe(changed)
         self._follow(introduce=False)
 
@@ -169,6 +172,7 @@ class Cluster:
                 answers[place] = answer
         finally:
             troubled: list[Member] = []
+            # Every connection goes back, also after an interrupt; `give` closes the broken ones.
             for member, link in links.items():
                 if not isinstance(link, NodeError):
                     if link.broken:
@@ -197,6 +201,7 @@ class Cluster:
                 if not fresh and may_be_stale(answer) and ask.op not in _ONCE:
                     again.append(place)
                 else:
+                    # Time after the deadline does not count, because this thread itself may have been late.
                     silence = 0.0 if ask.member in heard else min(time.monotonic(), deadline) - began
                     ask.member.failed(answer, silence)
         if again:
@@ -224,15 +229,18 @@ class Cluster:
         asks = [Ask(member, Op.PING, b"") for member in self.reachable(deadline).met]
         before = self.epoch.value
         self.ask(asks, share_of(deadline, last=False))
+        # Some nodes may have answered before a reply of another one had raised the epoch.
         if self.epoch.value != before:
             self.ask(asks, share_of(deadline, last=False))
 
     def close(self) -> None:
         """Close all connections, also to members that have left."""
+        # Set first, so that no change of the list adds members, and calls that wait for a node end.
         self._closing.set()
         self._unsubscribe()
         with self._lock:
             members = [*self.snapshot.members, *self._left]
+        # Outside the lock: closing waits for the thread that probes a node, and that may need the lock in `_met`.
         for member in members:
             member.close()
 
@@ -249,6 +257,7 @@ class Cluster:
                     continue
                 try:
                     until = share_of(deadline, last=len(snapshot.members) == 1)
+                    # The connection itself is not needed: making contact has given the member its identity.
                     member.pool.give(member.take(until))
                 except NodeError as error:
                     failures.append(error)
@@ -284,6 +293,7 @@ class Cluster:
     def _stranger(self, info: MemberInfo) -> Member:
         """Make a member that has not been met."""
         channel = self._connect(info.addresses[0])
+        # One epoch for all nodes: a reply of one shows that another is behind.
         channel.epoch = self.epoch
         return Member(channel, self._met, info)
 
@@ -300,6 +310,7 @@ class Cluster:
                 member.leave()
                 self._left.add(member)
         self._left.difference_update(members)
+        # Replaced as a whole, so a call keeps the members with which it began.
         self.snapshot = Snapshot(members)
 
     def _met(self, member: Member, identity: bytes) -> None:

@@ -89,6 +89,7 @@ def probe(
             for meta, places in lookup_requests(keys, probed.missing, use):
                 asks.append(Ask(member, Op.LOOKUP, meta))
                 asked.append((probed, places))
+            # The keys that mapped memory does not show; the replies below tell which of them the node lacks.
             probed.missing = []
     if not asks:
         return found

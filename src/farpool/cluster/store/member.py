@@ -91,7 +91,9 @@ class Member:
         self._ending = threading.Event()
         self._prober: threading.Thread | None = None
         self._met_at: object = None
+        # Protects the record of failures, the probe's state and `info`. Calls read `is_failing` without it.
         self._lock = threading.Lock()
+        # Closes the connections when the last call or pin lets the member go. At exit, `Store` closes them itself.
         weakref.finalize(self, channel.close).atexit = False
 
     def __repr__(self) -> str:
@@ -145,6 +147,7 @@ class Member:
                 node=self.name,
             )
         self._met(self, welcome.identity)
+        # Set last: if `_met` refuses the node, the next connection is refused as well.
         self._met_at = welcome
 
     def update(self, info: MemberInfo) -> None:
@@ -153,6 +156,7 @@ class Member:
             self.info = info
             is_back, is_moved = self._ending.is_set(), self.name not in info.addresses
             if is_back:
+                # A probe from before keeps the old event, and ends.
                 self._ending = threading.Event()
             if is_moved:
                 self._move(info.addresses[0])
@@ -199,6 +203,7 @@ class Member:
         late = isinstance(error, NodeTimeoutError) and silence < _SILENCE_S
         with self._lock:
             known = _described(error)
+            # Marked only if a probe runs, because only a probe takes the mark away.
             if self._start_probe(known) and not late:
                 self._mark(known)
 
@@ -241,12 +246,14 @@ class Member:
     def close(self) -> None:
         """Close all connections, and end the requests that are under way on them."""
         self.leave()
+        # Before the join: closing the channel ends the probe's waits.
         self.channel.close()
         if self._prober is not None and self._prober is not threading.current_thread():
             self._prober.join()
 
     def _refuse(self) -> None:
         with self._lock:
+            # A probe may have succeeded since the caller looked.
             if not self.is_failing:
                 return
             failing, (kind, error) = time.monotonic() - self._since, self._error
@@ -274,6 +281,7 @@ class Member:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             if self._failure() is None:
                 with self._lock:
+                    # The member may have left in the meantime, and may even be back with another probe.
                     if not ending.is_set():
                         self.is_failing, self._error = False, (NodeError, "")
                         self.is_probed = False
@@ -283,6 +291,7 @@ class Member:
         """Probe the node over a new connection; return the error's type and text, or None if the node answers."""
         deadline = time.monotonic() + _PROBE_TIMEOUT_S
         try:
+            # A new one, because an idle one may be from before the node restarted.
             connection = self._connect(deadline, fresh=True)
             try:
                 connection.exchange(Op.PING, b"", deadline)

@@ -110,6 +110,7 @@ class Pin:
         assert self._view is not None
         try:
             self._view.release()
+        # Python releases no memoryview from which another object still exports its bytes.
         except BufferError:
             return False
         alone = sys.getrefcount(self._shown) == 2  # one reference of this pin, and one of the argument
@@ -176,6 +177,7 @@ class Pins(Sequence[Pin | None]):
             try:
                 place = None if pin is None else pin._leave()
             except BufferError as error:
+                # The other pins are released nevertheless. The error is raised at the end.
                 held = held or error
             else:
                 if place is not None:

@@ -128,6 +128,7 @@ def _from_memory(channel: Channel, key: bytes, into: Payload | None, deadline: f
         if reader is not None:
             found = reader.get(key) if into is None else reader.get_into(key, into)
             return None if found is None else found[0]
+        # A fabric fills one buffer at a time.
         if channel.one_sided is not None and not isinstance(into, tuple):
             copied = channel.one_sided.get(key, deadline, into)
             if copied is not None:

@@ -90,6 +90,7 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
         deadline = cluster.deadline()
         having = {member.identity for member in holders[key]}
         free = [one for one in targets(key, cluster.view(deadline), cluster.redundancy) if one.identity not in having]
+        # Nodes whose copy is not kept come first: if they keep it, no further copy is made.
         free.sort(key=lambda member: member not in others.get(key, ()))
         copied, is_gone = 0, False
         reasons: list[str] = []

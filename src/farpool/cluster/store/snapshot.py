@@ -68,9 +68,11 @@ class Snapshot:
         self.strangers = tuple([member for member in members if not member.identity])
         met = [member for member in members if member.identity]
         takers = [member for member in met if not is_draining(member)]
+        # In this order, because `Ranking` takes the first `len(takers)` members as those that take new objects.
         self.met = (*takers, *[member for member in met if is_draining(member)])
         self.is_settled = bool(met) and not self.strangers
         self.by_identity = {member.identity: member for member in self.met}
+        # Ranks follow from identities, so they stay when a node restarts or moves (docs/design/write-once-keys.md).
         seeds = [int.from_bytes(member.identity[:8], "little") for member in self.met]
         ranking = Ranking(self.met, seeds, [member.info.weight for member in self.met], len(takers))
         # Bound methods of the native object: one call for each lookup, not two.

@@ -214,6 +214,7 @@ class Store(Closing):
         ReplicationError
             With `replicas`: too few nodes have confirmed. Some may have stored the value, or may still store it.
         """
+        # Read once, because another thread may close the store.
         cluster = self._cluster or self._open()
         item = (as_key(key), as_payload(value))
         head = cluster.head if ttl is None else object_head(ttl_of(ttl), cluster.redundancy.parts)
@@ -578,6 +579,7 @@ class Store(Closing):
     def _open_names(self) -> Names:
         """Return the names over this store, for which the registry is opened at the first use."""
         self._open()
+        # Two threads must not open the registry twice, and `close` must find the names that one of them opens.
         with self._naming:
             if self._names is None:
                 self._names = Names(self, self._registry, timeout=self._open().timeout)
@@ -636,6 +638,7 @@ class Store(Closing):
         finally:
             if cluster is not None:
                 if self._upkeep is not None:
+                    # Before the connections are closed, because the last hits still need them.
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
 
@@ -659,6 +662,7 @@ def _each_once(copies: Iterable[tuple[Member, ObjectInfo]]) -> Iterator[ObjectIn
             yield info
 
 
+# Weak, because a store that the program drops must not live until exit.
 _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 

@@ -138,6 +138,8 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     """
     opened = store.open(name, version)
     held = _Held(store)
+    # The finalizer only defers the closing, because its thread may hold a lock at that moment (`OpenedName.defer`). At
+    # exit the store closes everything.
     weakref.finalize(held, opened.defer, opened.close).atexit = False
     tensors: dict[str, torch.Tensor] = {}
     try:

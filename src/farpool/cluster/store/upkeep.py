@@ -46,6 +46,7 @@ class Upkeep:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        # Protects the hits and the thread. Each read of an object takes it, so it is held for a moment only.
         self._lock = threading.Lock()
         self._hits: dict[bytes, Member] = {}
         self._lacking: set[bytes] = set()
@@ -82,6 +83,7 @@ class Upkeep:
             with self._lock:
                 hits, self._hits = self._hits, {}
                 if not hits:
+                    # With the lock, so a later hit starts another thread and is not lost.
                     self._thread = None
                     return
             try:
@@ -176,6 +178,7 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Seque
             copies += 1
         else:
             reasons.append(_reason(put, answer))
+    # A refusal may have another reason than a drop. The object is gone only if its holder has lost it, too.
     return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
 
 

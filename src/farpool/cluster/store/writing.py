@@ -162,6 +162,7 @@ def put(
     parts = redundancy.parts
     if not view.is_settled:
         view = cluster.view(deadline)
+    # Read before the requests, because their replies may raise it.
     epoch = cluster.epoch.value
     asks: list[Ask] = []
     for key, payload in items:
@@ -283,6 +284,7 @@ def _everywhere(
                     silent |= {member.name for member in view.strangers}
                 complete = complete and not silent
                 away |= silent
+                # A mark of 0 comes from a node of an earlier release. It cannot say whether its copy has changed.
                 away.update(
                     ask.member.name for ask, reply in replies if reply.status == Status.DONE and not reply.serial
                 )

@@ -190,6 +190,7 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
             raise ConfigError(f"{what}.rights has {right!r}, expected some of {known}", setting="keys")
         rights |= Right[right.upper()]
     nbytes = 0 if isinstance(settings.bytes, msgspec.UnsetType) else parse_size(settings.bytes, f"{what}.bytes")
+    # An empty secret marks a key that only a certificate can prove (`NodeHandshake._greet`).
     return Grant(secret or b"", rights, settings.tenant, nbytes)
 
 

@@ -105,6 +105,7 @@ def _host(text: str) -> str | None:
             return None
     if not _HOST.fullmatch(text):
         return None
+    # Digits and dots alone have to be a whole IPv4 address: the resolver would also expand 127.1.
     if text.replace(".", "").isdigit():
         try:
             return str(ipaddress.IPv4Address(text))

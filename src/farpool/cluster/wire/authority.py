@@ -81,6 +81,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _SKEW)
             .not_valid_after(now + timedelta(days=days))
+            # A certificate of this authority can be no authority itself.
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -139,6 +140,7 @@ class Authority:
             The folder has no certificate that this authority issued, or one without a role.
         """
         old = _certificate(folder / CERTIFICATE, "the certificate")
+        # The new certificate takes over the old one's name, role and hosts, so this authority must have signed them.
         try:
             old.verify_directly_issued_by(self._certificate)
         except (ValueError, TypeError, InvalidSignature) as error:
@@ -159,8 +161,11 @@ class Authority:
         with contextlib.suppress(x509.ExtensionNotFound):
             alternatives = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         files, end = self._made(name, role, alternatives, days, None)
+        # In the same folder, because `os.replace` cannot move a file to another file system.
         with tempfile.TemporaryDirectory(prefix=".rotate-", dir=folder) as made:
             _write(Path(made), files)
+            # A reader that comes between two replacements finds a key and a certificate that do not match. It keeps the
+            # files that it read before (`CertificateFolder.context`).
             for file in files:
                 os.replace(Path(made) / file, folder / file)
         return name, end
@@ -193,6 +198,8 @@ class Authority:
             .not_valid_after(end)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
+            # The role is part of the certificate, so a stolen client certificate is of no use as a node's
+            # (docs/security.md).
             .add_extension(x509.ExtendedKeyUsage([_USAGES[role]]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
@@ -254,6 +261,7 @@ def _certificate(path: Path, what: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(read_file(path, what))
     except ValueError as error:
+        # A ConfigError is a ValueError, too, and has named the reason already.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{what}: {path} is no certificate in PEM: {error}", setting=what) from error
@@ -301,8 +309,10 @@ def _new_folder(folder: Path, what: str) -> Iterator[Path]:
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         mode = 0o600 if name in (PRIVATE_KEY, AUTHORITY_KEY) else 0o644
+        # The mode is given here and not set later: the key is at no time readable by others.
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
+            # Before the file gets its name: a crash must not leave a named file without content.
             os.fsync(file.fileno())

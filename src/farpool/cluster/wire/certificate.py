@@ -48,7 +48,9 @@ class CertificateFolder:
             raise ConfigError(f"{what}: {_MISSING}", setting=what)
         self._path = Path(path)
         self._what = what
+        # Protects the state, the context and the texts: any thread may open a connection and find new files.
         self._lock = threading.Lock()
+        # We look at the files before we read them, so a change during the reading shows as a change at the next look.
         self._state = self._stated()
         self._context = self._read()
 
@@ -75,6 +77,7 @@ class CertificateFolder:
         """
         with self._lock:
             state = self._stated()
+            # If this raises, the old state stays as well, and the next connection tries the files again.
             self._context = self._read()
             self._state = state
             return self._context
@@ -89,6 +92,7 @@ class CertificateFolder:
 
         with self._lock:
             texts = {CERTIFICATE: self._texts[0], AUTHORITY: self._texts[1]}
+        # Parsed outside the lock, because new connections wait for it.
         return {
             name: min(one.not_valid_after_utc.timestamp() for one in x509.load_pem_x509_certificates(text))
             for name, text in texts.items()

@@ -190,6 +190,7 @@ class Channel:
                     lambda: control.call_with_files("attach_lease", deadline, lease=lease)[1], nbytes, self.name
                 )
         except BaseException:
+            # The program never learns the number of this lease, so it could not give it back itself.
             with contextlib.suppress(NodeError):
                 control.call("release", deadline, lease=lease)
             raise
@@ -220,6 +221,7 @@ class Channel:
         NodeError
             The node cannot be reached. It frees the memory by itself once the session has ended.
         """
+        # Detached first: no one-sided transfer may reach memory that the node has freed.
         if self.one_sided is not None:
             self.one_sided.detach(lease)
         self.call("release", deadline, lease=lease)
@@ -229,6 +231,7 @@ class Channel:
 
         The session stays, and with it leases and pins. Open connections are used until they break.
         """
+        # Without the lock, which a thread that makes contact may hold until its deadline.
         self._moved_to = parse_address(address)
         self.name = str(self._moved_to)
 
@@ -237,6 +240,7 @@ class Channel:
 
         Waits in other threads end with `NodeError`; a thread that is just connecting closes what it opened.
         """
+        # Set first: a thread that makes contact now looks at this afterwards, and closes what it opened.
         self._closed = True
         self.pool.close()
         control, self._control = self._control, None
@@ -267,6 +271,8 @@ class Channel:
 
     def forked(self) -> None:
         """Begin again in a forked child: the connections are the parent's, so they are closed here, not shut down."""
+        # Not `Control.close`: it would shut the socket down for the parent, too, and wait for a lock that a thread of
+        # the parent may have held at the fork.
         if self._control_socket is not None:
             self._control_socket.close()
         if self.one_sided is not None:
@@ -283,6 +289,8 @@ class Channel:
         self._control = None
         self._control_socket = None
         self.pool = ConnectionPool()
+        # Held while contact is made. It protects the control connection, the session, the addresses and the reader.
+        # `close` does not take it, because contact may last until another call's deadline.
         self._lock = threading.Lock()
         self.one_sided = None if self._fabric is None else NodeMemory(self, self._transport, self._fabric)
 
@@ -300,8 +308,10 @@ class Channel:
             return self._contact(deadline)
 
     def _open(self, deadline: float) -> Dialled:
+        # In the second round `_reach` makes contact again, and so finds the node that has the address now.
         for _ in range(2):
             control = self._reach(deadline)
+            # Outside the lock, so that several threads can open their data connections at the same time.
             dialled = self._dial_to(self._data_address, "data", deadline)
             if dialled.welcome.identity == control.welcome.identity:
                 return dialled
@@ -309,6 +319,7 @@ class Channel:
             dialled.socket.close()
             with self._alone(deadline):
                 control.close()
+                # Another thread may have made new contact in the meantime; that one stays.
                 if self._control is control:
                     self._control = self.reader = None
         raise NodeError(f"{self.name}: two connections to this address led to different nodes", node=self.name)
@@ -323,12 +334,15 @@ class Channel:
             if moved_to is None and not control.is_closed and not _has_hung_up(self._control_socket):
                 return control
             control.close()
+            # The reader belongs to the node that hung up. Its memory stays mapped, but another node may serve the
+            # address now.
             self._control = self.reader = None
         dialled = self._dial_to(self._address, "control", deadline)
         self._refuse_another_node(dialled)
         if self._transport in ("auto", "mapped"):
             dialled = self._local(dialled, deadline)
         self.welcome = dialled.welcome
+        # The next contact names this session, so that the node finds the program's leases and pins again.
         self._session = dialled.welcome.session
         self._control_socket = dialled.socket
         self._control = control = Control(dialled)
@@ -369,12 +383,15 @@ class Channel:
             if self._address.scheme != "unix":
                 address = Address("unix", path=welcome.socket)
                 local = self._dial_to(address, "control", deadline, welcome.session)
+                # The welcome names only a path. In this process's file system, for example in a container, another node
+                # may listen there.
                 if local.welcome.id != welcome.id:
                     local.socket.close()
                     raise NodeError(f"{self.name}: another node listens at {address}", node=self.name)
                 dialled.socket.close()
                 dialled, self._data_address = local, address
         except NodeError:
+            # With ``auto``, mapping only saves time: the connection over the network works as well.
             if self._transport == "mapped":
                 dialled.socket.close()
                 raise
@@ -398,6 +415,7 @@ class Channel:
             if len(files) != 3:
                 raise NodeError(f"{self.name} passed {len(files)} files of objects, expected 3", node=self.name)
             index, data, visited = files
+            # The memory of a killed node stays mapped. The reader looks at this socket to notice that the node is gone.
             lifeline = -1 if self._control_socket is None else self._control_socket.fileno()
             return ObjectReader(index, data, visited, self.name, lifeline=lifeline, epoch=self.epoch)
         finally:

@@ -51,6 +51,7 @@ class Control(Closing):
         self._reader = FrameReader(self._node)
         self._request = 0
         self._closed = False
+        # Protects the socket, the reader and the request's number: a thread must not read another one's reply.
         self._lock = threading.Lock()
 
     @property
@@ -87,6 +88,7 @@ class Control(Closing):
         if not self._take_turn(deadline):
             raise NodeTimeoutError(f"{self._node}: another thread's call did not end in time", node=self._node)
         try:
+            # Asked with the lock: `close`, or a call that failed, may have come first.
             if self._closed:
                 raise NodeError(f"{self._node}: this connection was closed", node=self._node)
             return self._exchange(name, deadline, arguments)
@@ -95,6 +97,8 @@ class Control(Closing):
 
     def close(self) -> None:
         """End the connection. Idempotent; a call of another thread that is under way ends with `NodeError`."""
+        # The order matters. The shutdown ends the wait of a thread that holds the lock. Only with the lock may we close
+        # the descriptor: the system gives its number away again, and that thread would read another file.
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -118,9 +122,11 @@ class Control(Closing):
                 self._socket.sendall(request)
                 frame = self._receive(deadline, files)
                 result = self._result(frame, name)
+            # A refusal is a whole reply, so the connection stays open.
             if frame.status != Status.DONE:
                 raise refusal(frame.status, f"{name}: {result.get('error', 'no reason given')}", self._node)
         except BaseException:
+            # Descriptors may have come with a reply that is of no use, and the caller does not get them.
             for file in files:
                 os.close(file)
             raise
@@ -134,6 +140,7 @@ class Control(Closing):
             data, passed, flags, _ = self._socket.recvmsg(self._reader.needed, room, socket.MSG_CMSG_CLOEXEC)
             for level, kind, content in passed:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    # A truncated message may end in the middle of a descriptor.
                     files.extend(array.array("i", content[: len(content) // 4 * 4]))
             if not data:
                 raise ConnectionResetError("it ended the connection")

@@ -174,6 +174,7 @@ def _targets(address: Address, deadline: float) -> list[_Target]:
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.path)]
     try:
+        # An IP address needs no resolver, and so no thread.
         return _look_up(address, socket.AI_NUMERICHOST)
     except socket.gaierror:
         return _look_up_in_time(address, deadline)
@@ -196,6 +197,7 @@ def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
         except OSError as error:
             outcome.append(error)
 
+    # A daemon, because the resolver may take longer than the program runs.
     thread = threading.Thread(target=ask, name="farpool-resolve", daemon=True)
     thread.start()
     thread.join(remaining(deadline))
@@ -213,6 +215,7 @@ def _shake_hands(connected: Connected, handshake: ClientHandshake, deadline: flo
             connected.settimeout(remaining(deadline))
             connected.sendall(to_send)
         connected.settimeout(remaining(deadline))
+        # We receive no byte beyond the handshake: what follows belongs to the code that takes the socket over.
         data = connected.recv(handshake.needed)
         if not data:
             raise ConnectionResetError("it ended the connection during the handshake")

@@ -217,6 +217,7 @@ class FrameReader:
         if len(self._data) < self._needed:
             return None
         if self._needed == HEADER_BYTES:
+            # The header is checked before any meta is received, because a stranger chooses the meta's length.
             meta_nbytes = self._check_header()
             if meta_nbytes:
                 self._needed += meta_nbytes
@@ -233,6 +234,7 @@ class FrameReader:
     def _check_header(self) -> int:
         """Check the header; return its number of bytes of meta, or raise ProtocolError."""
         magic, version, op, _, _, meta_nbytes, _, payload_nbytes, *_ = _HEADER.unpack_from(self._data)
+        # The magic comes first, so that bytes of another protocol are not reported as a wrong version.
         if magic != _MAGIC:
             raise self._error(f"does not speak farpool's protocol: it sent {bytes(self._data[:8])!r}")
         if version != VERSION:

@@ -160,8 +160,10 @@ class ClientHandshake:
     ) -> None:
         self.welcome: Welcome | None = None
         self._node = node
+        # Over TLS the certificates prove both sides, and the node takes the key's name from the client's certificate.
         self._key = key = None if secure else key
         self._credential = Credential.CERTIFICATE if secure else Credential.SECRET if key else Credential.NONE
+        # A new nonce for each connection: a proof that somebody has recorded does not fit it.
         self._nonce = os.urandom(32)
         self._hello = Hello((VERSION, VERSION), 0, self._nonce, key.name if key else "", purpose, session)
         self._reader = FrameReader(node, HANDSHAKE_META_BYTES_MAX)
@@ -216,6 +218,7 @@ class ClientHandshake:
                 f"{self._node} needs an access key; give key='NAME:SECRET' or set FARPOOL_KEY or FARPOOL_KEY_FILE",
                 node=self._node,
             )
+        # An impostor that does not know the secret could just ask for no proof, and receive this program's data.
         if key is not None and not challenge.secret:
             raise AccessDeniedError(
                 f"{self._node} has no access keys, but the access key {key.name!r} is to be used: a node without "
@@ -231,6 +234,7 @@ class ClientHandshake:
         expect(frame, Op.WELCOME, self._node)
         welcome = decoded(frame, WelcomeFields, self._node)
         key = self._key
+        # This is the last step, so no request has been sent yet to a node that may be an impostor.
         if key is not None and not hmac.compare_digest(
             welcome.proof, _node_proof(key.secret, self._nonce, challenge.nonce)
         ):
@@ -239,6 +243,7 @@ class ClientHandshake:
                 "to it",
                 node=self._node,
             )
+        # Leases and pins belong to the session, so the program would lose them under another number.
         if self._hello.session not in (0, welcome.session):
             raise ProtocolError(f"{self._node} gave the session of this program another number", node=self._node)
         self.welcome = Welcome(
@@ -310,13 +315,17 @@ class NodeHandshake:
 
     def _greet(self, frame: Frame) -> bytes:
         expect(frame, Op.HELLO, "")
+        # We decode the versions alone first: in other versions the rest may differ, and the reply is to name the
+        # versions.
         lowest, highest = decoded(frame, Versions, "").versions
         if not lowest <= VERSION <= highest:
             spoken = f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}"
             raise ProtocolError(f"the client speaks {spoken} of the protocol, this farpool {VERSION}")
         hello = decoded(frame, Hello, "")
+        # `NodeAccess.refusal` lets in only the node's own user then.
         if self._keys is None:
             self.grant = Grant(b"", _ALL_RIGHTS, 0)
+        # The certificate names the key, not the hello: otherwise each client of the authority could use every key.
         elif self._certificate is not None:
             self.grant = self._keys.get(self._certificate)
             if self.grant is None:
@@ -324,6 +333,8 @@ class NodeHandshake:
                     f"the certificate is of {self._certificate!r}, and this node has no access key of that name"
                 )
         else:
+            # No client can prove the random secret. So an unknown key gets the same challenge and the same refusal as a
+            # known one, and a stranger cannot find out which keys exist.
             self.grant = self._keys.get(hello.key)
             # A key without a secret is there for certificates alone, and like one that is not there at all.
             self._secret = (self.grant.secret if self.grant else b"") or os.urandom(32)
@@ -338,14 +349,18 @@ class NodeHandshake:
         expect(frame, Op.PROOF, "")
         proof = decoded(frame, Proof, "").proof
         expected, answer = b"", b""
+        # The node's proof is sent only after the client's was right: nothing that a stranger receives depends on the
+        # secret.
         if self._secret:
             expected = _client_proof(self._secret, hello.nonce, self._nonce)
             answer = _node_proof(self._secret, hello.nonce, self._nonce)
         grant = self.grant
+        # `compare_digest` takes equally long wherever the first wrong byte is.
         if grant is None or not hmac.compare_digest(proof, expected):
             raise AccessDeniedError(
                 f"the secret of the access key {hello.key!r} was not proved: it is another one, or there is no such key"
             )
+        # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
         self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant)
@@ -363,6 +378,7 @@ def refused_frame(error: NodeError) -> bytes:
 
 
 def _node_proof(secret: bytes, client_nonce: bytes, node_nonce: bytes) -> bytes:
+    # The two proofs have different labels and orders of nonces. So a proof that is sent back to its sender is wrong.
     return hmac.digest(secret, b"farpool node 2" + client_nonce + node_nonce, "sha256")
 
 

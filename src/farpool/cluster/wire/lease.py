@@ -69,6 +69,7 @@ class Lease:
         NodeError
             The node cannot be reached. It frees the memory by itself once the session has ended.
         """
+        # From now on `address` is None. The mapping itself lives as long as a `RemoteEnd` uses it.
         self._memory = None
         self._lender.release(self.id, deadline)
 
@@ -80,6 +81,7 @@ def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mma
         if len(files) != 1:
             raise NodeError(f"{node} passed {len(files)} files for a lease, expected 1", node=node)
         size = os.fstat(files[0]).st_size
+        # An access beyond the end of the file would kill this process with SIGBUS.
         if size < SEGMENT_HEADER_BYTES + nbytes:
             raise NodeError(f"{node}: the file of a lease of {nbytes} bytes has only {size}", node=node)
         return mmap.mmap(files[0], SEGMENT_HEADER_BYTES + nbytes)

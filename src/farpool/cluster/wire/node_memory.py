@@ -28,6 +28,7 @@ _UNPIN_TIMEOUT_MIN_S = 0.1
 _OBJECTS_LEASE = None
 """Used in place of a lease's number for the tenant's objects."""
 
+# Never emptied: destructors of these objects would act on the parent's connections.
 _of_parents: list[NodeMemory] = []
 
 
@@ -75,6 +76,7 @@ class NodeMemory:
         self._fabric = fabric
         self._endpoint: Endpoint | None = None
         self._regions: dict[int | None, _Attached] = {}
+        # Protects the endpoint and changes of the regions. Transfers look the regions up without it.
         self._attaching = threading.Lock()
 
     def read(self, lease: int, offset: int, into: memoryview, deadline: float) -> None:
@@ -108,6 +110,7 @@ class NodeMemory:
             `into` is too small.
         """
         with self._channel.connection(deadline) as connection:
+            # The node takes no part in the read, so it must neither move nor evict the object until the unpin.
             pinned = connection.exchange(Op.PIN, TTL.pack(0) + key, deadline)
             if pinned.status != Status.DONE:
                 return None
@@ -151,6 +154,7 @@ class NodeMemory:
         try:
             transfer(attached.region)
         except NodeTimeoutError:
+            # The deadline has passed, so there is no time for a second attempt.
             raise
         except NodeError:
             # The process that exposes the memory may have been killed. A transfer may be done twice.
@@ -158,6 +162,7 @@ class NodeMemory:
 
     def _attached(self, lease: int | None, deadline: float, failed: _Attached | None = None) -> _Attached:
         """Return the attached segment; attach it first if it is not attached, or only as `failed`."""
+        # Without the lock, because nearly all transfers find the segment attached.
         attached = self._regions.get(lease)
         if attached is not None and attached is not failed:
             return attached
@@ -165,9 +170,11 @@ class NodeMemory:
             name = self._channel.name
             raise NodeTimeoutError(f"{name}: another thread did not get at the node's memory in time", node=name)
         try:
+            # Another thread may have attached it while this one waited for the lock.
             attached = self._regions.get(lease)
             if attached is None or attached is failed:
                 self.detach(lease)
+                # We name the exposure that failed, because the node may still count it as alive.
                 exposed = self._ask(lease, deadline, b"" if failed is None else failed.exposed.metadata)
                 if self._endpoint is None:
                     self._endpoint = self._fabric.endpoint(self._channel.name)

@@ -33,6 +33,7 @@ def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False)
     try:
         # Opened without blocking, as the path may name a pipe.
         with open(name, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            # We ask about the open file and not about the path, which may name another file a moment later.
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise ConfigError(f"{what}: {name} is no file", setting=what)
@@ -42,6 +43,7 @@ def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False)
                     f"it; expected 0600: chmod 600 {name}",
                     setting=what,
                 )
+            # One byte more than allowed shows a file that is too long, even if it has grown since.
             content = file.read(_FILE_BYTES_MAX + 1)
             if len(content) > _FILE_BYTES_MAX:
                 raise ConfigError(f"{what}: {name} has more than {_FILE_BYTES_MAX} bytes", setting=what)

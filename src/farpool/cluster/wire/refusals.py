@@ -26,6 +26,7 @@ _ERRORS: dict[int, type[NodeError]] = {
     Status.TOO_LARGE: ObjectTooLargeError,
     Status.UNKNOWN: LeaseLostError,
 }
+# A lease is lent to keys with the right to write, so reading one needs that right as well (docs/wire.md).
 _RIGHTS = {Op.GET: "read", Op.STAT: "read", Op.LOOKUP: "read", Op.PIN: "read", Op.READ: "write", Op.WRITE: "write"}
 
 

@@ -36,6 +36,7 @@ class SecureSocket:
     def __init__(self, connected: socket.socket, context: TlsContext, host: str, node: str) -> None:
         self._node = node
         self._timeout: float | None = connected.gettimeout()
+        # A blocking receive inside OpenSSL would not end at a deadline, so this class waits with `poll`.
         connected.setblocking(False)
         self._stream = context.connect(connected.detach(), host)
 
@@ -83,6 +84,7 @@ class SecureSocket:
                 raise self._explained(error) from error
             if data is not None:
                 return data
+            # TLS may have to send something itself before it can receive more.
             self._wait(select.POLLOUT if self._stream.receiving_sends else select.POLLIN, until)
 
     def recvmsg(self, nbytes: int, _room: int = 0, _flags: int = 0) -> tuple[bytes, list[Any], int, None]:
@@ -116,6 +118,7 @@ class SecureSocket:
             raise TimeoutError
 
     def _explained(self, error: OSError) -> OSError:
+        # `Stream` reports a certificate that is not accepted as EACCES, and other failures of TLS as EPROTO.
         if error.errno == errno.EACCES:
             return AccessDeniedError(f"{self._node}: {error.strerror}", node=self._node)
         if error.errno in (errno.EPROTO, errno.EPROTONOSUPPORT):
