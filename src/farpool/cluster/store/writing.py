@@ -278,16 +278,17 @@ def _everywhere(
                     if isinstance(answer := decoded(ask, reply, usual), Exception):
                         raise answer
             if replies or not some:
-                members = [ask.member for ask, _ in replies]
-                silent = _names(view, view.by_identity if seen is None else seen[number], members)
-                if seen is None:
+                expected = view.by_identity if seen is None else seen[number]
+                silent = set[str]()
+                if len(replies) < len(expected):
+                    silent = _names(view, expected, [ask.member for ask, _ in replies])
+                if seen is None and view.strangers:
                     silent |= {member.name for member in view.strangers}
                 complete = complete and not silent
                 away |= silent
                 # A mark of 0 comes from a node of an earlier release. It cannot say whether its copy has changed.
-                away.update(
-                    ask.member.name for ask, reply in replies if reply.status == Status.DONE and not reply.serial
-                )
+                if 0 in marks[number].values():
+                    away.update(ask.member.name for ask, _ in replies if marks[number].get(ask.member.identity) == 0)
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
