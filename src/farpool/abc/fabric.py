@@ -82,7 +82,7 @@ class Fabric(Protocol):
     """A one-sided fabric. Its constructor raises `ConfigError` if the fabric cannot be used on this host."""
 
     def endpoint(self, node: str) -> Endpoint:
-        """Open a program's end of transfers with a node, whose address `node` is for errors."""
+        """Open a program's end of transfers with a node; errors name the node by its address `node`."""
         ...
 
     def expose(self, file: int, *, loopback: bool) -> Exposure:

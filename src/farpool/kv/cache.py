@@ -505,7 +505,10 @@ class PrefixCache(Closing, OldCalls):
         return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
 
     def unpin(self, tokens: Sequence[int], *, salt: bytes | str = b"") -> None:
-        """Let the KV of a sequence be evicted again; a pin on KV of weights that are not in use ends with its time."""
+        """Let the KV of a sequence be evicted again.
+
+        This ends only pins on KV of the present weights. A pin on KV of other weights ends after its time to live.
+        """
         keys, owner, _ = self._sequence(tokens, salt)
         self._blocks.unpin(keys, owner=owner)
 

@@ -25,7 +25,8 @@ _ASK_INTERVAL_S = 60.0
 _WAITING_LOOKUPS_MAX = 64
 """Maximum number of lookups that wait for an answer. Beyond that only the latest get an entry in the journal."""
 _COMMON = ("engine", "model", "tenant")
-"""Fields that namespaces of one model share. Tenants share nothing, and learn nothing about each other."""
+"""A reader's namespace is compared only with namespaces that have the same values in these fields. The tenant is one of
+them because tenants must learn nothing about each other."""
 
 
 class Disagreements:

@@ -27,7 +27,8 @@ _SAMPLES_MIN = 8
 _FOLLOWED_BLOCKS_MAX = 1 << 17
 """Maximum number of blocks that are followed. Beyond that the judge forgets the runs that were looked up first."""
 _COMPUTE_TIME_MAX_S = 300.0
-"""A save that comes later than this after the lookup says nothing about computing: the engine wrote the blocks back."""
+"""Maximum time from a lookup to a save that counts as a compute time. A later save is not counted, because the engine
+has probably written back blocks that it computed much earlier."""
 _SHARE_OF_ESTIMATE_MIN = 0.5
 """Each compute time counts as at least this share of the estimate. Blocks that the engine already had, and offers late,
 seem to have taken no time at all. If the engine has really become faster, the estimate follows within a few samples."""

@@ -165,7 +165,7 @@ class Peers:
 
 
 def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
-    """Return the minimum of all ranks' numbers after the name, or zeros unless all ranks called with the same tokens.
+    """Return the minimum over all ranks of each number after the name; zeros if ranks called with different tokens.
 
     Parameters
     ----------

@@ -259,7 +259,10 @@ class Shape:
     def sequence(
         self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str
     ) -> tuple[list[bytes], bytes, list[bytes]]:
-        """Return the keys of a sequence's blocks, a name made from all of its tokens and its salt, and its chains."""
+        """Return the keys of a sequence's blocks, a name of the sequence, and the chained hash of each block.
+
+        The name is made from all tokens and the salt.
+        """
         chains = token_chain(tokens, self.block, chain_seed(namespace.digest, salt_bytes(salt)))
         rest = array("Q", list(tokens[len(chains) * self.block :])).tobytes()  # tokens that no block covers
         return self.keys(namespace, chains), b"".join(chains[-1:]) + rest, chains
@@ -334,7 +337,7 @@ class Shape:
         return sorted(groups, key=lambda number: not self.groups[number].needs_all)
 
     def parent(self, wanted: Wanted, group: int, block: int) -> bytes | None:
-        """Return the key of the block without which another one cannot be used; None if there is none."""
+        """Return the key of the block that this block needs in order to be usable; None if it needs no other."""
         if self.groups[group].needs_all:
             return wanted.key(group, block - 1) if block else None
         # A window or a state is usable only with all blocks before it of the layers with full attention.

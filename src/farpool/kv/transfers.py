@@ -244,12 +244,14 @@ class Transfers:
         return [sum(key in there for key in own) for own in saved]
 
     def bring_near(self, wanted: Wanted, usable: int, until: float) -> int:
-        """Load the usable blocks of a sequence into the memory of this process, or let the nodes keep them in theirs.
+        """Load the usable blocks of a sequence into this process, or pin them in the memory of the nodes.
+
+        They are pinned if this process has no memory for such blocks.
 
         Returns
         -------
         int
-            Number of blocks that are near.
+            Number of blocks that are in this process or pinned.
         """
         needed = [
             (key, self._shape.groups[number].group.block_bytes)

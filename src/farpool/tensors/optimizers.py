@@ -31,8 +31,8 @@ _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _NORM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK_ATTRIBUTE = "_farpool_offloads"
 _offloads = 0
-"""Number of modules offloaded so far. An optimizer that has stepped since the last offload has its state in the
-pool."""
+"""Number of modules offloaded so far. `page_moments_of` stores it on each optimizer that it checks, and checks the
+optimizer again only after it has grown."""
 
 
 def note_offload() -> None:

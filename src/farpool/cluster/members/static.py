@@ -1,4 +1,4 @@
-"""Members that their owner lists by address."""
+"""Members that a program lists by address; it may replace the list at any time."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Cluster:
     on_read : callable or None
         Is called with each key that was read and the member that returned its value.
     has_warned : bool
-        True once the program knows that objects have another number of copies.
+        True once the program was warned that an object was put with a different number of copies than this store makes.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class Cluster:
                 raise failures[0] if failures else NodeError("the store has no members; expected at least one node")
 
     def _follow(self, *, introduce: bool) -> None:
-        """Take over the list of members; with `introduce`, reach new ones in the background."""
+        """Update the members from the list; with `introduce`, contact new members in the background."""
         with self._lock:
             if self._closing.is_set():
                 return

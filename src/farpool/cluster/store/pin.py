@@ -286,7 +286,11 @@ def _pin(
     ttl_ms: int,
     until: float,
 ) -> Plan[None]:
-    """Pin objects in mapped memory, rank by rank; enter the pins, and those that no view can be made of in `lost`."""
+    """Pin objects in mapped memory: ask the members of each key one after another, and enter the pins into `pins`.
+
+    A pin goes into `lost` if this process connected to the node again while the pin was made, because the node may have
+    other files now. The caller releases it.
+    """
     orders = [view.order(key) for key in keys]
     for rank in range(max(map(len, orders), default=0)):
         places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]

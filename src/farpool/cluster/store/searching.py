@@ -51,7 +51,7 @@ class Search:
             self.missing.add(ask.member)
 
     def unasked(self) -> list[Member]:
-        """Return, in their order, the members from which there is no failure or negative answer yet."""
+        """Return the members that have not failed and have not replied `missing`, in the order for the key."""
         order = self.view.order(self.key)
         return [member for member in order if member not in self.missing and member not in self.failures]
 
@@ -175,7 +175,7 @@ def measure(
     searches : list of Search
         A search for each of these keys.
     sizes : list of int, None or Exception
-        Receives the size of each value, by the numbers of the searches; None stays for a key without a value.
+        Receives the size of each value at index `number` of its search; None stays for a key without a value.
     redundancy : Redundancy
         The redundancy of the objects.
     patient : bool

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "tensor_source"]
 
 _BATCH_BYTES = 4 << 20
-"""Bytes of tensors that the first call pins; the timeout applies to each call."""
+"""Bytes of tensors that a call pins if it is the first, or if the previous call had to copy objects. They are few,
+because the timeout applies to each call."""
 _MAPPED_BATCH_BYTES = 256 << 20
 """Bytes that a call pins if all objects of the previous call are mapped, and so need no memory for copies."""
 

@@ -30,7 +30,8 @@ __all__ = ["Mended", "Upkeep", "mend"]
 _PAUSE_S = 0.005
 """Time in which hits are collected. It is short, because a small cache is full of other objects a little later."""
 _HITS_MAX = 65536
-"""Maximum number of keys whose hits are remembered in one pause. The next hit of any other key does the work."""
+"""Maximum number of keys whose hits are collected in one pause. A hit of a further key is ignored, and the copies of
+that key are checked after its next hit."""
 _UNKEPT_MS = 60_000
 """Time after the call's deadline for which a copy of a kept object lives if it is not kept after all."""
 

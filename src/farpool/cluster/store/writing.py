@@ -58,7 +58,10 @@ class _Put:
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
 
     def is_waiting(self) -> bool:
-        """Return True if members that are away, or had not been met when it began, are enough to confirm it later."""
+        """Return True if too few members have confirmed the put, but members that are not reached may confirm it.
+
+        These are the members that are away and the members that have not been met.
+        """
         confirmed = len(self.confirmed)
         return not self.redundancy.enough(confirmed) and self.redundancy.enough(
             confirmed + len(self.away) + len(self.view.strangers)

@@ -566,7 +566,7 @@ def _dtypes_of(layout: str) -> set[str]:
 
 
 def _object_for_probe(tokens: int) -> EngineBlock:
-    """Make an object of LMCache's class, with keys and values of one layer, which LMCache's tensor writes and reads."""
+    """Make an LMCache object with keys and values of one layer, which are written and read through its tensor."""
     shape, dtype = torch.Size([2, 1, tokens, 2]), torch.bfloat16
     memory = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
     meta = MemoryObjMetadata(shape, dtype, memory.data_ptr(), memory.numel(), 1, fmt=MemoryFormat.KV_2LTD)

@@ -12,9 +12,9 @@ short, it shares a block of the pager with the last blocks of other layers.
 
 *Operands are plain and exact.* Attention receives contiguous tensors with the shape, strides and alignment that
 ``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them while
-they are pinned, which costs as much as ``torch.cat`` does there; no tensor aliases the arena. The next layer uses this
-memory of one layer's keys and values again as soon as nothing refers to it (see the reference count of its storage). It
-is host memory in addition to the fast tier; the pool's ledger counts it as ``KV operands``.
+they are pinned, which costs as much as ``torch.cat`` does there; no tensor aliases the arena. The tensors of one layer
+are in host memory that the next layer reuses if no tensor refers to it any more, which the reference count of its
+storage shows. This memory is needed in addition to the fast tier; the pool's ledger counts it as ``KV operands``.
 
 *Beams are lists of rows.* Reordering, repeating and selecting sequences change which stored row belongs to which
 sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer the rows of

@@ -1,4 +1,4 @@
-"""Debug mode: finds operations that use memory outside their accesses, at the place where they do it.
+"""Debug mode: finds operations that use arena memory without having pinned it, soon after they do so.
 
 A pool made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Other pools
 import nothing of this.

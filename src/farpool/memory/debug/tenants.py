@@ -64,7 +64,7 @@ class Tenants:
         self._pager = pager
         self._here: dict[int, Tenant] = {}
         self._leaving: dict[int, Tenant] = {}
-        """Blocks whose range has been given up, by the write-back that still reads it."""
+        """Blocks that have lost their range, by the ID of the write-back that still reads the range."""
         self.generation: Counter[int] = Counter()
 
     def __getitem__(self, block: int) -> Tenant:

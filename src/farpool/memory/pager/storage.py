@@ -102,9 +102,9 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     """Bytes of each block of a large storage (the last may be shorter); a multiple of the alignment.
 
-    Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
-    page, in which files are read and written. Each expert of stacked experts gets blocks of its own if its bytes can be
-    divided so.
+    If possible, a block has a whole number of rows. If possible, its size is also a multiple of the page, because files
+    are read and written in pages. A row of stacked experts is one expert, and it is cut into equal blocks if its size
+    allows that, so no block has bytes of two experts.
     """
     if cls == "expert" and row_bytes > 0:
         step = _part_of_row(row_bytes, sizes)

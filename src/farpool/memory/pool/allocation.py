@@ -59,7 +59,7 @@ class Allocation:
         Parameters
         ----------
         pack : int
-            Key of the open block that takes it: `CREATED`, or `USED` for a storage that is packed at its first use.
+            Selects the shared block for a small storage: `CREATED`, or `USED` if it is packed at its first use.
         name : str
             Name of the storage, for recordings.
         """

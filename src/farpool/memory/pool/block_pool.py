@@ -161,7 +161,7 @@ class BlockPool:
 
     @property
     def debug(self) -> bool:
-        """True if debug mode looks for memory that is used outside its access."""
+        """True if the pool is in debug mode, which checks that operations use only memory that they have pinned."""
         return self.config.debug
 
     @property
@@ -274,7 +274,7 @@ class BlockPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool, even if storages are still in use. Their bytes are lost, because no tensor takes them."""
+        """Close the pool, even if storages are still in use. Their bytes are lost, because nothing copies them out."""
         self.force_close()
 
     # ---- storages -----------------------------------------------------------------------------------------------

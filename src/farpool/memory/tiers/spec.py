@@ -23,7 +23,7 @@ __all__ = ["ThrottledSpec", "TierSpec", "TracedSpec"]
 
 
 class ThrottledSpec(Struct, frozen=True, kw_only=True):
-    """Settings of a `Throttled` wrapper, with the same meaning; rates become bytes per second."""
+    """Settings of a `Throttled` wrapper, named like its parameters; rates become bytes per second."""
 
     read_bandwidth: float | str | None = None
     write_bandwidth: float | str | None = None

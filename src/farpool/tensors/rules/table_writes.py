@@ -67,10 +67,11 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Return True if torch leaves all rows that no index names as they are, even the bits of a NaN.
+    """Return True if torch does not change any bit of the rows that no index names, not even in a NaN.
 
-    torch changes them in two cases. For a mean it divides all rows, most of them by one. In half precision it computes
-    ``scatter_*``, and ``index_add_`` with rows of one element, in a copy of all rows in single precision.
+    torch may change such rows in two cases. A reduction to the mean divides all rows, most of them by one. In half
+    precision, torch copies all rows to single precision for ``scatter_*``, and for ``index_add_`` with rows of one
+    element.
     """
     name = func._opname
     if any(value == "mean" for value in args if isinstance(value, str)):

@@ -61,7 +61,7 @@ class WatchesStaging(Protocol):
     """Interface of a device that wants to know when tiers read or write the staging memory."""
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """Record that a transfer between its tier and the staging memory at this address begins."""
+        """Record that a transfer starts to copy between its tier and the staging memory at address `host`."""
         ...
 
     def tier_leg_ended(self, transfer: int) -> None: ...

@@ -31,7 +31,9 @@ class PageLocker(Protocol):
     """Interface for page-locking host memory for a device."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock a range that begins at a page; no copy will reach from one locked range into another.
+        """Page-lock a range that begins at a page boundary.
+
+        The caller splits its copies so that none crosses from one locked range into another.
 
         Raises
         ------
@@ -99,7 +101,10 @@ class PageLocks:
         return [(space.address + low, high - low) for low, high in pairwise(cuts)]
 
     def close(self, timeout: float) -> bool:
-        """Unlock everything, with no copy under way; False if the thread still runs after `timeout` seconds."""
+        """Stop the thread and unlock everything; no copy may be under way.
+
+        Returns False, and unlocks nothing, if the thread still runs after `timeout` seconds.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
