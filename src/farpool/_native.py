@@ -1,6 +1,7 @@
-"""Placeholder that raises ImportError if the native core has not been built; a compiled module is found first.
+"""Placeholder for the native core: importing it raises ImportError if the core has not been built.
 
-It also gives import checkers, which only read sources, a module to resolve imports of the native core to.
+If the core has been built, Python finds the compiled module before this file. Import checkers, which read only sources,
+resolve imports of the native core to this file.
 """
 
 raise ImportError("farpool's native core has not been built: install farpool with pip, as in CONTRIBUTING.md")

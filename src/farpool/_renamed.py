@@ -47,9 +47,12 @@ RENAMED = {
     "farpool.tiers": "farpool.memory.tiers",
     "farpool.tiers.base": "farpool.abc.tier",
 }
-"""Packages and modules that have moved, by their old names. Modules inside a package have moved with it."""
+"""New names of packages and modules that have moved, by their old names. Modules inside a package moved with it."""
 _FILES = frozenset({"farpool.registry", "farpool.store", "farpool.tiers"})
-"""Old names that stay for users. They are files, so type checkers know them; only the modules inside are found here."""
+"""Old names that users may still import. Each is a real file, so that type checkers find it.
+
+The import hook here therefore leaves these names alone, and finds only modules below them, by their new names.
+"""
 
 
 def new_name(name: str) -> str | None:
@@ -91,7 +94,7 @@ class _Renamed(MetaPathFinder, Loader):
 def install() -> None:
     """Make modules importable under their old names, too.
 
-    This finder is the first one, because Python's own finder would load a second copy of a module inside a renamed
+    This puts our finder before Python's own finder, which would load a second copy of a module inside a renamed
     package.
     """
     sys.meta_path.insert(0, _Renamed())

@@ -32,7 +32,7 @@ def _machine(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Yield the bytes left by the limit of each control group, from the process's own up to the root."""
+    """Yield the bytes that each control group still allows, from the process's own group up to the root group."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

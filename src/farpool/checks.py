@@ -89,9 +89,9 @@ def require_seconds(
     most : float
         The largest number that is allowed.
     setting : str
-        The error's `setting` if that is not `what`.
+        Value for the attribute `setting` of the error; `what` by default.
     example, hint : str
-        Texts after the lower limit and at the end of the error.
+        Texts for the error: `example` follows the lower limit, `hint` is the end.
 
     Raises
     ------
@@ -112,13 +112,13 @@ def require_seconds(
 
 
 def require_choice(value: object, what: str, choices: Collection[str], hint: str = "") -> None:
-    """Raise ConfigError, with `hint` at its end, unless the value of the setting `what` is one of `choices`."""
+    """Raise ConfigError unless `value` is one of `choices`. The message names the setting `what` and ends in `hint`."""
     if value not in choices:
         raise ConfigError(f"{what}: {value!r} is not known; expected one of {', '.join(choices)}{hint}", setting=what)
 
 
 def _shown(value: object) -> str:
-    """Format a value for an error; a whole number may have more digits than Python prints."""
+    """Format a value for an error. A very large whole number is described, because Python may refuse to print it."""
     return "too large a number" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
 
 
@@ -130,9 +130,9 @@ def require_package(package: str, extra: str, what: str) -> None:
     package : str
         Import name of the package.
     extra : str
-        Extra of farpool that installs it.
+        Extra of farpool that installs the package.
     what : str
-        Command, option or class that needs it, for the error.
+        Command, option or class that needs the package, for the error.
 
     Raises
     ------
@@ -146,5 +146,5 @@ def require_package(package: str, extra: str, what: str) -> None:
 
 
 def missing_package(error: ImportError, extra: str, what: str) -> ConfigError:
-    """Return the error that says which extra installs a package whose import failed."""
+    """Return an error for a package that could not be imported; the message names the extra that installs it."""
     return ConfigError(f"{what} needs the package {error.name!r}; pip install 'farpool[{extra}]'")

@@ -75,7 +75,9 @@ class ConfigError(FarpoolError, ValueError):
 
 
 class BudgetError(FarpoolError, MemoryError):
-    """One operation's operands exceed the fast tier, or a pool's tensors exceed memory when the pool is left.
+    """The operands of one operation are larger than the fast tier.
+
+    Leaving a pool raises this error, too, if the pool's tensors do not fit into memory as plain tensors.
 
     Attributes
     ----------
@@ -83,11 +85,12 @@ class BudgetError(FarpoolError, MemoryError):
         The operation, for example ``aten.addmm``.
     needed : int
         The smallest budget, in bytes of fast tier, with which this step is known to work in a new pool that is used
-        the same way. It covers the operation (each element of its lists), each weight of the pool with its bias, and
-        the same operation on all layers whose names differ in numbers only. Optimizers add nothing, because they work
-        in pieces. If the operation alone needs less, the message says so.
+        the same way. With this budget, the operands of this operation fit (for a list of tensors, each element by
+        itself), and so do each weight of the pool with its bias, and the operands of the same operation on all layers
+        whose names differ only in numbers. Optimizers need no more, because they work in pieces. If the operation alone
+        needs less, the message says so. When a pool is left: bytes that its tensors need as plain tensors.
     budget : int
-        Bytes of the fast tier; when a pool is left, bytes of available memory.
+        Bytes of the fast tier. When a pool is left: bytes of memory that its tensors may use.
     """
 
     def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:
@@ -98,7 +101,7 @@ class BudgetError(FarpoolError, MemoryError):
 
 
 class ArgumentError(FarpoolError, TypeError):
-    """An argument has a type that the call does not accept. The message names it, the expected types and the remedy."""
+    """A call does not accept the type of an argument. The message names the argument and the expected types."""
 
 
 class PoolFullError(FarpoolError, MemoryError):
@@ -116,23 +119,23 @@ class PoolFullError(FarpoolError, MemoryError):
 
 
 class PoolClosedError(FarpoolError, RuntimeError):
-    """The pool was closed (or is the copy that a fork left in the child)."""
+    """The pool was closed, or this process is a forked child, in which the parent's pool cannot be used."""
 
 
 class PoolMixError(FarpoolError, ValueError):
-    """One operation was given tensors of two pools."""
+    """An operation has operands from two different pools."""
 
 
 class UnsupportedError(FarpoolError, NotImplementedError):
-    """Something needs raw memory or a change of identity that a paged tensor cannot give."""
+    """A paged tensor does not support an operation, for example because that needs the address of all its bytes."""
 
 
 class LifetimeError(FarpoolError, RuntimeError):
-    """Debug mode found memory that was used before or after the access to which it belonged."""
+    """Debug mode found that a program used memory of the arena outside the access for which the memory was pinned."""
 
 
 class OrderError(FarpoolError, RuntimeError):
-    """Debug mode found a transfer, a move or an access that does not wait for the work that it disturbs."""
+    """Debug mode found two uses of the same bytes that overlap in time, such as a move during a transfer."""
 
 
 class TapeFileError(FarpoolError, OSError):
@@ -140,11 +143,11 @@ class TapeFileError(FarpoolError, OSError):
 
 
 class TapeTruncatedError(TapeFileError, EOFError):
-    """A tape file ends too early, because its writer was killed. All that was read before is valid."""
+    """A tape file ends too early, because its writer was killed. The records before its end are valid."""
 
 
 class TierError(FarpoolError, OSError):
-    """A tier failed. The message names the tier and, once the pager knows it, the block.
+    """A tier failed. The message names the tier and, if the pager was moving a block, that block.
 
     Attributes
     ----------
@@ -198,19 +201,19 @@ class NodeTimeoutError(NodeError, TimeoutError):
 
 
 class ProtocolError(NodeError):
-    """The other side does not speak farpool's protocol, or none of the versions that this farpool speaks."""
+    """The other side of a connection does not speak farpool's protocol, or speaks only other versions of it."""
 
 
 class KeyConflictError(FarpoolError, ValueError):
-    """A key has another value already, and keeps it: a key is written once."""
+    """A key already has another value. A key is written once, so its old value stays."""
 
 
 class AccessDeniedError(NodeError, PermissionError):
-    """The secret is wrong, or the access key lacks the right."""
+    """The secret is wrong, or the access key does not have the right that the request needs."""
 
 
 class NodeFullError(NodeError, MemoryError):
-    """The node has no room, not even after evicting every object that it may evict."""
+    """The node has no room for the bytes, even if it evicts every object that it may evict."""
 
 
 class QuotaExceededError(NodeFullError):
@@ -218,32 +221,39 @@ class QuotaExceededError(NodeFullError):
 
 
 class ObjectTooLargeError(NodeError, ValueError):
-    """The object is larger than all memory that the node lends."""
+    """The object is larger than the whole memory that the node lends."""
 
 
 class ReplicationError(NodeError):
-    """Too few nodes could be reached to store all copies of an object, or to be sure that an object does not exist."""
+    """Too few nodes could be reached.
+
+    A write raises this error if it could not store all copies. A read raises it if a node that could not be reached may
+    have the object.
+    """
 
 
 class StoreClosedError(FarpoolError, RuntimeError):
-    """The store was closed (or is the copy that a fork left in the child)."""
+    """The store was closed, or a fork copied it into this process."""
 
 
 class ProbeError(FarpoolError, RuntimeError):
-    """A connector moved a known block through an engine's memory and got other bytes back, so it refuses to serve."""
+    """A self-test of a connector failed: a known block, moved through the engine's memory, came back with other bytes.
+
+    The connector then refuses to serve.
+    """
 
 
 class LeaseLostError(NodeError):
-    """The node no longer has the memory that it lent: it forgot it at a restart, or the program was away too long."""
+    """The node has freed memory that it had lent: it restarted, or the program was disconnected for too long."""
 
 
 class RegistryError(FarpoolError, OSError):
-    """The registry refused a request, or its file is not one that this farpool can use. The message names the registry.
+    """The registry refused a request, or this farpool cannot use its file. The message names the registry.
 
     Attributes
     ----------
     registry : str
-        Its address without secrets, for example ``etcd://10.0.0.7:2379/farpool``.
+        Address of the registry without secrets, for example ``etcd://10.0.0.7:2379/farpool``.
     """
 
     def __init__(self, message: str, *, registry: str = "") -> None:
@@ -259,7 +269,7 @@ class RegistryAwayError(RegistryError, TimeoutError):
     endpoints : dict of str to float
         Each endpoint that failed, with the seconds since it began to fail.
     uncertain : bool
-        A change was sent, and may have been made or may still be made.
+        True if a change was sent to the registry, which may have made it or may still make it.
     """
 
     def __init__(
@@ -280,7 +290,7 @@ class RegistryUnwritableError(RegistryAwayError):
 
 
 class RegistryReplacedError(RegistryError):
-    """The registry is not the one that the program opened: its file was removed or replaced, or its etcd recreated.
+    """The registry that the program opened is gone: its file was removed or replaced, or its etcd was recreated.
 
     A change that was under way may be lost. Open the registry again.
     """
@@ -301,7 +311,9 @@ class RegistryDamagedError(RegistryError):
 
 
 class RegistryCompactedError(RegistryError, LookupError):
-    """The registry no longer has the changes that a watch asked for. Read the entries, then watch from their revision.
+    """The registry has already deleted changes that a watch asked for.
+
+    Read the entries again, then watch from the revision of that read.
 
     Attributes
     ----------
@@ -324,7 +336,7 @@ class RegistryLeaseError(RegistryError, LookupError):
     Attributes
     ----------
     lease : int
-        Its number.
+        Number of the lease.
     """
 
     def __init__(self, message: str, *, registry: str = "", lease: int = 0) -> None:
@@ -333,7 +345,7 @@ class RegistryLeaseError(RegistryError, LookupError):
 
 
 class NameMissingError(FarpoolError, LookupError):
-    """Nothing is published under a name, or not in the version that was asked for."""
+    """The name does not exist, or does not have the version that was asked for."""
 
 
 class NameLostError(FarpoolError, LookupError):
@@ -344,9 +356,9 @@ class NameLostError(FarpoolError, LookupError):
     name : str
         The name.
     version : int
-        Its version.
+        The version that was asked for.
     key : str
-        The object that is missing.
+        Key of the object that is missing.
     """
 
     def __init__(self, message: str, *, name: str = "", version: int = 0, key: str = "") -> None:
@@ -364,7 +376,7 @@ class NameMovedError(FarpoolError, RuntimeError):
     name : str
         The name.
     version : int
-        The version that it has.
+        The version that the name has.
     """
 
     def __init__(self, message: str, *, name: str = "", version: int = 0) -> None:
@@ -381,9 +393,9 @@ class NameHeldError(FarpoolError, BlockingIOError):
     name : str
         The name.
     holder : str
-        Name of that writer.
+        Name of the other writer.
     until : float
-        When its lease ends unless it is renewed, in seconds since 1970.
+        Time at which the other writer's lease ends unless it is renewed, in seconds since 1970.
     """
 
     def __init__(self, message: str, *, name: str = "", holder: str = "", until: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""One way to survive a fork: an object that is registered here begins again in each forked child."""
+"""Reset of objects in forked children: objects register here, and a method of each runs in every forked child."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class _Forked(Protocol):
     def forked(self) -> None:
         """Begin again in a forked child: make new locks, and leave the parent's connections as they are.
 
-        The child has none of the parent's other threads, and such a thread may hold a lock forever.
+        If another thread of the parent held a lock at the fork, that lock stays locked in the child, because the child
+        does not have that thread.
         """
 
 
@@ -21,7 +22,7 @@ _registered: WeakSet[_Forked] = WeakSet()
 
 
 def begin_again(registered: _Forked) -> None:
-    """Have every forked child call ``registered.forked()`` before it does anything else."""
+    """Call ``registered.forked()`` in every forked child, before the child runs anything else."""
     _registered.add(registered)
 
 

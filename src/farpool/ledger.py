@@ -78,7 +78,7 @@ class Ledger:
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
     def set_bytes(self, tier: str, owner: str, nbytes: int) -> None:
-        """Book that `owner` has `nbytes` bytes of `tier` now, instead of the amount booked before."""
+        """Book that `owner` now has `nbytes` bytes of `tier`. This replaces the amount that was booked before."""
         account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
         with self._lock:
             self._settle()
@@ -88,7 +88,8 @@ class Ledger:
     def subtract_finally(self, tier: str, owner: str, amount: Account) -> None:
         """Book bytes that a finalizer returns.
 
-        A finalizer may run while its own thread holds the lock here, so this only appends to a queue.
+        A finalizer may run in a thread that already holds this ledger's lock. So this method does not take the lock: it
+        only appends to a queue.
         """
         self._given_back.append((tier, owner, amount))
 

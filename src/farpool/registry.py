@@ -1,4 +1,4 @@
-"""Public name of the registry; its modules are in `farpool.cluster.registry` (docs/registry.md)."""
+"""Public import name of the registry; the code is in `farpool.cluster.registry` (docs/registry.md)."""
 
 from __future__ import annotations
 

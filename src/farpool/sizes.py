@@ -84,7 +84,7 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
 
 
 def _bytes(text: object) -> int | None:
-    """Parse a size given as text into bytes; None if it is not one."""
+    """Parse text such as ``1.5 GiB`` into bytes; return None if the text is not a size."""
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -110,7 +110,7 @@ def format_size(nbytes: int) -> str:
     Returns
     -------
     str
-        Exact below 1 KiB, otherwise rounded to three significant digits or the whole unit.
+        Exact below 1 KiB; larger sizes are rounded to three significant digits, or to a whole number of the unit.
     """
     if abs(nbytes) < 1024:
         return f"{nbytes} B"

@@ -1,4 +1,4 @@
-"""Public name of the object store; its modules are in `farpool.cluster.store` (docs/store.md)."""
+"""Public import name of the object store; the code is in `farpool.cluster.store` (docs/store.md)."""
 
 from __future__ import annotations
 

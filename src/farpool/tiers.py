@@ -1,4 +1,4 @@
-"""Public name of the tiers and their specifications; their modules are in `farpool.memory.tiers`."""
+"""Public import name of the tiers and their specifications; the code is in `farpool.memory.tiers`."""
 
 from __future__ import annotations
 

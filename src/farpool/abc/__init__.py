@@ -1,1 +1,1 @@
-"""Contracts that tiers and other replaceable parts keep: one file for each, and no logic."""
+"""Interfaces of tiers and of other replaceable parts: one file for each interface, without logic."""

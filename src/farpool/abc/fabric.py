@@ -1,9 +1,9 @@
-"""One-sided fabrics: packages that read and write a node's memory without any action of the node (docs/nixl.md).
+"""Interface of one-sided fabrics, which read and write a node's memory without work for the node (docs/nixl.md).
 
-A fabric moves bytes and nothing else. The node decides which programs may use a segment, and the program verifies the
-bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``: users give its
-name to ``transport=`` and ``farpool node --fabric``; its value is a class of `Fabric`, which farpool calls without
-arguments.
+A fabric only moves bytes. The node decides which programs may use a segment (a file of its memory), and the program
+verifies the bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``. Users
+give the entry point's name to ``transport=`` and ``farpool node --fabric``. The entry point's value is a class that
+implements `Fabric`; farpool calls it without arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Endpoint", "Exposed", "Exposure", "Fabric", "Region"]
 
 
 class Exposed(msgspec.Struct, frozen=True):
-    """A segment file that can be read and written one-sided, as a node describes it to a program.
+    """Description of an exposed segment file, with which a program reads and writes the file one-sided.
 
-    `metadata` describes in the fabric's own terms how to reach it, in a few KiB at most, and is unique to this
-    exposure; `address` is the address of its first byte in the process that exposes it.
+    `metadata` tells the fabric how to reach the segment: a few KiB at most, in the fabric's own format, and different
+    for each exposure. `address` is the address of the segment's first byte in the process that exposes it.
     """
 
     metadata: bytes
@@ -30,29 +30,36 @@ class Exposed(msgspec.Struct, frozen=True):
 class Region(Protocol):
     """A program's access to the bytes of one segment. Thread-safe.
 
-    Offsets count from the beginning of the file, buffers are contiguous, a deadline is a time of `time.monotonic`.
-    Both directions raise `ValueError` for a range outside of the segment, `NodeTimeoutError` if a transfer did not
-    end in time, and `NodeError` if it failed or the other end is gone; the caller then attaches again.
+    Offsets count from the beginning of the file, buffers are contiguous, and a deadline is a time of `time.monotonic`.
+    `read` and `write` raise `ValueError` for a range outside of the segment, and `NodeTimeoutError` if the transfer did
+    not end in time. They raise `NodeError` if the transfer failed or the other end is gone; the caller then attaches
+    again.
     """
 
     def read(self, offset: int, into: memoryview, deadline: float) -> None:
-        """Fill a buffer. After a failure its bytes are unspecified; nothing writes into it once this call has ended."""
+        """Fill a buffer from the segment. After a failure the buffer's bytes are unspecified.
+
+        Once this call has ended, nothing writes into the buffer any more.
+        """
         ...
 
     def write(self, offset: int, data: memoryview, deadline: float) -> None:
-        """Copy a buffer to the segment. After `NodeTimeoutError` it may still arrive, but before any later transfer."""
+        """Copy a buffer to the segment.
+
+        After `NodeTimeoutError` the bytes may still arrive, but not after the bytes of a later transfer.
+        """
         ...
 
     def close(self) -> None:
-        """Detach from the segment. No new transfer may be begun; those that other threads have begun may fail."""
+        """Detach from the segment. Transfers of other threads that are under way may fail; new ones are not allowed."""
         ...
 
 
 class Endpoint(Protocol):
-    """A program's end of all transfers with one node. Thread-safe."""
+    """A program's side of all transfers with one node. Thread-safe."""
 
     def attach(self, exposed: Exposed) -> Region:
-        """Attach to a segment; raises NodeError if the fabric cannot use the description."""
+        """Attach to the segment that a node has described; raises NodeError if the description cannot be used."""
         ...
 
     def close(self) -> None:
@@ -61,15 +68,15 @@ class Endpoint(Protocol):
 
 
 class Exposure(Protocol):
-    """A segment file that a node exposes."""
+    """A node's side of an exposed segment file."""
 
     @property
     def exposed(self) -> Exposed:
-        """Description for the program that may access it."""
+        """Description of the segment, for the program that may access it."""
         ...
 
     def is_alive(self) -> bool:
-        """Return True if the segment can still be reached; if it cannot, the node exposes it again."""
+        """Return True if programs can still reach the segment; otherwise the node exposes it again."""
         ...
 
     def close(self) -> None:
@@ -82,12 +89,12 @@ class Fabric(Protocol):
     """A one-sided fabric. Its constructor raises `ConfigError` if the fabric cannot be used on this host."""
 
     def endpoint(self, node: str) -> Endpoint:
-        """Open a program's end of transfers with a node; errors name the node by its address `node`."""
+        """Open a program's side of transfers with a node. `node` is the node's address, for errors."""
         ...
 
     def expose(self, file: int, *, loopback: bool) -> Exposure:
-        """Let programs (with `loopback`, of this host only) read and write a file; raises NodeError on failure.
+        """Let programs read and write a file one-sided; with `loopback`, only programs of this host.
 
-        The descriptor is open for both; the caller closes it.
+        `file` is a descriptor that is open for reading and writing; the caller closes it. Raises NodeError on failure.
         """
         ...

@@ -2,18 +2,18 @@
 
 Rules for every implementation:
 
-- `Membership.members` returns one immutable list of the present members. A change makes another list, so no caller
-  sees half of a change. The call reads memory only: it neither blocks on the network nor raises.
+- `Membership.members` returns an immutable list of the present members. Each change makes a new list, so no caller
+  sees half of a change. The call only reads memory: it neither waits for the network nor raises.
 - An identity is in the list at most once, and so is an address. The order of the list means nothing.
 - A member that moves keeps its identity and gets other addresses. A node that lost its data is another member.
-- After each change, when `Membership.members` returns the new list, every subscriber is called without arguments. One
-  call may stand for several changes. Calls come from any thread, and without a lock that `members` needs.
+- After each change, once `Membership.members` returns the new list, every subscriber is called without arguments. One
+  call may report several changes. The call may run in any thread, which then holds no lock that `members` needs.
 - A subscriber that raises does not keep the others from being called.
 - A forked child has no subscriptions: they belong to the parent.
-- All methods are safe to call from several threads. The code that makes a membership closes it; a store that uses it
-  does not.
+- All methods are safe to call from several threads. The code that makes a membership also closes it; stores that use
+  the membership never close it.
 
-States and what a client does with a member in each:
+Use of a member by clients, by its state:
 
 ========  ====================  ==================
 state     asked for objects     gets new objects
@@ -48,15 +48,15 @@ class MemberState(StrEnum):
     Attributes
     ----------
     JOINING
-        It is known, but not ready yet.
+        The member is known, but not ready yet.
     ACTIVE
-        It works.
+        The member works.
     SUSPECT
-        It may be down.
+        The member may be down.
     DRAINING
-        It is about to leave, and only returns the objects that it has.
+        The member is about to leave. It still returns the objects that it has, and gets no new ones.
     GONE
-        It has left.
+        The member has left.
     """
 
     JOINING = "joining"
@@ -68,21 +68,23 @@ class MemberState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """One member, as a list of members describes it.
+    """One entry of a list of members.
 
     Attributes
     ----------
     addresses : tuple of str
-        Addresses of the node, such as ``tcp://10.0.0.7:7471``, at least one. Clients try the next if one does not work.
+        Addresses of the node, such as ``tcp://10.0.0.7:7471``, at least one. If one does not work, clients try the next
+        address.
     identity : bytes
-        The 16 bytes that the node made at its first start; empty if the list does not know them. A client learns them
-        at its first contact, and does not use a node whose identity differs from the one in the list.
+        The 16 bytes that the node made at its first start; empty if the list does not have them. A node reports its
+        identity at each first contact, and a client does not use a node whose identity differs from the list's.
     state : MemberState
-        Its state.
+        State of the member.
     weight : float
-        Share of the objects that it gets, compared with the weights of the others; 0 for none while others have room.
+        Share of the objects that the member gets, relative to the weights of the other members. A member of weight 0
+        gets none while other members have room.
     labels : mapping of str to str
-        Properties that its owner gives it, such as its rack.
+        Properties that the owner gives the member, such as its rack.
     """
 
     addresses: tuple[str, ...]
@@ -93,7 +95,7 @@ class MemberInfo:
 
 
 class Membership(ABC):
-    """The present members, and news of changes; the module's docstring has the rules."""
+    """List of the present members, with subscriptions to its changes. The module's docstring has the rules."""
 
     @abstractmethod
     def members(self) -> Sequence[MemberInfo]:
@@ -101,7 +103,7 @@ class Membership(ABC):
 
     @abstractmethod
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have `changed` called after each change; return a function that ends the subscription, which is idempotent.
+        """Subscribe to changes: `changed` is called after each one. Return a function that ends the subscription.
 
-        A call that is under way when the subscription ends may still finish.
+        That function is idempotent. A call of `changed` that is under way when the subscription ends may still finish.
         """

@@ -1,16 +1,18 @@
-"""Contracts of places that store immutable values under keys.
+"""Two interfaces of places that store immutable values under keys.
 
-There are two, because their users need different things. `ObjectStore` is for names (`farpool.cluster.names`): it keeps
-values until they are released, in a number of copies, and marks each copy. Only nodes can do that, so a `farpool.Store`
-is its one implementation. `Objects` is for caches (`farpool.kv`): it holds, drops and demotes values, and each of its
-calls makes one attempt within a time limit. A `farpool.Store` and a pool of this process (`farpool.kv.PoolObjects`)
-implement it; a pool has neither copies nor marks. The two protocols share no method.
+`ObjectStore` is for names (`farpool.cluster.names`). It stores a number of copies of each value, keeps them until they
+are released, and gives each copy a *mark*: a number that changes when the copy is kept or released, or gets more time
+to live. Only nodes can do that, so `farpool.Store` is the only implementation.
 
-Rules for every implementation of either:
+`Objects` is for caches (`farpool.kv`). It can hold values in memory for a time, drop them, and demote them to a lower
+tier. Each call makes one attempt within a time limit. A `farpool.Store` and a pool of this process
+(`farpool.kv.PoolObjects`) implement this interface; a pool has neither copies nor marks.
 
-- A key identifies its bytes. A put of a key that has a value keeps that value and succeeds.
-- A read returns the whole value as it was put, or None if there is none. A value that is damaged counts as missing or
-  raises; its bytes are never returned.
+Rules for every implementation of one of them:
+
+- A key identifies its bytes. If a key already has a value, a put of that key succeeds and the value stays.
+- A read returns the whole value as it was put, or None if the key has no value. If a value is damaged, the read returns
+  None or raises; it never returns damaged bytes.
 - A value may be evicted at any time, unless it is held, pinned or kept. Its key can then be put again.
 - When a call returns or raises, nothing writes into the caller's buffers any more.
 - All methods are safe to call from several threads.
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["About", "Demotion", "Hold", "ObjectCalls", "ObjectStore", "Objects", "Payload", "PutOutcome", "Touched"]
 
 Payload = memoryview | tuple[memoryview | Slices, ...]
-"""The bytes of a value: one buffer, or several that follow each other."""
+"""The bytes of a value: one buffer, or several buffers that together are the value."""
 
 
 class PutOutcome(StrEnum):
@@ -40,9 +42,9 @@ class PutOutcome(StrEnum):
     Attributes
     ----------
     STORED
-        Each copy is the value that was put.
+        All copies have the bytes of this put.
     PRESENT
-        The key had a value already, which has stayed; its bytes may differ from the bytes of the put.
+        The key already had a value, which stays; its bytes may differ from the bytes of this put.
     """
 
     STORED = "stored"
@@ -55,13 +57,13 @@ class Demotion(StrEnum):
     Attributes
     ----------
     LOWER
-        It is stored in the lower tier, or is being moved there.
+        The value is stored in the lower tier, or is being moved to it.
     PINNED
-        It stays in memory, because a program holds it there, reads it, or keeps it for good.
+        The value stays in memory, because a program holds or reads it, or because it is kept without a time limit.
     FULL
-        It stays in memory, because the lower tier had no room for it in time.
+        The value stays in memory, because the lower tier had no room for it in time.
     NO_LOWER_TIER
-        It stays in memory, because there is no lower tier.
+        The value stays in memory, because there is no lower tier.
     """
 
     LOWER = "lower"
@@ -72,19 +74,20 @@ class Demotion(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """Result of a touch: the number of copies that it has reached.
+    """Result of `ObjectStore.touch_many`: how many copies of each value were touched.
 
     Attributes
     ----------
     copies : sequence of int
-        Number of nodes that have touched their copy, for each key in the order of the keys.
+        For each key, in the order of the keys, the number of nodes that touched their copy.
     complete : bool
-        True if all nodes have answered. The other nodes may hold untouched copies.
+        True if all nodes answered. Nodes that did not answer may have untouched copies.
     marks : sequence of mapping
-        For each key the mark of each touched copy, by the identity of its node. A copy's mark changes when it is kept
-        or released, or gets more time to live. Nodes of earlier releases have no marks and return 0.
+        For each key, the mark of each touched copy, by the identity of the node that has the copy. Nodes of earlier
+        releases have no marks and return 0.
     refused : sequence of int
-        Positions of the keys of which a node did not touch its copy, because the copy had another mark.
+        Positions of keys for which a node did not touch its copy, because the copy had another mark than the caller
+        named.
     away : frozenset of str
         Addresses of the nodes that did not answer, or that have no marks.
     """
@@ -97,30 +100,30 @@ class Touched:
 
 
 Hold = tuple[bytes, int, int, int]
-"""An object that is held on a node: the identity of the node, the object's offset and serial there, the number of the
-pin."""
+"""An object that a program holds on a node: identity of the node, offset and serial of the object on that node, and
+number of the pin that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Properties of values that are stored together.
+    """Properties of the values of one put.
 
     Attributes
     ----------
     ttl_ms : int
-        Milliseconds after which they expire; 0 for never.
+        Milliseconds after which the values expire; 0 for never.
     kind : int
         Class of the objects (docs/wire.md).
     cost_us : int
-        Microseconds that it takes to make one of them again; 0 if that is not known.
+        Microseconds that it takes to compute one of the values again; 0 if unknown.
     namespace : int
         64-bit number that all objects of one origin have in common.
     tenant : str
-        Name of their owner, for a pool. Nodes take the tenant from the access key and ignore this one.
+        Name of the values' owner, for a pool. Nodes ignore this and use the tenant of the access key.
     parents : mapping of bytes to bytes
-        For each key, the key of the value that it needs: a value cannot be used without its parent. Nodes ignore it.
+        For each key, the key of its parent: the value without which this value cannot be used. Nodes ignore it.
     keep : bool
-        If True, nodes never evict these values (small ones only). A pool evicts them like any other.
+        If True, nodes never evict these values, which must be small. A pool evicts them like any other value.
     """
 
     ttl_ms: int = 0
@@ -133,24 +136,25 @@ class About:
 
 
 class ObjectCalls(Protocol):
-    """Calls that make one attempt within `timeout` seconds and return an error in the place of a result.
+    """Calls for caches. Each makes one attempt within `timeout` seconds.
 
-    They raise `StoreClosedError` when the objects are closed, and no other error that an object or a node causes.
+    If an object or a node causes an error, a call returns the error in place of that object's result. It raises only
+    `StoreClosedError`, once the `Objects` are closed.
     """
 
     def is_mapped(self) -> bool:
-        """Return True if lookups find most values in memory of this host, without a request."""
+        """Return True if lookups find most values in memory of this host, without a request to a node."""
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
-        """Return for each key the bytes of its value; None if there is none."""
+        """Return, for each key, the size of its value in bytes; None if the key has no value."""
 
     def get_into_many(
         self, keys: list[bytes], targets: list[Payload], timeout: float
     ) -> Sequence[int | Exception | None]:
-        """Read values into buffers; return for each its bytes, or None if there is none.
+        """Read values into buffers; return, for each key, the size of its value in bytes, or None if it has no value.
 
-        The result is a `ValueError` if the target is smaller than the value. The bytes of a target without a value are
-        unspecified.
+        The result is a `ValueError` if the target is smaller than the value. If the result is not a size, the target's
+        bytes are unspecified.
         """
 
     def put_many(
@@ -159,23 +163,23 @@ class ObjectCalls(Protocol):
         """Store values under keys that have none yet."""
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Keep values from being evicted for `ttl_ms` milliseconds; None if there is no such value."""
+        """Hold values in memory for `ttl_ms` milliseconds: they are not evicted. None for a key without a value."""
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """End holds. A hold that cannot be reached ends after its time."""
+        """End holds. If a hold's node cannot be reached, that hold ends when its `ttl_ms` has passed."""
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values; return for each the number of copies that were dropped."""
+        """Drop values; return, for each key, the number of copies that were dropped."""
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the fastest memory; None if there is no such value. A later read finds them as before."""
+        """Move values to a lower tier, where later reads still find them. None for a key without a value."""
 
 
 class Objects(Protocol):
     """Immutable values under keys, as a cache needs them: a `farpool.Store`, or `farpool.kv.PoolObjects`."""
 
     def best_effort(self) -> ObjectCalls:
-        """Return the calls for caches."""
+        """Return the calls for caches, which return errors in place of results."""
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
         """Iterate over the keys that begin with `prefix`."""
@@ -192,12 +196,12 @@ class ObjectStore(Protocol):
 
     @property
     def confirming(self) -> int:
-        """Number of copies that confirm the write of an object."""
+        """Number of copies that nodes must confirm before the write of an object succeeds."""
 
     def put_many(
         self, items: Iterable[tuple[str, Buffer]], /, *, ttl: float | None = None, check: bool = False
     ) -> object:
-        """Store values. A key that has a value keeps it; the longer time to live counts."""
+        """Store values. If a key already has a value, that value stays, with the longer of the two times to live."""
 
     def touch_many(
         self,
@@ -208,15 +212,16 @@ class ObjectStore(Protocol):
         keep: bool | None = None,
         seen: Sequence[Mapping[bytes, int]] | None = None,
     ) -> Touched:
-        """Renew the time to live of values, and return how many copies of each there are, with their marks.
+        """Renew the time to live of values; return how many copies of each value there are, with their marks.
 
-        With `keep` True nodes never evict the values, and they do not expire. With False nodes may evict them, and
-        `ttl` counts even if it is shorter than the time that was left. With `seen`, the marks of an earlier touch,
-        nodes touch only copies that still have that mark, and with `keep` True also copies that are kept by now.
+        With `keep` True, the values do not expire and nodes never evict them. With `keep` False, nodes may evict the
+        values, and `ttl` applies even if it is shorter than the time that was left. `seen` has the marks that an
+        earlier touch returned. With it, nodes touch only copies that still have the same mark; with `keep` True, they
+        also touch copies that are already kept.
         """
 
     def get(self, key: str, /) -> bytes | None:
-        """Return the value of a key; None if there is none."""
+        """Return the value of a key; None if the key has no value."""
 
     def get_into_many(self, pairs: Iterable[tuple[str, Buffer]], /) -> list[int | None]:
-        """Read values into buffers; return the size of each in bytes, or None if there is none."""
+        """Read values into buffers; return, for each key, the size of its value in bytes; None if it has no value."""

@@ -1,19 +1,21 @@
 """Contract of redundancy: how the bytes of an object survive the loss of members.
 
-A redundancy makes *parts* of a value, and each part goes to another member: equal copies, or the pieces of an erasure
-code. A store asks it where parts go, when a write is confirmed, and which parts an object lacks.
+A redundancy turns a value into *parts*: equal copies, or the pieces of an erasure code. Each part is stored on a
+different member. A store asks the redundancy which member gets each part, when a write is confirmed, and which parts an
+object lacks.
 
 Rules for every implementation:
 
-- It is immutable, and its answers depend on the arguments alone. So all programs that use the same objects place them
-  in the same way. It does no I/O and is safe to call from several threads.
-- `Redundancy.place` returns different members. The first of the given members is the first of these, because readers
-  ask it first.
+- A redundancy is immutable, and its answers depend only on the arguments. So all programs that use the same objects
+  place them in the same way. It does no I/O, and is safe to call from several threads.
+- `Redundancy.place` returns no member twice. The first member of its argument is also the first of its result, because
+  readers ask that member first.
 - `Redundancy.encode` neither changes the value nor keeps it. `Redundancy.decode` returns the same bytes for each choice
   of at least `needed` parts.
-- If `needed` is 1, each part is the value itself, so a reader takes any part and does not decode it.
-- `Redundancy.enough` is True for `parts` members, and False for fewer than `needed`. More members are never worse.
-  An object is known to be missing if the members that cannot be asked are not enough by themselves.
+- If `needed` is 1, each part is the value itself, so a reader uses any part without decoding it.
+- `Redundancy.enough` is True for `parts` members, and False for fewer than `needed`. If it is True for a number, it is
+  True for each larger number. If no member that answered has an object, and `enough` is False for the number of
+  members that cannot be asked, the object does not exist.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ __all__ = ["Described", "Redundancy"]
 
 
 class Described(Protocol):
-    """A member that can be placed on.
+    """A member that can get parts of objects.
 
     Attributes
     ----------
     info : MemberInfo
-        What the list of members says about it, such as its labels.
+        The member's entry in the list of members, with its labels.
     """
 
     info: MemberInfo
@@ -44,7 +46,9 @@ MemberT = TypeVar("MemberT", bound=Described)
 
 
 class Redundancy(ABC):
-    """Where the parts of an object go, and how many of them a write or a read needs; the module has the rules.
+    """Decides which members get the parts of an object, and how many parts a write or a read needs.
+
+    The module's docstring has the rules for implementations.
 
     Attributes
     ----------
@@ -66,18 +70,18 @@ class Redundancy(ABC):
         key : bytes
             The object's key.
         members : sequence
-            Members that take new objects, in the order of their ranks for the key; there may be none.
+            Members that accept new objects, in the order in which this key prefers them; may be empty.
 
         Returns
         -------
         sequence
             The member for part 0, for part 1, and so on; shorter than `parts` only if there are too few members. If a
-            member refuses its part, the store offers it to the other members in the order of their ranks.
+            member refuses its part, the store offers that part to the other members, in the order of `members`.
         """
 
     @abstractmethod
     def enough(self, acknowledged: int) -> bool:
-        """Return True if a write is confirmed once so many members have acknowledged their part."""
+        """Return True if a write is confirmed once `acknowledged` members have stored their part."""
 
     @abstractmethod
     def encode(self, value: Payload) -> Sequence[Payload]:
@@ -85,8 +89,8 @@ class Redundancy(ABC):
 
     @abstractmethod
     def decode(self, parts: Mapping[int, Payload]) -> Payload:
-        """Return the value, given at least `needed` of its parts by their numbers."""
+        """Return the value that has these parts; `parts` maps part numbers to at least `needed` parts."""
 
     @abstractmethod
     def missing(self, held: Collection[int]) -> Sequence[int]:
-        """Return the numbers of the parts that an object lacks, given the numbers of the parts that members have."""
+        """Return the numbers of the parts that an object lacks; `held` has the numbers of the parts on members."""

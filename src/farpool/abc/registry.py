@@ -1,11 +1,12 @@
 """The registry's contract: a small consistent key-value store for the control plane.
 
-Each successful transaction with changes has a revision of its own, higher than all earlier ones. An entry has the
-revision that wrote it. A transaction compares such revisions and changes everything or nothing. Entries may be bound to
-a lease and are deleted with it. A watch reports each change after a revision, once and in order.
+Each transaction that changes entries gets a new revision: a number higher than all earlier revisions. An entry has the
+revision of the transaction that wrote it. The conditions of a transaction compare revisions of entries. If all
+conditions hold, the transaction makes all its changes, otherwise none. An entry may be bound to a registry lease, and
+is deleted when that lease ends. A watch reports each change after a given revision, once and in order.
 
-Every call has a deadline. Until then it tries again, also at other endpoints. The contract is a part of etcd's own; the
-registry in a SQLite file keeps it, too.
+Every call has a deadline. Until then, a call that fails is tried again, also at other endpoints (addresses of the
+registry's servers). etcd offers all of this and more; the registry in a SQLite file behaves in the same way.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ __all__ = [
 ]
 
 KEY_BYTES_MAX = 1024
-"""Longest key, in bytes of UTF-8."""
+"""Length of the longest key, in bytes of UTF-8."""
 VALUE_BYTES_MAX = 1 << 20
-"""Largest value. An etcd accepts requests of 1.5 MiB by default."""
+"""Size of the largest value, in bytes. An etcd accepts requests of 1.5 MiB by default."""
 OPERATIONS_MAX = 100
-"""Number of conditions, and of operations, in one transaction. An etcd accepts 128 of each by default."""
+"""Maximum number of conditions, and of operations, in one transaction. An etcd accepts 128 of each by default."""
 # Names of earlier releases.
 LONGEST_KEY, LARGEST_VALUE, LARGEST_OPERATIONS = KEY_BYTES_MAX, VALUE_BYTES_MAX, OPERATIONS_MAX
 
@@ -72,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All entries with certain prefixes, as they were at one revision.
+    """All entries whose keys begin with certain prefixes, as they were at one revision.
 
     Attributes
     ----------
@@ -88,14 +89,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition of a transaction: a key has not changed since it was read.
+    """Condition of a transaction: a key's entry still has a given revision.
 
     Attributes
     ----------
     key : str
         The key.
     revision : int
-        The revision of its entry; 0 if the key must have no entry.
+        The revision that the key's entry must have; 0 if the key must have no entry.
     """
 
     key: str
@@ -104,7 +105,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write a value, bound to a lease unless that is 0."""
+    """Write a value under a key. The entry is bound to `lease`; 0 for no lease."""
 
     key: str
     value: bytes
@@ -130,7 +131,8 @@ class Commit:
     succeeded : bool
         True if all conditions held and all operations were done. Otherwise nothing was changed.
     revision : int
-        The revision of the changes; if nothing was changed, a revision at which the outcome was right.
+        The revision of the changes. If nothing was changed, a revision at which a condition did not hold, or at which
+        there was nothing to change.
     """
 
     succeeded: bool
@@ -139,12 +141,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes that one wait of a watch returns; empty if there was none in time.
+    """Changes that one call of `Watch.next` returns; empty if there were none in time.
 
     Attributes
     ----------
     revision : int
-        A watch after this revision continues after these changes.
+        A new watch after this revision reports the changes that follow these.
     entries : tuple of Entry
         Entries in the order of their revisions. All changes of one transaction are in the same result.
     """
@@ -154,7 +156,7 @@ class Changes:
 
 
 class Watch(Closing, ABC):
-    """Watches keys under a prefix for changes, one wait after another. Use it from one thread at a time."""
+    """Reports changes of keys that begin with a prefix. Use it from one thread at a time."""
 
     @abstractmethod
     def next(self, timeout: float) -> Changes:
@@ -163,15 +165,15 @@ class Watch(Closing, ABC):
         Parameters
         ----------
         timeout : float
-            Seconds to wait at most; with 0 the call only looks. If the watch has to find a member of a cluster first,
-            the call may take a second longer.
+            Maximum seconds to wait; 0 to return the changes that are already there. If the watch must first find a
+            working member of a cluster, the call may take a second longer.
 
         Raises
         ------
         RegistryCompactedError
-            The registry has already deleted changes after that revision.
+            The registry has already deleted changes that this watch has not reported.
         RegistryAwayError
-            The registry did not answer until the end of the wait. The next wait goes on at the same revision.
+            The registry did not answer before the end of the wait. The next call continues at the same revision.
         """
 
     @abstractmethod
@@ -182,24 +184,24 @@ class Watch(Closing, ABC):
 class Registry(Closing, ABC):
     """A small consistent key-value store. Thread-safe; a forked child makes its own connections.
 
-    Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
-    registry cannot be reached before the deadline, `RegistryDeniedError` if the user lacks the right, and
-    `ConfigError` for arguments that no registry takes. Calls that change something raise `RegistryUnwritableError`
-    while the registry can only be read. A registry stores a checksum with each entry, which earlier releases did not. A
-    call raises `RegistryDamagedError` if an entry does not match its checksum, or was written and is missing. All calls
-    raise `RegistryReplacedError` once the registry is not the one that was opened.
+    Keys are text of 1 to 1024 bytes; values are at most 1 MiB. All calls raise `RegistryAwayError` if the registry
+    cannot be reached before the deadline, `RegistryDeniedError` if the user lacks the right, and `ConfigError` for
+    arguments that no registry accepts. Calls that change something raise `RegistryUnwritableError` while the registry
+    can only be read. A registry stores a checksum with each entry, except that earlier releases store none. A call
+    raises `RegistryDamagedError` if an entry does not match its checksum, or if a checksum has lost its entry. All
+    calls raise `RegistryReplacedError` once the registry that was opened is gone and another one is in its place.
 
     Attributes
     ----------
     address : str
-        Where the registry is, without secrets; named in errors.
+        Address of the registry without secrets, for errors.
     """
 
     address: str
 
     @abstractmethod
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
-        """Return a key's entry, with all changes that were confirmed before; None if there is none.
+        """Return a key's entry, or None if the key has none. The result includes all changes confirmed before the call.
 
         Parameters
         ----------
@@ -216,7 +218,7 @@ class Registry(Closing, ABC):
         Parameters
         ----------
         *prefixes : str
-            Beginnings of keys, at most 100. All keys begin with the empty prefix.
+            Beginnings of keys, at most 100. The empty prefix stands for all keys.
         timeout : float, optional
             Seconds that the call may take; None for the registry's default.
         """
@@ -227,8 +229,8 @@ class Registry(Closing, ABC):
     ) -> Commit:
         """Do all operations if all conditions hold; otherwise change nothing.
 
-        A transaction that changes a key of its own conditions is done at most once, even if it is sent again because
-        a reply is lost. Any other transaction may then be done twice.
+        A transaction is sent again if the reply is lost. If it changes a key of one of its conditions, it is still done
+        at most once; otherwise it may be done twice.
 
         Parameters
         ----------
@@ -244,12 +246,12 @@ class Registry(Closing, ABC):
         RegistryLeaseError
             An operation names a lease that does not exist. Nothing was changed.
         RegistryAwayError
-            With `uncertain` if the transaction was sent and its outcome is not known.
+            The registry did not answer. `uncertain` is True if the transaction was sent and its outcome is unknown.
         """
 
     @abstractmethod
     def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-        """Read all entries, even if some are damaged; return the undamaged ones, and a description of each damage."""
+        """Read all entries; return the undamaged entries, and a description of each damage."""
 
     @abstractmethod
     def watch(self, prefix: str, after: int) -> Watch:
@@ -260,12 +262,16 @@ class Registry(Closing, ABC):
         prefix : str
             Beginning of the keys.
         after : int
-            The watch reports changes after this revision, which a snapshot, a commit or earlier changes have returned.
+            The watch reports changes after this revision. A `Snapshot`, a `Commit` and `Changes` each have a revision
+            to use here.
         """
 
     @abstractmethod
     def compact(self, revision: int, *, timeout: float | None = None) -> None:
-        """Forget the changes up to a revision. Entries stay; watches of the changes raise `RegistryCompactedError`."""
+        """Delete the record of changes up to a revision; entries stay.
+
+        A watch that still has to report one of these changes raises `RegistryCompactedError`.
+        """
 
     @abstractmethod
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:
@@ -276,7 +282,7 @@ class Registry(Closing, ABC):
 
     @abstractmethod
     def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
-        """Restart a lease's time to live, and return its seconds.
+        """Renew a lease; return the seconds after which it ends unless it is renewed again.
 
         Raises
         ------
@@ -286,7 +292,7 @@ class Registry(Closing, ABC):
 
     @abstractmethod
     def remaining(self, lease: int, *, timeout: float | None = None) -> float:
-        """Return the seconds after which a lease ends unless it is kept alive.
+        """Return the seconds after which a lease ends unless it is renewed.
 
         Raises
         ------

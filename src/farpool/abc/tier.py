@@ -1,12 +1,12 @@
 """The interface of tiers, which every tier implements.
 
-A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: a block moves as one, so there
-are no partial transfers. The content of a new extent is unspecified. Reservation is bookkeeping and quick; transfers
-take as long as the medium takes, and the pool's queue calls them from its own threads.
+A tier holds bytes in *extents*: ranges of its space that a caller reserves. A transfer reads or writes a whole extent,
+because a block always moves as a whole. The content of a new extent is unspecified. Reserving is bookkeeping and quick.
+Transfers take as long as the medium needs, and the pool's transfer queue makes them in its own threads.
 
 A tier may be written in Python alone (implement :meth:`Tier.read_into` and :meth:`Tier.write_from`). The queue's native
-threads then take the interpreter lock for that call only. A tier that also has a native data path (:class:`HasPort`) is
-read and written without the interpreter lock. An ability that only some tiers have is a runtime-checkable protocol.
+threads then take the interpreter lock only for that call. A tier that also has a native data path (:class:`HasPort`) is
+read and written without the interpreter lock. Each ability that only some tiers have is a runtime-checkable protocol.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Extent:
     Attributes
     ----------
     offset : int
-        Where it begins, in bytes from the start of the tier's own space.
+        Beginning of the extent, in bytes from the start of the tier's own space.
     nbytes : int
-        Bytes that the owner may use. The tier may reserve more than that (alignment), never less.
+        Bytes that the owner may use. The tier may reserve more because of alignment, never less.
     """
 
     offset: int
@@ -46,7 +46,7 @@ class TierInfo:
     Attributes
     ----------
     name : str
-        Shown in errors and statistics, for example ``dram``; unique within a pool.
+        Name for errors and statistics, for example ``dram``; unique within a pool.
     kind : str
         Name of a registered kind, such as ``dram``, ``remote`` or ``nvme``. Shown in statistics; nothing depends on it.
     capacity : int
@@ -79,13 +79,14 @@ class Tier(ABC):
     @property
     @abstractmethod
     def info(self) -> TierInfo:
-        """Description of the tier, valid before it is opened."""
+        """Description of the tier, available even before the tier is opened."""
 
     @property
     def in_process(self) -> bool:
-        """True if the bytes never leave the memory of this process. False unless the tier declares it.
+        """True if the bytes never leave the memory of this process. The default is False.
 
-        A pool verifies the bytes of all other tiers: it wraps them in `Verified`, unless they verify themselves.
+        If this is False, a pool verifies the bytes that it reads: it wraps the tier in `Verified`, unless the tier
+        verifies them itself.
         """
         return False
 
@@ -103,7 +104,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for transfers under way and release the resources; closing a closed tier does nothing."""
+        """Wait for transfers that are under way, then release the resources; closing a closed tier does nothing."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Extent:
@@ -117,7 +118,7 @@ class Tier(ABC):
 
     @abstractmethod
     def free(self, extent: Extent) -> None:
-        """Free an extent. The caller has no transfer of it under way.
+        """Free an extent. The caller must have no transfer of this extent under way.
 
         Raises
         ------
@@ -175,17 +176,17 @@ class HasPort(Protocol):
 
     @property
     def port(self) -> Port:
-        """The native port of the tier, valid while it is open; executors use it without the interpreter lock."""
+        """The native port of the tier, valid while the tier is open; native threads move bytes through it."""
         ...
 
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A tier that works, but has something to report that its user should change."""
+    """A tier that can report conditions which its user should change, although the tier works."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence about each such condition, without the tier's name; `Pool.explain` shows them."""
+        """One sentence about each condition, without the tier's name; `Pool.explain` shows these sentences."""
         ...
 
 
@@ -195,7 +196,7 @@ class HoldsMemory(Protocol):
 
     @property
     def touched(self) -> int:
-        """Bytes of memory that the operating system has to back for the tier."""
+        """Bytes of the tier that may have been used, so that the operating system backs them with memory."""
         ...
 
 
@@ -203,8 +204,8 @@ class HoldsMemory(Protocol):
 class Mapped(Protocol):
     """A tier whose space is one range of this process's memory, in which each extent's bytes are stored unchanged.
 
-    Code that reads or writes there bypasses the tier, so a wrapper that checks, changes or delays bytes must not be
-    `Mapped`.
+    Code that reads or writes this memory directly bypasses the tier. So a wrapper that checks, changes or delays bytes
+    must not be `Mapped`.
     """
 
     def address(self, offset: int) -> int:
@@ -224,5 +225,5 @@ class Verifies(Protocol):
 
     @property
     def tracked(self) -> int:
-        """Number of extents with a checksum."""
+        """Number of extents whose checksum the tier knows."""
         ...
