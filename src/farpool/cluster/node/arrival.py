@@ -22,16 +22,16 @@ class Arrival:
     Parameters
     ----------
     connection : socket.socket
-        As accepted; belongs to this object from now on.
+        The accepted connection, which this object owns from now on.
 
     Attributes
     ----------
     is_local : bool
-        It came over the node's UNIX socket, so that files can be passed.
+        True if the client connected to the node's UNIX socket, over which files can be passed.
     peer : str
         The client's address, for the log.
     origin : str
-        Address, IPv6 network or process that limits on handshakes are counted for.
+        Address, IPv6 network or process of the client. The number of handshakes under way is limited for each origin.
     socket : socket.socket
         The socket, until TLS begins.
     """
@@ -71,7 +71,7 @@ class Arrival:
         return self._secure.peer_name
 
     async def receive(self, nbytes: int) -> bytes:
-        """Receive 1 to `nbytes` bytes; none once the client has ended the connection."""
+        """Receive 1 to `nbytes` bytes; returns no bytes once the client has ended the connection."""
         secure = self._secure
         if secure is None:
             return await asyncio.get_running_loop().sock_recv(self.socket, nbytes)
@@ -93,14 +93,14 @@ class Arrival:
                 await self._ready(secure, select.POLLOUT)
 
     def send_files(self, data: bytes, files: Sequence[int]) -> int:
-        """Send file descriptors with the first bytes, over the UNIX socket; return how many bytes were sent."""
+        """Send `files` (descriptors) and the first bytes of `data` over the UNIX socket; return the bytes sent."""
         return socket.send_fds(self.socket, [data], list(files))
 
     async def end(self, most: int, plain: bytes = b"") -> None:
-        """Shut down sending, then receive and drop at most `most` bytes that the client still sends.
+        """Send `plain` without TLS and shut down sending; then receive and drop at most `most` bytes from the client.
 
-        Closing a socket with unread bytes would throw away the bytes that are on their way to the client. `plain` is
-        sent before that, without TLS.
+        If we closed the socket while bytes of the client are unread, the system would throw away the bytes that are on
+        their way to the client.
         """
         loop = asyncio.get_running_loop()
         descriptor = self.socket.fileno() if self._secure is None else self._secure.fileno()
@@ -114,11 +114,11 @@ class Arrival:
                 most -= len(data)
 
     def detach(self) -> int | Stream:
-        """Return the connection for the native server; this object is of no more use."""
+        """Return the connection for the native server. This object cannot be used after that."""
         return self.socket.detach() if self._secure is None else self._secure
 
     def close(self) -> None:
-        """Close it, unless it was detached. Idempotent."""
+        """Close the connection, unless it was detached. Idempotent."""
         self.socket.close()
         if self._secure is not None:
             self._secure.close()

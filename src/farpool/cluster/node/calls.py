@@ -1,4 +1,4 @@
-"""Calls of control connections: their arguments, who may make them, what they do (docs/wire.md)."""
+"""Calls that clients make over control connections: arguments, needed rights and effects (docs/wire.md)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from farpool.errors import AccessDeniedError, ProtocolError
 __all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
 
 PassedFiles = Callable[[], list[int]]
-"""Callable that opens the files to be passed; the caller closes the descriptors."""
+"""Function that opens the files to pass to the client; its caller closes the descriptors."""
 
 LISTED_OBJECTS_MAX = 128
-"""Maximum number of objects in a list. With the longest keys, and a few more objects from the data loop, the list fits
-into a frame's meta."""
+"""Maximum number of objects in a list. The data loop may add a few more, and even with the longest keys such a list
+fits into the meta of a frame."""
 
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
@@ -35,7 +35,7 @@ class Stats(msgspec.Struct, tag="stats", tag_field="call"):
 
 
 class List(msgspec.Struct, tag="list", tag_field="call"):
-    """Ask which objects there are, some at a time."""
+    """Ask for a list of objects, a limited number for each call."""
 
     prefix: _Key = b""
     after: _Key = b""
@@ -92,7 +92,7 @@ _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
 
 
 def parse_call(meta: bytes) -> Call | List:
-    """Decode the call in a frame's meta; raises ValueError that names the expected calls."""
+    """Decode the call in a frame's meta. If the call is wrong, the ValueError names the expected calls."""
     try:
         return _DECODER.decode(meta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def make_call(
     dict of str to object
         The result.
     PassedFiles or None
-        Opens the files that are to be passed with it. None for none.
+        Opens the files to pass with the result; None if no files are passed.
 
     Raises
     ------
@@ -200,7 +200,10 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
 
 
 def _objects(server: NodeServer, client: Accepted) -> list[int]:
-    """Open the index and the data for reading, and the session's own marks of visits; return the descriptors."""
+    """Open the tenant's index and data for reading, and the session's file in which it marks objects that it reads.
+
+    Return the three descriptors.
+    """
     visited = server.objects_visited(client.session, client.tenant)
     try:
         return [*server.objects_files(client.tenant, writable=False), visited]

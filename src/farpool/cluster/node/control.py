@@ -1,4 +1,4 @@
-"""Control connections at the node: frames in, calls made, frames and file descriptors out."""
+"""Control connections at the node: receive frames, make the calls in them, send replies and file descriptors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from farpool.errors import FarpoolError, ProtocolError
 __all__ = ["STALL_TIMEOUT_S", "ControlService"]
 
 STALL_TIMEOUT_S = 10.0
-"""Longest time a client may take to send the rest of a frame that it began, or to receive one."""
+"""Maximum seconds that a client may take to send the rest of a frame after its first bytes, or to receive a frame."""
 
 
 class ControlService:
@@ -61,12 +61,12 @@ class ControlService:
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     def close(self) -> None:
-        """End the threads of calls. No connection may be served any more."""
+        """End the threads that make calls. No `serve` may be under way any more."""
         self._lists.close()
         self._making.shutdown(cancel_futures=True)
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
-        """Answer calls until the connection ends. The caller closes it, and holds the client's session until then."""
+        """Answer calls until the connection ends. The caller keeps the client's session, then closes the connection."""
         if self._exposures is not None:
             self._exposures.connect(client.session)
         try:
@@ -82,7 +82,7 @@ class ControlService:
                 self._exposures.disconnect(client.session)
 
     def refusals(self) -> dict[tuple[int, int], int]:
-        """Calls that were refused so far, by tenant and status."""
+        """Number of calls refused so far, by tenant and status."""
         return dict(self._refusals)
 
     async def _answer(self, connection: Arrival, frame: Frame, client: Accepted) -> None:
@@ -135,7 +135,7 @@ class ControlService:
             return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
 
     async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
-        """Run `make_call` in a thread. Calls that allocate memory have their own threads, so as not to delay others."""
+        """Run `make_call` in a thread. Calls that allocate memory have their own threads, and delay no other calls."""
         make = partial(make_call, call, client, self._server, self._stats, self._exposures)
         if not isinstance(call, Lend | Expose):
             return await asyncio.to_thread(make)

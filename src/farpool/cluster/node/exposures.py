@@ -1,7 +1,7 @@
-"""A node's segments, exposed over a one-sided fabric (``farpool node --fabric NAME``), each for one session.
+"""Exposures over a one-sided fabric (``farpool node --fabric NAME``).
 
-When the session gives its lease back or closes its last control connection, the exposure ends, and with it every way
-to the bytes.
+An exposure gives one session access to one of the node's segments. It ends when the session gives its lease back or closes its last control connection. From then on the session
+can no longer reach the bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Exposures"]
 
 
 class Exposures:
-    """Segments that are exposed over a one-sided fabric now. Thread-safe.
+    """The node's present exposures over a one-sided fabric. Thread-safe.
 
-    The fabric is given by name, and listens on `loopback` only if the node does. Raises ConfigError if it is not
-    installed or does not work here.
+    The first argument is the fabric's name. With `loopback` only programs of this host can use the exposures. Raises
+    ConfigError if the fabric is not installed or does not work here.
     """
 
     def __init__(self, fabric: str, *, loopback: bool) -> None:
@@ -44,7 +44,7 @@ class Exposures:
             self._connections[session] += 1
 
     def disconnect(self, session: int) -> None:
-        """Record that a control connection of the session has ended; after the last one, end its exposures."""
+        """Record that a control connection of the session has ended. After the last one, end all its exposures."""
         with self._lock:
             self._connections[session] -= 1
             gone = not self._connections[session]
@@ -57,9 +57,9 @@ class Exposures:
     def expose(self, session: int, path: str, opened: Callable[[], int] | None = None, failed: bytes = b"") -> Exposed:
         """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
 
-        `path` names the segment; `opened`, if given, returns a descriptor of it instead of opening `path`. May take as
-        long as starting a process does. An exposure whose metadata is `failed` is replaced even if it looks alive,
-        because a process that is being killed still looks alive for a moment.
+        `path` names the segment, and this method opens it; with `opened`, that function returns the descriptor instead.
+        The call may take as long as the start of a process. An exposure that works is used again. If its metadata is
+        `failed`, it is replaced in any case: a process that is being killed still looks alive for a moment.
         """
         key = (session, path)
         with self._starting:
@@ -100,7 +100,7 @@ class Exposures:
             exposure.close()
 
     def _check(self) -> None:
-        """Expose some memory for a moment, so that a fabric that does not work is found when the node starts."""
+        """Expose some memory for a moment. If the fabric does not work, this raises ConfigError at the node's start."""
         file = os.memfd_create("farpool-fabric", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, os.sysconf("SC_PAGE_SIZE"))

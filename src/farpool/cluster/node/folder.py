@@ -1,4 +1,4 @@
-"""The folder in shared memory in which a node keeps its segments, and the lock that reserves it for one process."""
+"""The folder in shared memory in which a node keeps its segments. A lock reserves the folder for one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 def check_name(name: str) -> None:
-    """Raise `ConfigError` if a node cannot have this name: it is the name of a folder, and is shown to clients."""
+    """Raise `ConfigError` if a node cannot have this name, which is also a folder's name and is shown to clients."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--name is {name!r}, expected 1 to 64 letters, digits, dots, dashes or underscores, not a dot first",
@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
 
 
 def default_folder(name: str) -> Path:
-    """Default folder for the segments of a node of this name."""
+    """Return the default folder for the segments of the node called `name`."""
     return _base() / name
 
 
@@ -51,12 +51,12 @@ class Folder:
     path : str or path-like
         Path of the folder, which need not exist yet.
     group : int or None
-        A group whose members may pass through it, to the socket; they cannot list the folder.
+        A group whose members may reach the socket in the folder; they cannot list the folder.
 
     Attributes
     ----------
     path : Path
-        Absolute.
+        Absolute path of the folder.
     socket_path : Path
         Path of the node's UNIX socket.
 
@@ -76,7 +76,7 @@ class Folder:
         self._is_own = self.path.parent == _base()
 
     def check(self, capacity: int) -> int:
-        """Check that a node with this capacity could work here.
+        """Check that a node with this capacity could use the folder.
 
         Returns
         -------
@@ -106,7 +106,7 @@ class Folder:
         return self._room(present, capacity)
 
     def _check_private(self) -> None:
-        """Refuse a folder that is somebody else's or open to others: anybody may make one of this name in /dev/shm."""
+        """Refuse a folder that another user owns or can use, because every user can make folders in /dev/shm."""
         own = (_base(), self.path) if self.path.parent == _base() else (self.path,)
         for path in own:
             if not os.path.lexists(path):
@@ -144,12 +144,12 @@ class Folder:
         return min(capacity, room)
 
     def take(self) -> None:
-        """Make the folder if need be, and lock it for this process.
+        """Make the folder unless it exists, and lock it for this process.
 
         Raises
         ------
         ConfigError
-            Another node has it, or it cannot be made.
+            Another node has locked the folder, or the folder cannot be made.
         """
         try:
             # Each of them by itself: the mode that makedirs is given holds for the last one only.
@@ -170,7 +170,7 @@ class Folder:
             raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
 
     def _set_mode(self) -> None:
-        """Set group and mode so that only the group gets in; an earlier start may have let in another."""
+        """Set group and mode so that only the owner and the group can enter, whatever an earlier start has set."""
         if self._group is None:
             self.path.chmod(0o700)
             return
@@ -220,12 +220,13 @@ class Folder:
         Parameters
         ----------
         kept : bool
-            True for the bytes from the first start on; False for new bytes, which also deletes the kept ones.
+            True for the bytes that the node made at its first start and keeps in a file. False for new bytes; this
+            deletes the file.
 
         Raises
         ------
         ConfigError
-            The file cannot be read or made, or is not what a node has written.
+            The file cannot be read or made, or was not written by a node.
         """
         path = self.path / _IDENTITY
         # An ephemeral node begins empty. With its old identity, programs would look here for the objects that it had.
@@ -253,7 +254,7 @@ class Folder:
         return identity
 
     def listen(self, backlog: int) -> socket.socket:
-        """Listen at the socket's path, which is this node's alone. Call `take` before.
+        """Listen at `socket_path`, which no other node can use while this one has the lock. Call `take` before.
 
         Raises
         ------
@@ -276,7 +277,10 @@ class Folder:
         return listening
 
     def close(self) -> None:
-        """Unlock, and remove the folder if it was made here or is a default one, and holds no segment. Idempotent."""
+        """Unlock the folder. Idempotent.
+
+        If the folder is a default folder or was made by this object, and has no segments, it is removed.
+        """
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
@@ -289,7 +293,10 @@ class Folder:
 
 
 def _owner(lock: int) -> str:
-    """Look up in /proc/locks which process has a file locked: a lock file with bytes would take a page of memory."""
+    """Return the id of the process that has locked a file, from /proc/locks.
+
+    The process does not write its id into the lock file, because a file with content would take a page of memory.
+    """
     state = os.fstat(lock)
     number = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Limits on connections that are not authenticated yet, so that idle strangers keep no client out."""
+"""Limits on connections that are not authenticated yet, so that idle connections do not keep clients out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["HalfOpen", "Meeting", "origin_of"]
 
 
 class Meeting(Protocol):
-    """Interface to a handshake under way; an asyncio task implements it."""
+    """Interface to the task that serves a connection whose handshake is under way, such as an asyncio task."""
 
     def cancel(self) -> object:
         """End the handshake and its connection."""
@@ -17,19 +17,19 @@ class Meeting(Protocol):
 
 
 class HalfOpen:
-    """Ends the oldest handshake if there are too many from one origin, or in all.
+    """Counts handshakes under way, and ends the oldest if there are too many from one origin, or in total.
 
     Parameters
     ----------
     most : int
-        Maximum number of handshakes in all.
+        Maximum number of handshakes in total.
     most_of_one : int
-        Maximum number of handshakes from one origin.
+        Maximum number of handshakes from one origin; see `origin_of`.
 
     Attributes
     ----------
     dropped : int
-        Number of handshakes ended so far.
+        Number of handshakes that this object has ended so far.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -44,7 +44,7 @@ class HalfOpen:
         return len(self._origins)
 
     def enter(self, meeting: Meeting, origin: str) -> None:
-        """Add a handshake that has begun, and end the oldest if there are too many."""
+        """Add a handshake that has begun. If there are too many now, end the oldest."""
         self._origins[meeting] = origin
         of_one = self._of.setdefault(origin, {})
         of_one[meeting] = None
@@ -55,7 +55,7 @@ class HalfOpen:
             self._evict(next(iter(self._origins)))
 
     def leave(self, meeting: Meeting) -> None:
-        """Remove a handshake that is over. Nothing happens if it was dropped."""
+        """Remove a handshake that is over. Nothing happens if the handshake is not counted any more."""
         origin = self._origins.pop(meeting, None)
         if origin is None:
             return
@@ -72,7 +72,7 @@ class HalfOpen:
 
 
 def origin_of(host: str) -> str:
-    """Origin of a host's address: an IPv4 address itself, or the /64 network of an IPv6 address."""
+    """Return the origin for which connections are counted: an IPv4 address, or the /64 network of an IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host

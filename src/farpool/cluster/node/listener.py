@@ -1,8 +1,8 @@
-"""Arrival of clients at a node: listening sockets, and the handshake, which each connection must finish by a deadline.
+"""Listener of a node: accepts connections and does their handshakes, each of which has a deadline.
 
 After the handshake the listener passes the connection to the data loop or to the control service. It runs in its own
 thread. For each listening socket, the number of connections that are not authenticated yet is limited, in total and for
-one address. If there are too many, the listener drops the oldest, so strangers who send nothing cannot keep clients
+one address. If there are too many, the listener ends the oldest. So connections that send nothing cannot keep clients
 out.
 """
 
@@ -55,7 +55,7 @@ class Listener:
     access : NodeAccess
         The node's access control.
     server : NodeServer
-        Takes over data connections.
+        The data loop, which serves data connections.
     control : ControlService
         Serves control connections.
     """
@@ -92,13 +92,13 @@ class Listener:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop listening, and end handshakes and control connections. Data connections are the server's."""
+        """Stop listening, and end handshakes and control connections; the data loop keeps its data connections."""
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
     def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
-        """Use other keys and another certificate from now on, and end connections opened with changed keys."""
+        """Use these keys and this certificate from now on; end connections whose key was removed or changed."""
         with contextlib.suppress(RuntimeError):  # the node is stopping
             # In the loop's thread, so that no handshake with an old key ends between the two.
             self._loop.call_soon_threadsafe(self._replace, keys, tls)
@@ -172,7 +172,7 @@ class Listener:
         arrival.close()
 
     async def _accepted(self, listening: socket.socket) -> socket.socket:
-        """Accept a connection; unlike the loop's `sock_accept`, never loses one when it is cancelled."""
+        """Accept a connection. Unlike the loop's `sock_accept`, a cancelled call never loses an accepted connection."""
         while True:
             with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return listening.accept()[0]
@@ -184,14 +184,14 @@ class Listener:
                 self._loop.remove_reader(listening)
 
     async def _meet(self, arrival: Arrival, half_open: HalfOpen) -> None:
-        """Serve one connection; its unexpected errors are logged and affect no other."""
+        """Serve one connection. Unexpected errors are logged, so that other connections go on."""
         try:
             await self._serve(arrival, half_open)
         except Exception:
             log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
     async def _serve(self, arrival: Arrival, half_open: HalfOpen) -> None:
-        """Serve one connection, from the handshake to its end or until the data loop takes it over."""
+        """Do the handshake of one connection, then serve its calls until its end, or pass it to the data loop."""
         client = await self._shake_hands(arrival)
         meeting = asyncio.current_task()
         assert meeting is not None
@@ -234,7 +234,10 @@ class Listener:
     async def _introduced(
         self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
     ) -> Accepted:
-        """Do the handshake, refuse a `stranger` at its end, and count a connection to an accepted client's session."""
+        """Do the handshake, and count the connection for the client's session.
+
+        If the client's user may not use this node, `stranger` is the error with which the handshake ends.
+        """
         while True:
             # At most the rest of the frame, because bytes after the handshake belong to the service that takes over.
             data = await arrival.receive(handshake.needed)
@@ -277,7 +280,7 @@ class Listener:
                 await arrival.end(_LINGER_BYTES_MAX, plain)
 
     async def _secured(self, arrival: Arrival) -> str | None:
-        """Begin TLS if the connection is to have it; return the name in the client's certificate, else None."""
+        """Begin TLS if the connection needs it; return the name in the client's certificate, or None without TLS."""
         if arrival.is_local:
             return None
         set_options(arrival.socket)
@@ -285,7 +288,7 @@ class Listener:
 
 
 class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
-    """Raised to refuse a client, with the frame that tells it why."""
+    """Raised to refuse a client; has the frame that tells the client why."""
 
     def __init__(self, reason: str, frame: bytes) -> None:
         super().__init__(reason)
@@ -293,9 +296,12 @@ class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
 
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
-    """Raised to end the task group with everything in it."""
+    """Raised to end the task group and all of its tasks."""
 
 
 def _short(session: int) -> str:
-    """Low 32 bits of a session's number, in hex: enough to tell it from others, too little to use it."""
+    """Return the low 32 bits of a session's number in hex, for the log.
+
+    These bits distinguish sessions, but do not suffice to use one.
+    """
     return f"{session & 0xFFFFFFFF:08x}"

@@ -1,9 +1,10 @@
 """Lists of objects for control connections, so that a client that lists objects does not delay others.
 
-A list may have to look at all objects of a tenant. It is done in turns, all of them in one thread that does nothing
-else: other calls never wait for it. An access key has one list under way and a tenant one turn; further lists and
-turns wait in the event loop and take no thread. So tenants that list get equal parts of that thread, and so do the
-keys of one tenant.
+To make a list, the node may have to look at all objects of a tenant. It does so in slices, each of which looks at a
+limited number of objects. All slices run in one thread that makes only lists, so other calls never wait for a list.
+
+At any time, an access key has at most one list under way, and a tenant at most one slice. Further lists and slices wait
+in the event loop. So the tenants that list objects share the thread equally, and so do the keys of one tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Lists"]
 
 
 class Lists:
-    """Answers the ``list`` calls of control connections. For one event loop.
+    """Answers the ``list`` calls of control connections. Use it from one event loop.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ class Lists:
         self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     async def answer(self, call: List, client: Accepted) -> dict[str, Any]:
-        """Return a list of objects, and the key after which to go on (empty at the end)."""
+        """Return a list of objects, and the key after which the next list begins (empty if there are no more)."""
         objects: list[Any] = []
         place = 0
         async with self._alone(client.tenant, client.key):

@@ -19,7 +19,7 @@ def log(event: str, *, level: int = logging.INFO, **fields: object) -> None:
     Parameters
     ----------
     event : str
-        One or a few words, always the same for the same thing.
+        One or a few words that identify the kind of event.
     level : int
         One of the levels of the module `logging`.
     **fields : str or int or float
@@ -29,7 +29,7 @@ def log(event: str, *, level: int = logging.INFO, **fields: object) -> None:
 
 
 def configure(*, json: bool) -> None:
-    """Write the node's log to stderr, one line an event."""
+    """Write the node's log to stderr, one line for each event; with `json`, each line is a JSON object."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if json else _Lines())
     _LOGGER.addHandler(handler)

@@ -22,7 +22,7 @@ class Source(Protocol):
     name: str
 
     def stats(self) -> Mapping[str, int | float]:
-        """Return the node's counters by name; nothing while there are none."""
+        """Return the node's counters by name; empty while the node does not run."""
         ...
 
     def tenants(self) -> Mapping[int, Mapping[str, int]]:
@@ -30,7 +30,7 @@ class Source(Protocol):
         ...
 
     def keys(self) -> Mapping[str, Mapping[str, int]]:
-        """Return counters by access key of the keys file."""
+        """Return counters by the names of the access keys in the keys file."""
         ...
 
     def refusals(self) -> Mapping[int, Mapping[int, int]]:
@@ -38,15 +38,15 @@ class Source(Protocol):
         ...
 
     def latencies(self) -> Mapping[int, tuple[list[int], float]]:
-        """Return times of replies by operation: counts of the buckets, and the sum in seconds."""
+        """Return reply times by operation: the counts of a histogram's buckets, and the sum in seconds."""
         ...
 
     def certificates(self) -> Mapping[str, float]:
-        """Return when the certificates in use end, by file, in seconds since 1970."""
+        """Return when the certificates in use expire, by file, in seconds since 1970."""
         ...
 
     def last_reload(self) -> LastReload:
-        """Return when the node last read its keys and certificate, and if it could use them."""
+        """Return when the node last read its keys and certificate, and whether it could use them."""
         ...
 
 
@@ -118,7 +118,7 @@ _COUNTERS = {
 
 
 class NodeCollector(Collector):
-    """Turns a node's counters into metrics whenever they are asked for.
+    """Turns a node's counters into metrics, each time that Prometheus asks for them.
 
     Parameters
     ----------

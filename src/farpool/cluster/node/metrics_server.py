@@ -1,4 +1,4 @@
-"""The server behind ``/metrics``: HTTP with few threads, so that idle connections keep no client out."""
+"""The HTTP server of ``/metrics``. It has few threads, and idle connections cannot keep clients out."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class MetricsServer:
     Parameters
     ----------
     address : Address
-        Where to listen; port 0 for any free one.
+        Address to listen at; port 0 for any free port.
     collector : Collector
         Source of the metrics.
 
     Attributes
     ----------
     address : Address
-        Where it listens.
+        Address at which the server listens.
 
     Raises
     ------
     ConfigError
-        It cannot listen there.
+        The server cannot listen at this address.
     """
 
     def __init__(self, address: Address, collector: Collector) -> None:
@@ -77,7 +77,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """HTTP server with a thread for each connection; at the limit a new one ends the oldest and waits for it."""
+    """HTTP server with a thread for each connection, up to a limit.
+
+    At the limit, a new connection ends the oldest one and waits until that one's thread has finished.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -89,7 +92,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; pause if that fails, because the listening socket stays readable."""
+        """Accept a connection. If that fails, pause: the listening socket stays readable, so the server tries again."""
         try:
             return super().get_request()
         except OSError:
@@ -116,7 +119,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report nothing: a client may go away, or be ended, in the middle of a request."""
+        """Report nothing: it is no error if a connection ends in the middle of a request."""
 
     def _end_oldest(self) -> None:
         with self._lock:

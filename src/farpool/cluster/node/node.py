@@ -45,47 +45,48 @@ class Node:
     Parameters
     ----------
     listen : Address
-        Where to listen on TCP; port 0 for any free one.
+        Address to listen at with TCP; port 0 for any free port.
     capacity : int
         Bytes to lend.
     name : str
-        The node's name; empty for its port.
+        The node's name; empty to use the port's number.
     folder : str or path-like or None
-        Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. It takes over the segments of an earlier node.
+        Folder of the node's segments; by default ``/dev/shm/farpool-UID/NAME``. If an earlier node left segments in the
+        folder, this node continues with them.
     keys : mapping of str to Grant, or None
-        Access keys by name. Without any, the node listens on loopback only, lets its own user do everything, and other
-        users nothing.
+        Access keys by name. Without keys the node listens only on loopback, its own user has all rights, and other
+        users have none.
     metrics : Address or None
-        Where to serve metrics for Prometheus; port 0 for any free one.
+        Address at which to serve metrics for Prometheus; port 0 for any free port.
     ephemeral : bool
-        Forget what an earlier node left, and leave nothing.
+        True to delete the segments of an earlier node at the start, and this node's own segments at the end.
     grace : float
         Seconds for which a program's leases and pins outlive its last connection.
     spin : float
         Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
-        A file and its bytes: objects that are evicted from memory are written there instead of being lost.
+        Path of a file and its size in bytes. The node writes objects that it evicts from memory to this file.
     fabric : str
-        Name of a one-sided fabric over which memory is exposed, too; empty for none.
+        Name of a one-sided fabric over which the node also exposes its memory; empty for none.
     shares : mapping of int to int, or None
         Bytes guaranteed to each tenant: up to this size, the node evicts none of its objects to make room for other
-        tenants. All tenants without a guarantee that hold something have equal parts of the rest.
+        tenants. The tenants without a guarantee that hold something share the rest equally.
     tls : CertificateFolder or None
-        The node's certificate: connections over TCP begin with TLS then, and each client shows one of its own.
+        The node's certificate. With it, connections over TCP begin with TLS, and each client must show a certificate.
     insecure_plaintext : bool
-        Listen beyond loopback without TLS, too.
+        True to allow listening beyond loopback without TLS.
     socket_group : str
         A group, by name or number, whose members may use the UNIX socket with a key, and map memory read-only; empty
-        if only the node's own user may.
+        to allow this only to the node's own user.
 
     Attributes
     ----------
     address : Address
-        Where it listens, once started.
+        Address at which the node listens, once started.
     name : str
-        Its name, once started.
+        The node's name, once started.
     metrics_address : Address or None
-        Where the metrics are, once started.
+        Address of the metrics, once started.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Node:
 
     @property
     def room(self) -> int:
-        """Bytes of `capacity` that the file system of the folder had at the start."""
+        """Bytes, at most `capacity`, for which the folder's file system had room when the node started."""
         return self._room
 
     @property
@@ -151,7 +152,7 @@ class Node:
         Raises
         ------
         ConfigError
-            The node cannot work as it is configured; nothing was left open or changed.
+            The node cannot work with these settings; nothing stays open, and nothing was changed.
         """
         if self.name:
             check_name(self.name)
@@ -197,12 +198,12 @@ class Node:
     def reload(self, read_keys: Callable[[], Mapping[str, Grant] | None]) -> None:
         """Read the keys and the certificate again, and use them from now on.
 
-        Connections that were opened with keys that are gone or were changed are ended, all others go on.
+        Connections that were opened with a key that was removed or changed are ended. All other connections stay open.
 
         Parameters
         ----------
         read_keys : callable
-            Returns the keys; its errors are raised here.
+            Returns the keys. Errors of this function are raised to the caller.
 
         Raises
         ------
@@ -222,13 +223,16 @@ class Node:
         self._last_reload = LastReload(time.time(), succeeded=True)
 
     def stop(self) -> None:
-        """End listening and all connections; the segments stay for the next start unless ephemeral. Idempotent."""
+        """Stop listening and end all connections. Idempotent.
+
+        The segments stay for the next start, unless the node is ephemeral.
+        """
         self._undo.close()
         # They hold the segments' descriptors.
         self._server = self._listener = self._control = None
 
     def stats(self) -> dict[str, int | float]:
-        """The node's counters; empty unless it runs."""
+        """The node's counters by name; empty unless the node runs."""
         # Read once, because a thread of the metrics may ask while the node stops.
         server, listener = self._server, self._listener
         if server is None or listener is None:
@@ -241,17 +245,17 @@ class Node:
         }
 
     def tenants(self) -> dict[int, dict[str, int]]:
-        """Objects, bytes (used, backed, taken, lent, guaranteed) and counts by tenant; empty unless it runs."""
+        """Objects, bytes (used, backed, taken, lent, guaranteed) and counts by tenant; empty unless the node runs."""
         server = self._server
         return {} if server is None else server.tenants()
 
     def keys(self) -> dict[str, dict[str, int]]:
-        """Bytes and counts that each access key of the keys file holds, by name; empty unless the node runs."""
+        """Counters by access key of the keys file: bytes and counts that its users hold. Empty unless the node runs."""
         server = self._server
         return {} if server is None else server.keys()
 
     def refusals(self) -> dict[int, dict[int, int]]:
-        """Requests that were refused, by tenant and status; empty unless the node runs."""
+        """Number of refused requests, by tenant and status; empty unless the node runs."""
         server, control = self._server, self._control
         if server is None or control is None:
             return {}
@@ -262,16 +266,19 @@ class Node:
         return found
 
     def latencies(self) -> dict[int, tuple[list[int], float]]:
-        """Times of replies by operation, as of `NodeServer.latencies`; empty unless the node runs."""
+        """Reply times by operation, as `NodeServer.latencies` returns them; empty unless the node runs."""
         server = self._server
         return {} if server is None else server.latencies()
 
     def certificates(self) -> dict[str, float]:
-        """Return when the certificates in use end, in seconds since 1970, by file; empty without TLS."""
+        """Return when the certificates in use expire, in seconds since 1970, by file; empty without TLS."""
         return {} if self._tls is None else self._tls.ends()
 
     def last_reload(self) -> LastReload:
-        """Return when the node last read its keys and certificate, its start included, and if it could use them."""
+        """Return when the node last read its keys and certificate, and whether it could use them.
+
+        The start of the node counts, too.
+        """
         return self._last_reload
 
     def __enter__(self) -> Node:
@@ -395,7 +402,7 @@ class Node:
 
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
-    """Tell the data loop which tenants and keys programs may use, and which of them can hold memory."""
+    """Tell the data loop which tenants and keys there are, and which of them can hold memory."""
     memory_rights = Right.READ | Right.WRITE | Right.PUBLISH
     grants = {
         name: (grant.tenant, bool(grant.rights & memory_rights), grant.bytes) for name, grant in (keys or {}).items()
@@ -405,7 +412,7 @@ def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
 
 
 def _own_memory() -> int:
-    """Resident bytes of this process that are neither files nor shared memory."""
+    """Return the resident bytes of this process, without files and shared memory."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 

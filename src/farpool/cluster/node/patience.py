@@ -1,4 +1,4 @@
-"""Deadlines for clients, which do not count the time in which the node itself stood still."""
+"""Deadlines for clients. The time in which the node's own process stood still does not count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SLICE_S = 0.5
 
 @contextlib.asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError in the block after `seconds` seconds in which the event loop ran.
+    """Raise TimeoutError in the ``with`` block once the event loop has run for `seconds` seconds.
 
     With `asyncio.timeout`, a process that was stopped for longer than a handshake may take would end every handshake
     when it continues, before it looks at the bytes that it has received. So we count the time in slices. A slice counts
@@ -48,7 +48,7 @@ class _Slices:
         self._begin(min(seconds, _SLICE_S))
 
     def cancel(self) -> None:
-        """Count no more."""
+        """Stop counting; the timeout no longer expires."""
         self._timer.cancel()
 
     def _begin(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Nodes as child processes, on free ports and with folders of their own, gone when they are closed.
+"""Nodes as child processes, each with a free port and its own folder. `RunningNode.close` removes both.
 
 The demo, the benchmarks and the tests start their nodes here.
 """
@@ -36,20 +36,21 @@ class RunningNode:
     options : sequence of str
         Options of the command, without ``--listen``, ``--folder``, ``--name`` and ``--json``.
     listen : str
-        ``HOST:PORT``; port 0 means a free port, which stays this node's until `close`, also while it does not run.
+        ``HOST:PORT``. Port 0 means a free port, which is reserved for this node until `close`, even while the process
+        does not run.
     environment : mapping, optional
-        Environment variables that the process gets in addition to this process's own.
+        Environment variables for the node, in addition to the variables of this process.
     timeout : float
         Seconds that a start or an end may take.
 
     Attributes
     ----------
     address : str
-        Where it listens, for example ``tcp://127.0.0.1:40123``.
+        The node's address, for example ``tcp://127.0.0.1:40123``.
     ready : dict
-        Fields of the node's ready line.
+        Fields of the line that the node prints when it is ready.
     folder : Path
-        Where its segments are.
+        Folder of the node's segments.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RunningNode:
 
     @property
     def pid(self) -> int:
-        """Process id; RuntimeError while there is no process."""
+        """Process id; raises RuntimeError while there is no process."""
         return self._running().pid
 
     @property
@@ -85,7 +86,10 @@ class RunningNode:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def start(self) -> None:
-        """Start the process and wait until it is ready; RuntimeError with its log if it ends or takes too long."""
+        """Start the process and wait until the node is ready.
+
+        Raises RuntimeError with the node's log if the process ends or takes too long.
+        """
         if self._process is not None:
             raise RuntimeError(f"the node at {self.address} runs already")
         if self._listen.endswith(":0"):
@@ -119,7 +123,7 @@ class RunningNode:
         return self._reap(self._running())
 
     def stop(self) -> None:
-        """Suspend the process (SIGSTOP): its connections stay open, and nothing is answered."""
+        """Suspend the process with SIGSTOP: its connections stay open, but it answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
         deadline = time.monotonic() + self._timeout
         # A signal takes effect a little later; a test must not race with a node that still answers.
@@ -129,7 +133,7 @@ class RunningNode:
             time.sleep(0.001)
 
     def cont(self) -> None:
-        """Let a suspended process go on (SIGCONT)."""
+        """Continue a suspended process with SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
@@ -202,16 +206,16 @@ def running_node(
     Parameters
     ----------
     dram : str or int
-        Memory that it lends.
+        Memory that the node lends.
     listen : str
-        Where it listens; a free port of loopback by default.
+        ``HOST:PORT`` at which the node listens; by default a free port of loopback.
     environment : mapping, optional
-        Environment variables that the process gets in addition to this process's own.
+        Environment variables for the node, in addition to the variables of this process.
     timeout : float
         Seconds that a start or an end may take.
     **options
         Further options of ``farpool node``: ``grace=1`` is ``--grace 1``, ``ephemeral=True`` is ``--ephemeral``,
-        ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``, None and False are left out.
+        ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``. Options that are None or False are left out.
 
     Yields
     ------
@@ -237,10 +241,10 @@ def running_node(
 
 
 def _reserved(listen: str) -> tuple[socket.socket, str]:
-    """Reserve a free port; return the socket that keeps it from others, and ``HOST:PORT``.
+    """Reserve a free port; return a socket that is bound to it, and ``HOST:PORT``.
 
-    Both the socket and the node reuse addresses, and only the node listens. So the node gets the port, but the system
-    gives it to no program that asks for a free port.
+    While the socket is open, the system gives the port to no program that asks for a free port. The node can still bind
+    to the port, because both sockets set SO_REUSEADDR and only the node's listens.
     """
     host = listen.rpartition(":")[0]
     family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
@@ -255,7 +259,7 @@ def _reserved(listen: str) -> tuple[socket.socket, str]:
 
 
 def _state(stat: Path) -> str:
-    """Read a thread's state letter, which follows its name in parentheses; "T" if the thread has ended."""
+    """Read the letter of a thread's state from its `stat` file in /proc; return "T" if the thread has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return stat.read_text().rpartition(")")[2].split()[0]
     return "T"

@@ -9,14 +9,14 @@ __all__ = ["LastReload"]
 
 @dataclass(frozen=True, slots=True)
 class LastReload:
-    """Time and outcome of the last time that a node read its keys and its certificate.
+    """Time and outcome of a node's last attempt to read its keys and its certificate.
 
     Attributes
     ----------
     time : float
-        Seconds since 1970.
+        Time of the attempt, in seconds since 1970.
     succeeded : bool
-        False if the node could not use them and kept the old ones.
+        False if the node could not use the new keys or the new certificate, and kept the old ones.
     """
 
     time: float

@@ -15,7 +15,7 @@ _CREDENTIALS = struct.Struct("3i")
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
 _REQUEST = struct.Struct("=IHHII BBBBI")
-"""Header of a netlink message and the head of a question for one socket (linux/inet_diag.h)."""
+"""Header of a netlink message, followed by the first fields of a query about one socket (linux/inet_diag.h)."""
 _ANSWER = struct.Struct("=IHHII BBBB 48x IIIII")
 # Interface 0 (any), and the value with which the kernel compares no cookie: we only know the addresses.
 _NO_COOKIE = b"\0" * 4 + b"\xff" * 8
@@ -23,7 +23,7 @@ _ESTABLISHED = 1
 
 
 def group_id(name: str) -> int:
-    """The number of a group of this host, given by its name or number.
+    """Return the number of a group of this host; `name` is the group's name or its number.
 
     Raises
     ------
@@ -40,12 +40,13 @@ def group_id(name: str) -> int:
 
 
 def user_of(connection: socket.socket) -> int | None:
-    """The user who opened the other end of a connection: over a UNIX socket, or over TCP from this host.
+    """Return the user who opened the other end of a connection: of a UNIX socket, or of TCP from this host.
 
     Returns
     -------
     int or None
-        None if the system does not tell, as for connections from other hosts, or the other end is closed already.
+        None if the system does not know the user (the connection comes from another host), or if the other end is
+        already closed.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def user_of(connection: socket.socket) -> int | None:
 
 
 def process_of(connection: socket.socket) -> int:
-    """The process that opened the other end of a UNIX socket."""
+    """Return the id of the process that opened the other end of a UNIX socket."""
     return _credentials(connection)[0]
 
 
@@ -76,7 +77,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _user_of_tcp(connection: socket.socket) -> int | None:
-    """Ask the kernel for the user of the socket at the other end, which is found only if it is on this host."""
+    """Ask the kernel for the user of the socket at the other end. The kernel only knows sockets of this host."""
     (theirs, their_port), (ours, our_port) = connection.getpeername()[:2], connection.getsockname()[:2]
     family = connection.family
     addresses = [socket.inet_pton(family, str(host).partition("%")[0]).ljust(16, b"\0") for host in (theirs, ours)]

@@ -1,4 +1,6 @@
-"""Access keys: names, shared secrets and rights, and the places from which programs and nodes read them.
+"""Access keys, with which a node authenticates programs, and the places from which both sides read the keys.
+
+An access key has a name, a secret that node and program share, rights and a tenant.
 
 A node reads its keys from a TOML file that no other user may read::
 
@@ -8,11 +10,11 @@ A node reads its keys from a TOML file that no other user may read::
     tenant = 0
     bytes = "4GiB"
 
-A program is given one key as ``NAME:SECRET``: by the argument ``key``, by the environment variable ``FARPOOL_KEY``, or
-in a file that ``FARPOOL_KEY_FILE`` names.
+A program has one key, written as ``NAME:SECRET``: in the argument ``key``, in the environment variable ``FARPOOL_KEY``,
+or in a file that the variable ``FARPOOL_KEY_FILE`` names.
 
-Over TLS a certificate takes the place of the secret: its common name is the key's. A key that is used with certificates
-alone needs no secret.
+Over TLS a certificate replaces the secret: the certificate's common name is the name of the access key. A key that is
+used only with certificates needs no secret.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class AccessKey:
 
     @classmethod
     def parse(cls, text: str, what: str = "key") -> AccessKey:
-        """Read ``NAME:SECRET``; what follows the first colon is the secret, in UTF-8.
+        """Read ``NAME:SECRET``. The text after the first colon is the secret, which is encoded in UTF-8.
 
         Raises
         ------
@@ -94,9 +96,10 @@ class Grant:
     rights : Right
         Rights of the key.
     tenant : int
-        Tenant whose objects and leases it gives access to.
+        Tenant whose objects and leases the key gives access to.
     bytes : int
-        Maximum bytes that it may hold in leases, pins and unfinished publishes; 0 for the node's own limit.
+        Maximum bytes that users of the key may hold in leases, pins and unfinished publishes; 0 for the node's own
+        limit.
     """
 
     secret: bytes = field(repr=False)

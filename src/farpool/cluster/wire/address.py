@@ -12,7 +12,7 @@ from farpool.errors import ConfigError
 __all__ = ["PATH_BYTES_MAX", "Address", "is_host", "parse_address"]
 
 PATH_BYTES_MAX = 107
-"""Longest path of a UNIX socket, in bytes; the kernel's limit."""
+"""Length of the longest path of a UNIX socket, in bytes. This is the kernel's limit."""
 _EXPECTED = "expected an address like 'tcp://10.0.0.7:7471', '[::1]:7471' or 'unix:///run/farpool/socket'"
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
@@ -52,7 +52,7 @@ def parse_address(text: str, what: str = "address", *, any_port: bool = False) -
     Parameters
     ----------
     text : str
-        ``tcp://HOST:PORT``, ``HOST:PORT``, ``tls://HOST:PORT`` or ``unix://PATH``. IPv6 addresses stand in brackets.
+        ``tcp://HOST:PORT``, ``HOST:PORT``, ``tls://HOST:PORT`` or ``unix://PATH``. An IPv6 address needs brackets.
     what : str
         Name of the parameter or option that has this address, for the error.
     any_port : bool
@@ -97,7 +97,7 @@ def _parse(text: str) -> Address | None:
 
 
 def _host(text: str) -> str | None:
-    """Normalize a host name or IP address; None if it is neither."""
+    """Normalize a host name or IP address; return None if the text is neither."""
     if text.startswith("[") and text.endswith("]"):
         try:
             return str(ipaddress.IPv6Address(text[1:-1]))

@@ -1,7 +1,8 @@
 """Private certificate authority: issues the certificates with which nodes and programs prove their identity.
 
-The authority is a folder with ``ca.crt`` and ``ca.key``. Each certificate is a folder, too, with the file names that
-`farpool.cluster.wire.certificate` reads. Keys are ECDSA on the curve P-256, in files that only their owner may read.
+The authority is a folder with its own certificate (``ca.crt``) and private key (``ca.key``). It makes a folder for each
+certificate, with the file names that `farpool.cluster.wire.certificate` reads. Keys are ECDSA on the curve P-256, in
+files that only their owner may read.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from farpool.errors import ConfigError
 __all__ = ["AUTHORITY_KEY", "Authority", "Role"]
 
 Role = Literal["node", "client"]
-"""Use of a certificate: by a node, which is connected to, or by a client, which connects."""
+"""Owner of a certificate: a node, which accepts connections, or a client, which opens them."""
 
 AUTHORITY_KEY = "ca.key"
 _USAGES = {"node": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 _SKEW = timedelta(minutes=5)
-"""Tolerated clock skew: certificates are valid from this long before they are made."""
+"""Tolerated clock skew: a new certificate is valid from this much time before its making."""
 
 
 class Authority:
-    """Certificate authority whose files exist; issues and renews certificates.
+    """Certificate authority in an existing folder; issues and renews certificates.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ class Authority:
     Raises
     ------
     ConfigError
-        They cannot be read, others may read the key, or they do not belong together.
+        The files cannot be read, other users may read the key, or key and certificate do not belong together.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,13 +111,13 @@ class Authority:
         name : str
             Name in the certificate; for a client, the name of its access key at the nodes.
         role : "node" or "client"
-            Side that shows it.
+            Owner of the certificate.
         hosts : sequence of str
             For a node, the names and IP addresses by which programs reach it; else empty.
         days : int
-            Days for which it is valid.
+            Days for which the certificate is valid.
         begin : datetime or None
-            Time from which it is valid; 5 minutes ago by default.
+            Time from which the certificate is valid; 5 minutes ago by default.
 
         Raises
         ------
@@ -129,10 +130,10 @@ class Authority:
         return end
 
     def rotate(self, folder: Path, *, days: int = 90) -> tuple[str, datetime]:
-        """Replace the key and the certificate in a folder by new ones; return the name in it and when it expires.
+        """Replace the key and the certificate in a folder; return the certificate's name and when the new one expires.
 
-        Name, role and hosts stay. Each file is replaced as a whole. A node reads them when it gets SIGHUP, a program at
-        its next connection.
+        Name, role and hosts stay. Each file is replaced as a whole. A node reads the new files when it gets SIGHUP, a
+        program when it opens its next connection.
 
         Raises
         ------
@@ -291,7 +292,10 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Make a folder that gets its name only once its content is complete; an existing one is never overwritten."""
+    """Make a folder under a temporary name, and rename it once its content is complete.
+
+    A folder that exists already is never overwritten.
+    """
     if os.path.lexists(folder):
         raise ConfigError(f"{what}: {folder} is there already, and nothing is overwritten", setting=what)
     made = None

@@ -28,19 +28,19 @@ _MISSING = (
 
 
 class CertificateFolder:
-    """A folder with a certificate, read again when its files have changed. Thread-safe.
+    """A folder with a certificate. Its files are read again when they have changed. Thread-safe.
 
     Parameters
     ----------
     path : str or path-like
         The folder.
     what : str
-        Setting that names it, for errors.
+        Setting that names the folder, for errors.
 
     Raises
     ------
     ConfigError
-        This farpool has no TLS, or the files cannot be used.
+        This farpool was built without TLS, or the files cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str) -> None:
@@ -56,7 +56,7 @@ class CertificateFolder:
 
     @property
     def context(self) -> TlsContext:
-        """TLS context for new connections: of the current files, or of the last usable ones."""
+        """TLS context for new connections: from the current files or, if these cannot be used, the previous context."""
         with self._lock:
             state = self._stated()
             if state != self._state:
@@ -73,7 +73,7 @@ class CertificateFolder:
         Raises
         ------
         ConfigError
-            They cannot be used; `context` stays as it was.
+            The files cannot be used; `context` stays as it was.
         """
         with self._lock:
             state = self._stated()
@@ -83,9 +83,9 @@ class CertificateFolder:
             return self._context
 
     def ends(self) -> dict[str, float]:
-        """Return when the certificates in use end, in seconds since 1970, by the name of their file.
+        """Return when the certificates in use expire, in seconds since 1970, by the name of their file.
 
-        If a file has several certificates, its end is the earliest of theirs.
+        If a file has several certificates, the result has the earliest of their expiry times.
         """
         # Imported here, because only metrics need it, and most programs have none.
         from cryptography import x509

@@ -1,9 +1,13 @@
 """A program's channel to one node: control connection, data connections, mapped objects, leases.
 
-*Contact* is a control connection. It gives the program its session and says whether the node runs on the same host. If
-it does, the channel uses the node's UNIX socket from then on: only a UNIX socket passes file descriptors, with which
-memory is mapped instead of copied through a socket. When the node has hung up, the next use makes contact again, under
-the same session, so that the program keeps its leases and pins within the node's grace.
+To *make contact* is to open a control connection to the node. The node then gives the program a *session*: a number
+under which the node groups the connections, leases and pins of one program. The node also reports on which host it
+runs. If that is the program's host, the channel uses the node's UNIX socket from then on: only a UNIX socket passes
+file descriptors, with which memory is mapped instead of copied through a socket.
+
+If the node has closed the connection, the next use of the channel makes contact again, with the same session. The
+program keeps its leases and pins if it does so within the node's *grace*: the time for which a node keeps a session
+without connections.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["SPIN_S", "Channel", "Transport"]
 
 SPIN_S = 50e-6
-"""Seconds to poll before sleeping: replies over fast networks come in that time, and sleeping takes as long again."""
+"""Seconds for which a wait polls before it sleeps.
+
+Over fast networks a reply arrives within this time, and falling asleep and waking up would take as long again.
+"""
 
 
 class _Dial(Protocol):
@@ -57,29 +64,29 @@ class Channel:
     key : AccessKey or None
         The access key; None if the node needs none.
     transport : str
-        One of the values that `Transport` describes.
+        How bytes are moved, one of the values of `Transport`.
     spin : float
         Seconds for which a wait polls a socket before it blocks.
     dial : callable
-        Connects to the node, as `farpool.cluster.wire.dial.dial` does.
+        Function that connects to the node, such as `farpool.cluster.wire.dial.dial`.
 
     Attributes
     ----------
     name : str
         The node's address as text.
     epoch : TenantEpoch
-        Highest known epoch of the tenant; a store shares one among the channels to its nodes.
+        Highest known epoch of the tenant. All channels of a store share one such object.
     reader : ObjectReader or None
-        The mapped objects, after `attach` if mapping is possible.
+        Reads the node's mapped objects; None before `attach`, or if they cannot be mapped.
     pool : ConnectionPool
-        Data connections: the idle ones, and those that are lent.
+        Data connections, idle or in use.
     one_sided : NodeMemory or None
-        The node's memory as a fabric reaches it; None with other transports.
+        Access to the node's memory over a fabric; None if the transport is no fabric.
     welcome : Welcome or None
         The node's welcome at the last contact.
     expected : bytes or None
-        Identity of the only node with which contact is made, wherever it moves. Empty for the identity that the first
-        contact finds, None for any node.
+        Identity that the node must have; the channel refuses another node at the address. Empty to expect from now on
+        the identity that the next contact finds; None to accept any node.
 
     Raises
     ------
@@ -122,7 +129,7 @@ class Channel:
         Raises
         ------
         NodeError
-            The node cannot be reached by the deadline; with ``transport="mapped"`` also if it is on another host.
+            The node cannot be reached by the deadline, or ``transport="mapped"`` and the node is on another host.
         ProtocolError, AccessDeniedError
             As raised by `dial`.
         """
@@ -135,12 +142,12 @@ class Channel:
         Returns
         -------
         ObjectReader or None
-            Also in `reader`; None if the node's memory is not mapped, or the key may not read it.
+            The new value of `reader`; None if the node's memory is not mapped, or the key has no right to read.
 
         Raises
         ------
         NodeError
-            As raised by `connect`; also if the node's files cannot be mapped.
+            As raised by `connect`, or the node's files cannot be mapped.
         """
         with self._alone(deadline):
             control = self._contact(deadline)
@@ -150,9 +157,9 @@ class Channel:
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
-        """Borrow a data connection for a ``with`` block: an idle one, or a new one that is opened by the deadline.
+        """Borrow a data connection for a ``with`` block: an idle one, or else a new one, opened by the deadline.
 
-        It is kept for the next use unless it broke or has unanswered requests.
+        After the block the connection is kept for the next use, unless it broke or has unanswered requests.
         """
         connection = self.take(deadline)
         try:
@@ -161,7 +168,10 @@ class Channel:
             self.pool.give(connection)
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a data connection, to be given back to `pool`: an idle one, or a new one (always if `fresh`)."""
+        """Borrow a data connection: an idle one, or else a new one. With `fresh` it is always a new one.
+
+        The caller gives the connection back to `pool`.
+        """
         connection = None if fresh else self.pool.take()
         return connection or self.pool.lend(self._new_connection(deadline))
 
@@ -197,7 +207,7 @@ class Channel:
         return Lease(self, lease, nbytes, memory)
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """Make the object through which a `RemotePort` reaches a lease: mapped memory, or connections."""
+        """Make the object through which a `RemotePort` moves bytes of a lease: over `memory`, or over connections."""
 
         def open_connection() -> int | Stream:
             return self._open(time.monotonic() + timeout).socket.detach()
@@ -219,7 +229,7 @@ class Channel:
         Raises
         ------
         NodeError
-            The node cannot be reached. It frees the memory by itself once the session has ended.
+            The node cannot be reached. The node frees the memory by itself once the session has ended.
         """
         # Detached first: no one-sided transfer may reach memory that the node has freed.
         if self.one_sided is not None:
@@ -227,18 +237,18 @@ class Channel:
         self.call("release", deadline, lease=lease)
 
     def move(self, address: str) -> None:
-        """Make the next contact, and each later one, at another address of the node.
+        """Make contact at another address of the node from now on.
 
-        The session stays, and with it leases and pins. Open connections are used until they break.
+        The session stays, with its leases and pins. Open data connections are used until they break.
         """
         # Without the lock, which a thread that makes contact may hold until its deadline.
         self._moved_to = parse_address(address)
         self.name = str(self._moved_to)
 
     def close(self) -> None:
-        """End all connections; the session ends after the node's grace. Idempotent. Mapped memory stays mapped.
+        """End all connections. The session ends after the node's grace. Idempotent. Mapped memory stays mapped.
 
-        Waits in other threads end with `NodeError`; a thread that is just connecting closes what it opened.
+        Waits in other threads end with `NodeError`. A thread that is just connecting closes its new connection itself.
         """
         # Set first: a thread that makes contact now looks at this afterwards, and closes what it opened.
         self._closed = True
@@ -270,7 +280,10 @@ class Channel:
         )
 
     def forked(self) -> None:
-        """Begin again in a forked child: the connections are the parent's, so they are closed here, not shut down."""
+        """Begin without connections in a forked child.
+
+        The child closes its copies of the sockets but does not shut them down, because the parent still uses them.
+        """
         # Not `Control.close`: it would shut the socket down for the parent, too, and wait for a lock that a thread of
         # the parent may have held at the fork.
         if self._control_socket is not None:
@@ -424,7 +437,7 @@ class Channel:
 
 
 def _has_hung_up(connected: Connected | None) -> bool:
-    """Return True if the node ended the connection. Reads nothing: another thread may be waiting for a reply."""
+    """Return True if the node ended the connection. Reads no bytes, because another thread may wait for a reply."""
     descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
     if descriptor < 0:
         return True

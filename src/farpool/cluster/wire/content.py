@@ -1,4 +1,4 @@
-"""Keys that are made of the bytes they stand for."""
+"""Content keys: keys that are computed from the bytes of their value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["content_key"]
 
 
 def content_key(parts: Iterable[memoryview]) -> str:
-    """Return the content key of a value in parts: ``sha256-`` and the hash of its bytes in hexadecimal."""
+    """Return the content key of a value, given in parts: ``sha256-`` and the SHA-256 of all bytes in hexadecimal."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

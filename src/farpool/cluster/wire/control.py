@@ -1,4 +1,4 @@
-"""The client's end of a control connection: calls by name, some of which return file descriptors."""
+"""The client's side of a control connection: it makes calls by name, and some replies pass file descriptors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FILES_MAX = 3
 class Control(Closing):
     """Makes calls over one control connection, one at a time. Thread-safe.
 
-    After a call that got no whole reply in time the connection is of no use any more: it is closed, and further calls
-    raise `NodeError`.
+    If a call gets no complete reply in time, the connection is closed, because the late reply could be taken for the
+    next call's. Further calls then raise `NodeError`.
 
     Parameters
     ----------
     dialled : Dialled
-        A connection for control, which this object owns from now on.
+        A control connection, which this object owns from now on.
 
     Attributes
     ----------
@@ -67,14 +67,14 @@ class Control(Closing):
         name : str
             Name of the call, one of those in docs/wire.md.
         deadline : float
-            Time of `time.monotonic` by which the reply has to be here.
+            Time of `time.monotonic` by which the reply must have arrived.
         **arguments
             The call's arguments.
 
         Raises
         ------
         NodeTimeoutError, ProtocolError, NodeError
-            There was no reply; the connection is closed.
+            There was no valid reply; the connection is closed.
         AccessDeniedError, NodeFullError, LeaseLostError, ProtocolError
             The node refused the call.
         """
@@ -84,7 +84,7 @@ class Control(Closing):
         return result
 
     def call_with_files(self, name: str, deadline: float, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
-        """Make a call; return its result and the file descriptors that came with it, which the caller closes."""
+        """Make a call; return its result and the file descriptors of the reply, which the caller closes."""
         if not self._take_turn(deadline):
             raise NodeTimeoutError(f"{self._node}: another thread's call did not end in time", node=self._node)
         try:

@@ -1,4 +1,4 @@
-"""Dialling of nodes: connect and do the handshake under one deadline."""
+"""Dialling a node: connecting to it and doing the handshake, both before one deadline."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Dialled:
     Attributes
     ----------
     socket : socket.socket or SecureSocket
-        Blocking, owned by the caller. Nothing after the welcome has been read from it.
+        In blocking mode, owned by the caller. All bytes after the node's welcome are still unread.
     welcome : Welcome
         The node's welcome at the end of the handshake.
     node : str
-        The node's address, as the caller knows it.
+        The node's address as the caller knows it, for errors.
     credential : int
         Value of the frames' field of that name, one of `Credential`.
     """
@@ -70,13 +70,13 @@ def dial(
     purpose : "control" or "data"
         Use of the connection.
     key : AccessKey or None
-        The access key; None if the node needs none. Over TLS the certificate takes its place.
+        The access key; None if the node needs none. Over TLS the certificate replaces the key.
     session : int
-        The program's session; 0 to be given one.
+        Number of the program's session; 0 if the node shall make a new one.
     deadline : float
-        Time of `time.monotonic` at which all of it has to be done, looking up the name included.
+        Time of `time.monotonic` by which everything must be done, including the lookup of the host name.
     name : str
-        The node's address as the caller was given it, if that is another; errors name it.
+        Address of the node for errors, if the user knows the node by another address than `address`.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def dial(
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until the deadline; raises `TimeoutError` if it has passed, as a socket with that timeout would."""
+    """Seconds until the deadline; raises `TimeoutError` if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -188,7 +188,7 @@ def _look_up(address: Address, flags: int) -> list[_Target]:
 
 
 def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
-    """Resolve the host name in a thread that is abandoned at the deadline, because the resolver has none."""
+    """Resolve the host name in a thread. The resolver has no deadline, so at ours we stop waiting for the thread."""
     outcome: list[list[_Target] | OSError] = []
 
     def ask() -> None:

@@ -21,7 +21,7 @@ def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabr
     Raises
     ------
     ConfigError
-        No installed package brings it, or it cannot be loaded or used here.
+        No installed package has this fabric, or it cannot be loaded or used here.
     """
     setting = what.lstrip("-").partition(" ")[0]
     found = {entry.name: entry for entry in entry_points(group=GROUP)}

@@ -1,8 +1,11 @@
 """Packing and reading of the wire protocol's frames (docs/wire.md) in Python.
 
-The data loop is native; this module serves the handshake and control calls, whose frames have no payload. Sans-IO: a
-`FrameReader` says how many bytes it needs next and never needs one that belongs to a later frame, so that a socket can
-change hands between two frames.
+A frame is a fixed header, then *meta* (a key or arguments), then a payload. Frames with payloads are handled in native
+code (the node's data loop and the client's data connections). This module serves the handshake and control calls, whose
+frames have no payload.
+
+Sans-IO: a `FrameReader` reports how many bytes it needs next. It never asks for bytes of a later frame, so that between
+two frames other code can continue to read from the same socket.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ VERSION = 2
 HEADER_BYTES = 64
 META_BYTES_MAX = 65536
 KEY_BYTES_MAX = 256
-"""Longest key of an object, in bytes."""
+"""Length of the longest key of an object, in bytes."""
 _MAGIC = b"FPW1"
 _HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 _CHECKSUM = struct.Struct("<I")
@@ -82,24 +85,33 @@ class Op(IntEnum):
 
 
 HEAD = struct.Struct("<QBBHIQQ")
-"""Head of an object: milliseconds to live (0: no end), copies, class, parts, recompute cost (us), namespace, and flags
-(`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the node that stores the object."""
+"""Head of an object, its properties on the wire: milliseconds to live (0: no end), copies, class, parts, recompute cost
+(us), namespace, and flags (`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the storing node."""
 KEPT = 1
 """Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
-"""Flag of a head in a ``put``: the object is copied from another node, and refused if its key was just dropped."""
+"""Flag of a head in a ``put``: the object is a copy from another node. If its key was just dropped, it is refused."""
 TTL = struct.Struct("<Q")
-"""Start of a ``pin`` request, before the key: milliseconds to live, 0 for as long as the session."""
+"""Start of a ``pin`` request, before the key: milliseconds for which the pin lasts; 0 for as long as the session."""
 TOUCH = struct.Struct("<QB7x")
-"""Start of a ``touch`` request, before the key: milliseconds to live, and 0 (as it is), 1 (keep) or 2 (let go)."""
+"""Start of a ``touch`` request, before the key: milliseconds to live, and a code.
+
+The code is 0 (do not change whether the object is kept), 1 (keep the object) or 2 (stop keeping it).
+"""
 MARK_OF_NONE = (1 << 64) - 1
-"""A mark that no object has. A ``touch`` that keeps and names it keeps only an object that is kept already."""
+"""A mark that no object has. A ``touch`` with code 1 and this mark touches only an object that is already kept."""
 LOOKUP = struct.Struct("<II")
-"""Start of a ``lookup`` request: flags, number of keys; of its reply: number of keys, and of leading ones present."""
+"""Start of a ``lookup`` request: flags, number of keys.
+
+Also the start of its reply: number of keys, and how many keys from the first on are present without a gap.
+"""
 OFFSET = struct.Struct("<Q")
-"""Offset in an ``abort`` request and the reply to ``prepare``; bytes in a ``prepare`` request, before the head."""
+"""Offset in an ``abort`` request and in the reply to ``prepare``.
+
+Also the object's size in bytes in a ``prepare`` request, before the head.
+"""
 UNPIN = struct.Struct("<QQ")
-"""Meta of an ``unpin`` request: offset, and number of the pin."""
+"""Meta of an ``unpin`` request: offset of the payload, number of the pin."""
 COMMIT = struct.Struct("<QII")
 """Meta of a ``commit`` request: offset, checksum, zero."""
 PLACE = struct.Struct("<QQII")
@@ -111,7 +123,7 @@ PRESENT = struct.Struct("<QII")
 ROTATE = struct.Struct("<I")
 """Meta of a ``rotate`` request: the epoch to begin."""
 ROTATED = struct.Struct("<IIQQ")
-"""Meta of the reply to ``rotate``: the current epoch, zero, and objects and bytes that became unreadable."""
+"""Meta of the reply to ``rotate``: the current epoch, zero, number and bytes of objects that became unreadable."""
 
 
 class Status(IntEnum):
@@ -154,11 +166,11 @@ class Frame:
     Attributes
     ----------
     op : int
-        Operation, one of `Op` if the sender is of this version.
+        Operation; one of `Op`, unless the sender has another version of farpool.
     status : int
         One of `Status`; 0 in a request.
     request : int
-        Number of the request, repeated in the reply.
+        Number of the request; the reply has the same number.
     tenant, credential : int
         Tenant and credential type of the sender.
     meta : bytes
@@ -176,7 +188,7 @@ class Frame:
 def pack_frame(
     op: int, meta: bytes, *, status: int = 0, request: int = 0, tenant: int = 0, credential: int = 0
 ) -> bytes:
-    """Encode a frame without a payload, as it goes over the wire."""
+    """Encode a frame without a payload into the bytes to send."""
     fields = _HEADER.pack(_MAGIC, VERSION, op, status, request, len(meta), 0, 0, 0, 0, 0, tenant, credential, b"\0\0\0")
     return fields + _CHECKSUM.pack(crc32c(meta, crc32c(fields))) + meta
 
@@ -189,7 +201,7 @@ class FrameReader:
     node : str
         Address of the node, for errors; empty at the node itself.
     meta_bytes_max : int
-        A frame with more meta than this is refused before its meta is read.
+        Maximum bytes of meta; a frame with more is refused before its meta is read.
     """
 
     def __init__(self, node: str, meta_bytes_max: int = META_BYTES_MAX) -> None:
@@ -200,16 +212,16 @@ class FrameReader:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that may be fed next; 1 or more."""
+        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
         return self._needed - len(self._data)
 
     def feed(self, data: bytes) -> Frame | None:
-        """Take bytes, at most `needed`; return a frame once it is complete, else None.
+        """Add received bytes, at most `needed`; return the frame if it is complete now, else None.
 
         Raises
         ------
         ProtocolError
-            The bytes are no frame, or not one that this farpool reads.
+            The bytes are no frame, or a frame that this farpool cannot read.
         """
         if len(data) > self.needed:
             raise ValueError(f"{len(data)} bytes were fed, expected at most {self.needed}")
@@ -232,7 +244,7 @@ class FrameReader:
         return Frame(op, status, request, tenant, credential, meta)
 
     def _check_header(self) -> int:
-        """Check the header; return its number of bytes of meta, or raise ProtocolError."""
+        """Check the header; return the number of bytes of meta that follow it, or raise ProtocolError."""
         magic, version, op, _, _, meta_nbytes, _, payload_nbytes, *_ = _HEADER.unpack_from(self._data)
         # The magic comes first, so that bytes of another protocol are not reported as a wrong version.
         if magic != _MAGIC:

@@ -1,12 +1,16 @@
 """Handshake of a connection: both sides name their versions and prove the secret (docs/wire.md). Sans-IO.
 
-Each half says how many bytes it needs, is fed them, and returns the bytes to send. Either side proves the shared secret
-over nonces that both chose, under a label of its own, so that nothing overheard can be replayed or mirrored. The client
-proves it first, so a stranger who only knows the name of a key gets nothing from the node against which to test guesses
-of the secret. A node treats an unknown key like a wrong secret, so names of keys cannot be found by asking.
+The client and the node each have one half of the handshake, which does no I/O. The property `needed` tells how many
+bytes to receive next; `feed` accepts these bytes, and returns the bytes to send.
 
-Over TLS both have proved their certificates before. The client's certificate names the access key then, and there is no
-secret.
+Each side proves that it knows the shared secret: it authenticates the nonces of both sides, with a label that differs
+between client and node. So an attacker who recorded a proof can neither replay it nor send it back to its sender. The
+client proves the secret first. So a client that only knows the name of a key gets no proof from the node with which it
+could test guesses of the secret. A node treats an unknown key like a wrong secret, so that a client cannot find out
+which names of keys exist.
+
+Over TLS both sides have proved their certificates before the handshake. The client's certificate then names the access
+key, and there is no secret.
 """
 
 from __future__ import annotations
@@ -52,13 +56,13 @@ class Identity:
     name : str
         The node's name.
     id : bytes
-        16 bytes, random at each start.
+        16 bytes, random at each start of the node.
     identity : bytes
-        16 bytes, random at its first start and the same from then on.
+        16 bytes, random at the node's first start and the same from then on.
     largest : int
         Bytes of the largest payload.
     host : str
-        The kernel's boot id: two processes with the same one run on one host.
+        Boot id of the node's kernel. Processes with the same boot id run on the same host.
     socket : str
         Path of the node's UNIX socket.
     """
@@ -78,11 +82,11 @@ class Welcome:
     Attributes
     ----------
     session : int
-        The program's session, to be named by its further connections.
+        The program's session; further connections of the program name it.
     rights : Right
-        Rights of its access key.
+        Rights of the program's access key.
     tenant : int
-        Tenant whose objects and leases it sees.
+        Tenant whose objects and leases the program sees.
     largest : int
         Bytes of the largest payload.
     host : str
@@ -123,7 +127,7 @@ class Accepted:
     rights : Right
         Rights of the key.
     tenant : int
-        Tenant whose objects and leases it sees.
+        Tenant whose objects and leases the client sees.
     """
 
     purpose: Purpose
@@ -143,16 +147,17 @@ class ClientHandshake:
     purpose : "control" or "data"
         Use of the connection.
     key : AccessKey or None
-        With a key, a node that does not prove the same secret is refused, also one that asks for no proof.
+        The access key; None if the node needs none. With a key, a node that does not prove the same secret is refused,
+        even if the node asks for no proof.
     session : int
-        The program's session; 0 to be given one.
+        The program's session; 0 if the node shall make a new one.
     secure : bool
-        The connection has TLS: certificates prove what a key would.
+        True if the connection has TLS; certificates then replace the key.
 
     Attributes
     ----------
     welcome : Welcome or None
-        Set once the handshake is over.
+        Outcome of the handshake; None until its end.
     """
 
     def __init__(
@@ -171,7 +176,7 @@ class ClientHandshake:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that may be fed next; 1 or more."""
+        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
         return self._reader.needed
 
     def start(self) -> bytes:
@@ -179,16 +184,16 @@ class ClientHandshake:
         return self._pack(Op.HELLO, self._hello)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the node, at most `needed`; return the bytes to send next, often none.
+        """Add bytes received from the node, at most `needed`; return the bytes to send next, often none.
 
         Raises
         ------
         ProtocolError
-            The node does not speak this protocol, or no version of it that this farpool does.
+            The node does not speak this protocol, or only versions of it that this farpool does not speak.
         AccessDeniedError
-            The node refuses the key, needs one, or does not prove that it knows the secret.
+            The node refuses the key, needs a key, or does not prove that it knows the secret.
         NodeFullError
-            The node lacks descriptors or memory for the connection; it may have them again later.
+            The node lacks descriptors or memory for the connection. This may pass, so the client may try again.
         """
         frame = self._reader.feed(data)
         if frame is None:
@@ -270,16 +275,17 @@ class NodeHandshake:
     identity : Identity
         The node's identity.
     keys : mapping of str to Grant, or None
-        Access keys by name; None if everybody who can connect may do everything.
+        Access keys by name; None if every client that can connect has all rights.
     certificate : str or None
-        The name in the client's certificate, which names its access key; None without TLS.
+        Name in the client's certificate, which is also the name of its access key; None without TLS.
 
     Attributes
     ----------
     accepted : Accepted or None
-        Set once the client has proved itself; what `feed` returned then is still to be sent.
+        Outcome of the handshake; None until the client is authenticated. The bytes that `feed` returned last must still
+        be sent.
     grant : Grant or None
-        Grant of the client's key at the time of its hello.
+        Grant of the client's key at the time of the client's hello.
     """
 
     def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, certificate: str | None = None) -> None:
@@ -295,16 +301,16 @@ class NodeHandshake:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that may be fed next; 1 or more."""
+        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
         return self._reader.needed
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the client, at most `needed`; return the bytes to send next, often none.
+        """Add bytes received from the client, at most `needed`; return the bytes to send next, often none.
 
         Raises
         ------
         ProtocolError, AccessDeniedError
-            The client is to be refused: send it `refused_frame`, then close.
+            The client must be refused: send it the `refused_frame` of this error, then close the connection.
         """
         frame = self._reader.feed(data)
         if frame is None:
@@ -372,7 +378,7 @@ class NodeHandshake:
 
 
 def refused_frame(error: NodeError) -> bytes:
-    """Encode the frame that tells a client why it is refused."""
+    """Encode the frame that tells a client why the node refuses it."""
     reason = str(error)[:TEXT_CHARACTERS_MAX]
     return pack_frame(Op.REFUSED, msgspec.msgpack.encode(Refused(reason)), status=status_of(error))
 

@@ -1,4 +1,4 @@
-"""Identity of the host that this process runs on."""
+"""Identity of the host on which this process runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """The kernel's boot id, the same for all processes and containers of a host; empty if it cannot be read now."""
+    """Return the kernel's boot id, which all processes and containers of a host share; empty if it cannot be read."""
     try:
         return _boot_id()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Leases: private memory that a node has lent to this program."""
+"""Leases at one node: private memory that the node has lent to this program."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from farpool.errors import NodeError
 __all__ = ["SEGMENT_HEADER_BYTES", "Lease", "Lender", "map_lease"]
 
 SEGMENT_HEADER_BYTES = 4096
-"""Bytes of a segment file before the memory itself (docs/segment-file.md)."""
+"""Size of the header of a segment file, in bytes; the lent memory follows it (docs/segment-file.md)."""
 
 
 class Lender(Protocol):
-    """Interface to the node that has lent memory; `Channel` implements it."""
+    """Interface to the node that has lent the memory; `Channel` implements it."""
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """Make the object through which a `RemotePort` reaches a lease: mapped memory, or connections."""
+        """Make the object through which a `RemotePort` moves bytes of a lease: over `memory`, or over connections."""
         ...
 
     def release(self, lease: int, deadline: float) -> None:
-        """Give a lease back."""
+        """Give a lease back to the node."""
         ...
 
 
 class Lease:
-    """Private memory that a node has lent; zeroed when new.
+    """Private memory that a node has lent. A new lease contains zeros.
 
     Attributes
     ----------
     id : int
-        Its number at the node.
+        Number of the lease at the node.
     nbytes : int
         Bytes lent.
     """
@@ -47,12 +47,12 @@ class Lease:
 
     @property
     def address(self) -> int | None:
-        """Address of the memory in this process; None if it is reached over a connection. Valid until `release`."""
+        """Address of the mapped memory in this process, valid until `release`; None if the memory is not mapped."""
         memory = self._memory  # read once, because another thread may release the lease
         return None if memory is None else buffer_address(memory) + SEGMENT_HEADER_BYTES
 
     def end(self, timeout: float) -> RemoteEnd:
-        """Make the object through which a `RemotePort` moves bytes; it keeps mapped memory alive.
+        """Make the object through which a `RemotePort` moves bytes. Mapped memory stays mapped while the object exists.
 
         Parameters
         ----------
@@ -62,12 +62,12 @@ class Lease:
         return self._lender.end(self.id, self.nbytes, self._memory, timeout)
 
     def release(self, deadline: float) -> None:
-        """Give the memory back. The caller has no transfer under way on it.
+        """Give the memory back. The caller must have no transfer under way in it.
 
         Raises
         ------
         NodeError
-            The node cannot be reached. It frees the memory by itself once the session has ended.
+            The node cannot be reached. The node frees the memory by itself once the session has ended.
         """
         # From now on `address` is None. The mapping itself lives as long as a `RemoteEnd` uses it.
         self._memory = None
@@ -75,7 +75,7 @@ class Lease:
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:
-    """Map the file of a lease, which `call` gets from the node."""
+    """Map the file of a lease. `call` asks the node for the file and returns its descriptor."""
     files = call()
     try:
         if len(files) != 1:

@@ -1,4 +1,4 @@
-"""Messages in the frames of the handshake (docs/wire.md): MessagePack with bounded fields."""
+"""Messages in the frames of the handshake (docs/wire.md), encoded as MessagePack; each field has a size limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Session = Annotated[int, msgspec.Meta(ge=0, le=SESSION_MAX)]
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """Protocol versions of the client: the one part of a hello that every version can read."""
+    """Protocol versions of the client. Nodes of every version can read this part of a hello."""
 
     versions: tuple[_Unsigned, _Unsigned]
 
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The node's reply to a hello: its version, nonce and identity, and if a secret is to be proved."""
+    """The node's reply to a hello: its version, nonce and identity, and whether the client must prove a secret."""
 
     version: _Unsigned
     features: _Unsigned
@@ -69,13 +69,13 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The client's proof that it knows the secret; empty if none is asked for."""
+    """The client's proof that it knows the secret; empty if the node does not ask for a proof."""
 
     proof: _Proof
 
 
 class WelcomeFields(msgspec.Struct, frozen=True):
-    """The node's acceptance: its proof, the client's session and rights, and where else the node can be reached."""
+    """The node's acceptance: its proof, the client's session and rights, the node's host and its UNIX socket."""
 
     proof: _Proof
     session: Annotated[int, msgspec.Meta(ge=1, le=SESSION_MAX)]
@@ -93,7 +93,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def expect(frame: Frame, op: Op, node: str) -> None:
-    """Raise `ProtocolError` unless the frame is of this operation; `node` is empty at the node itself."""
+    """Raise `ProtocolError` unless the frame has this operation. `node` names the sender; empty for a client."""
     if frame.op != op:
         sender = node or "the client"
         raise ProtocolError(f"{sender} sent operation {frame.op}, expected {op.value} ({op.name.lower()})", node=node)
@@ -103,7 +103,7 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 def decoded(frame: Frame, kind: type[_Message], node: str) -> _Message:
-    """Decode the frame's message; raises `ProtocolError` if it is not a valid one of this kind."""
+    """Decode the frame's message; raises `ProtocolError` if the bytes are no valid message of this kind."""
     try:
         return msgspec.msgpack.decode(frame.meta, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,4 +1,7 @@
-"""One-sided access to a node's memory over a fabric: attached when needed, and again after a failure."""
+"""One-sided access to a node's memory over a fabric.
+
+The program attaches to a segment at its first use, and again after a failed transfer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeMemory"]
 
 _UNPIN_TIMEOUT_MIN_S = 0.1
-"""Minimum time for sending an unpin: enough to hand a few bytes to the operating system."""
+"""Minimum time for an unpin after the deadline of its read."""
 _OBJECTS_LEASE = None
 """Used in place of a lease's number for the tenant's objects."""
 
@@ -51,7 +54,7 @@ class NodeCalls(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attached:
-    """A segment as the node describes it, and the region that accesses its bytes."""
+    """The node's description of a segment, and the region through which this program accesses the segment."""
 
     exposed: Exposed
     region: Region
@@ -63,11 +66,11 @@ class NodeMemory:
     Parameters
     ----------
     channel : NodeCalls
-        Calls and connections to the node, for everything but moving bytes.
+        Calls and connections to the node, which describe the memory and pin objects. They move no bytes of it.
     name : str
         The fabric's name.
     fabric : Fabric
-        Moves the bytes. Its endpoint is opened when it is first needed.
+        Fabric that moves the bytes. Its endpoint is opened at its first use.
     """
 
     def __init__(self, channel: NodeCalls, name: str, fabric: Fabric) -> None:
@@ -80,29 +83,30 @@ class NodeMemory:
         self._attaching = threading.Lock()
 
     def read(self, lease: int, offset: int, into: memoryview, deadline: float) -> None:
-        """Fill a buffer from a lease's memory; `offset` counts from its first usable byte.
+        """Fill a buffer from a lease's memory. `offset` counts from the first byte after the segment's header.
 
         Raises
         ------
         NodeTimeoutError, NodeError
-            As raised by `Region.read`; also if the node cannot be reached or does not expose memory.
+            As raised by `Region.read`, or the node cannot be reached or does not expose memory.
         AccessDeniedError, LeaseLostError
             The node does not let this program access the lease.
         """
         self._move(lease, deadline, lambda region: region.read(SEGMENT_HEADER_BYTES + offset, into, deadline))
 
     def write(self, lease: int, offset: int, data: memoryview, deadline: float) -> None:
-        """Copy a buffer into a lease's memory; raises as `read`."""
+        """Copy a buffer into a lease's memory. Raises the same errors as `read`."""
         self._move(lease, deadline, lambda region: region.write(SEGMENT_HEADER_BYTES + offset, data, deadline))
 
     def get(self, key: bytes, deadline: float, into: Buffer | None = None) -> tuple[bytes | None, int, int] | None:
-        """Read an object: pinned, read one-sided, verified. Raises as `read`.
+        """Pin an object, read it one-sided, unpin it and verify its checksum. Raises the same errors as `read`, too.
 
         Returns
         -------
         tuple of bytes or None, int and int, or None
-            Payload (None with `into`), serial and bytes. None if the caller has to ask the node: it has no
-            such object, or the bytes that were read do not match its checksum.
+            Payload (None with `into`), serial, and size in bytes. None if the node did not pin the object (for example
+            because it has none under this key), or if the bytes do not match the checksum; the caller then asks the
+            node over a connection.
 
         Raises
         ------
@@ -133,7 +137,7 @@ class NodeMemory:
         return bytes(view) if into is None else None, pinned.serial, nbytes
 
     def detach(self, lease: int | None) -> None:
-        """Detach from a lease that is released, or from the tenant's objects."""
+        """Detach from a lease that is about to be released, or (None) from the tenant's objects."""
         attached = self._regions.pop(lease, None)
         if attached is not None:
             attached.region.close()
@@ -146,7 +150,7 @@ class NodeMemory:
             endpoint.close()
 
     def leave_to_parent(self) -> None:
-        """Keep everything as it is in a forked child: closing it would send on the parent's connections."""
+        """Keep everything open in a forked child, because closing it would send bytes on the parent's connections."""
         _of_parents.append(self)
 
     def _move(self, lease: int | None, deadline: float, transfer: Callable[[Region], None]) -> None:
@@ -161,7 +165,7 @@ class NodeMemory:
             transfer(self._attached(lease, deadline, failed=attached).region)
 
     def _attached(self, lease: int | None, deadline: float, failed: _Attached | None = None) -> _Attached:
-        """Return the attached segment; attach it first if it is not attached, or only as `failed`."""
+        """Return the attached segment; attach first if needed. `failed` is an earlier result, not to be used again."""
         # Without the lock, because nearly all transfers find the segment attached.
         attached = self._regions.get(lease)
         if attached is not None and attached is not failed:

@@ -1,4 +1,4 @@
-"""Reading of small configuration files, which are refused if others could read secrets in them."""
+"""Reading of small configuration files. A file with secrets is refused if other users may read or write it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _FILE_BYTES_MAX = 1 << 20
 
 
 def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False) -> bytes:
-    """Read a small file whole.
+    """Return the content of a small file.
 
     Parameters
     ----------
     path : str or path-like
         The file.
     what : str
-        Setting that names it, for errors.
+        Setting that names the file, for errors.
     private : bool
-        Refuse a file that anybody but its owner may read or write.
+        Refuse a file that users other than its owner may read or write.
 
     Raises
     ------
     ConfigError
-        It cannot be read, is no file, too large, or not private.
+        The path cannot be read or is no file, or the file is too large or not private.
     """
     name = os.fspath(path)
     try:

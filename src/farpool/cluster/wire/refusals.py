@@ -48,7 +48,7 @@ def refusal(
     nbytes : int or None
         Bytes of the object that was sent.
     passes : bool
-        The caller may try the node again, because it only lacked something for a moment.
+        True if the refusal is temporary, so that the caller may try again. The error's `refused` is then False.
     """
     message = f"{node}: {text or _known(status, op, nbytes)}"
     if status == Status.CHECKSUM:
@@ -57,7 +57,7 @@ def refusal(
 
 
 def _known(status: int, op: Op | None, nbytes: int | None) -> str:
-    """Describe a refusal for which the node gave no reason."""
+    """Describe, by its status, a refusal for which the node gave no reason."""
     match status:
         case Status.DENIED:
             right = "" if op is None else f" {_RIGHTS.get(op, 'publish')!r}"
@@ -73,7 +73,7 @@ def _known(status: int, op: Op | None, nbytes: int | None) -> str:
 
 
 def status_of(error: FarpoolError) -> Status:
-    """Status code with which a node reports an error to a client."""
+    """Return the status code with which a node reports an error to a client."""
     for status, kind in _ERRORS.items():
         if isinstance(error, kind):
             return Status(status)

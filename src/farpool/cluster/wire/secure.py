@@ -1,7 +1,7 @@
 """The client's socket with TLS, for the handshake and for control connections.
 
-It has only the methods of a socket that they use: whole sends, receives and deadlines. `detach` returns the stream for
-the native code that moves data.
+It has only the methods of `socket.socket` that the handshake and control connections use: sending all bytes, receiving
+and timeouts. `detach` returns the TLS stream for the native code that moves data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SecureSocket:
     Parameters
     ----------
     connected : socket.socket
-        Belongs to this object from now on.
+        The connection, which this object owns from now on.
     context : TlsContext
-        This side's certificate and the authority.
+        This side's certificate, and the authority that must have issued the node's.
     host : str
-        Name or IP address that the node's certificate has to be for.
+        Name or IP address for which the node's certificate must be issued.
     node : str
         The node's address, for errors.
     """
@@ -41,7 +41,7 @@ class SecureSocket:
         self._stream = context.connect(connected.detach(), host)
 
     def do_handshake(self) -> None:
-        """Prove both sides' certificates to each other.
+        """Do the TLS handshake, in which both sides prove their certificates.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class SecureSocket:
                 self._wait(select.POLLOUT, until)
 
     def recv(self, nbytes: int) -> bytes:
-        """Receive 1 to `nbytes` bytes; none once the node has ended the connection."""
+        """Receive 1 to `nbytes` bytes; returns no bytes once the node has ended the connection."""
         until = self._until()
         while True:
             try:
@@ -92,7 +92,7 @@ class SecureSocket:
         return self.recv(nbytes), [], 0, None
 
     def shutdown(self, how: int) -> None:
-        """Shut the connection down, which ends waits for it in other threads."""
+        """Shut the connection down. This ends calls of other threads that wait for it."""
         self._stream.shut_down(writing=how == socket.SHUT_WR)
 
     def fileno(self) -> int:
@@ -100,7 +100,7 @@ class SecureSocket:
         return self._stream.fileno()
 
     def detach(self) -> Stream:
-        """Return the native stream; this object is of no more use."""
+        """Return the native stream. This object cannot be used after that."""
         return self._stream
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the timeout and the transport with which a store or a remote tier reaches nodes."""
+"""Checks of two settings with which a store or a remote tier reaches nodes: the timeout and the transport."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from farpool.cluster.wire.fabrics import load_fabric
 __all__ = ["BUILT_IN", "TIMEOUT_MAX_S", "Transport", "checked_timeout", "checked_transport"]
 
 Transport = str
-"""Way to move bytes of a node: ``auto`` maps them if the node is on this host, ``mapped`` maps them or fails, ``tcp``
-always sends them over a socket, and the name of a fabric reads and writes one-sided (objects that are put go over a
-socket then)."""
+"""How bytes move between a program and a node. ``auto`` maps the node's memory if the node is on this host, else uses a
+socket. ``mapped`` maps it or fails. ``tcp`` always uses a socket. The name of a fabric reads and writes one-sided; only
+puts of objects then use a socket."""
 
 BUILT_IN = ("auto", "mapped", "tcp")
 """Transports that need no fabric."""
 
 TIMEOUT_MAX_S = 1e6
-"""Longest timeout; a socket takes no more than 24 days."""
+"""Longest timeout in seconds. The operating system limits a wait for a socket to about 24 days."""
 
 
 def checked_timeout(timeout: object, what: str = "timeout") -> float:
-    """Check the seconds within which a node has to answer, and return them.
+    """Check a timeout, the seconds within which a node must answer, and return it.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def checked_timeout(timeout: object, what: str = "timeout") -> float:
     Raises
     ------
     ConfigError
-        It is not a number of seconds above 0, or is longer than a socket can wait.
+        The value is not a number above 0, or is above `TIMEOUT_MAX_S`.
     """
     return require_seconds(timeout, what, None, TIMEOUT_MAX_S, setting="timeout", example=", for example 5.0,")
 
@@ -43,7 +43,7 @@ def checked_transport(transport: object, what: str = "transport") -> Transport:
     Raises
     ------
     ConfigError
-        It is none of `Transport`, or a fabric that is not installed or cannot be used here.
+        The value is not described at `Transport`, or is a fabric that is not installed or cannot be used here.
     """
     if transport not in BUILT_IN:
         load_fabric(transport, what, f"{', '.join(BUILT_IN)} or ")

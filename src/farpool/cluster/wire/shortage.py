@@ -1,4 +1,4 @@
-"""Tell a shortage of descriptors, memory or room from other errors: it passes, so the caller may try again."""
+"""Recognize errors that mean a shortage of descriptors, memory or room; these may pass, so a caller may try again."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return True if the system had too few descriptors, too little memory or too little room for a call."""
+    """Return True if a system call failed because descriptors, memory or room were short."""
     return error.errno in _SHORTAGES
