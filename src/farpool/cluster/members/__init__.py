@@ -1,4 +1,4 @@
-"""Who the members are: the list of nodes that a store uses (docs/store.md)."""
+"""Lists of members: the nodes that a store or a remote tier uses (docs/store.md)."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ __all__ = ["StaticMembers"]
 class StaticMembers(Membership):
     """A list of addresses that its owner may replace while stores and remote tiers use it. Thread-safe.
 
-    The list does not know identities: its users learn them at their first contact with a node. So to move a node, list
-    its new address in place of the old one, and stores and tiers recognize it.
+    The list has no identities. Stores and tiers get the identity of a node when they first connect to it. So if a node
+    moves, replace its old address in the list by the new one: stores and tiers recognize the node by its identity.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class StaticMembers(Membership):
     Raises
     ------
     ConfigError
-        No address is given, one is given twice, or one is not an address.
+        There is no address, an address occurs twice, or a text is not an address.
     """
 
     def __init__(self, *addresses: str) -> None:
@@ -42,20 +42,21 @@ class StaticMembers(Membership):
         return self._members
 
     def update(self, addresses: Iterable[str], *, draining: Iterable[str] = ()) -> None:
-        """Replace the whole list. Stores finish the calls that are under way with the members that these began with.
+        """Replace the whole list. Calls of stores that are under way finish with the old list.
 
         Parameters
         ----------
         addresses : iterable of str
             All addresses from now on.
         draining : iterable of str
-            Addresses among them whose nodes are about to leave: stores read from these and put nothing there any more,
-            and `farpool.Store.repair` copies their objects to the others. A `farpool.Remote` moves its bytes by itself.
+            Those of `addresses` whose nodes are about to leave. Stores still read from these nodes, but put no new
+            objects on them, and `farpool.Store.repair` copies their objects to other nodes. A `farpool.Remote` moves
+            its bytes away from these nodes by itself.
 
         Raises
         ------
         ConfigError
-            As for a new list, or `draining` has an address that is not in it. The list stays as it was.
+            As for a new list, or `draining` has an address that is not in `addresses`. The list stays as it was.
         """
         members = _listed(tuple(addresses), tuple(draining))
         with self._lock:
@@ -73,7 +74,7 @@ class StaticMembers(Membership):
             raise errors[0]
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have `changed` called after each `update`, in its thread."""
+        """Subscribe to changes: each `update` calls `changed`, in the thread of that `update`."""
         mark = object()
         with self._lock:
             self._subscribers[mark] = changed
@@ -86,7 +87,7 @@ class StaticMembers(Membership):
         return end
 
     def forked(self) -> None:
-        """Begin without subscribers, because these are the parent's."""
+        """Begin without subscribers in a forked child, because the subscribers belong to the parent."""
         self._lock = threading.Lock()
         self._subscribers: dict[object, Callable[[], None]] = {}
 

@@ -1,7 +1,7 @@
 """Exposures over a one-sided fabric (``farpool node --fabric NAME``).
 
-An exposure gives one session access to one of the node's segments. It ends when the session gives its lease back or closes its last control connection. From then on the session
-can no longer reach the bytes.
+An exposure gives one session access to one of the node's segments. The exposure ends when the session gives its lease
+back or closes its last control connection. From then on the session can no longer reach the bytes.
 """
 
 from __future__ import annotations

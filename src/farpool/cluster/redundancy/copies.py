@@ -12,7 +12,7 @@ from farpool.errors import ConfigError
 __all__ = ["Copies", "redundancy_of"]
 
 _COPIES_MAX = 255
-"""Most copies that the wire format can express."""
+"""Largest number of copies that fits into the wire format."""
 
 
 class Copies(Redundancy):
@@ -21,12 +21,12 @@ class Copies(Redundancy):
     Parameters
     ----------
     parts : int
-        Number of copies, each of which has to be confirmed by its member, 1 to 255.
+        Number of copies, 1 to 255. A write succeeds once the members have confirmed all copies.
 
     Raises
     ------
     ConfigError
-        The number is none of these.
+        `parts` is not a whole number from 1 to 255.
     """
 
     needed = 1
@@ -54,12 +54,12 @@ class Copies(Redundancy):
 
 
 def redundancy_of(redundancy: Redundancy | None, replicas: int) -> Redundancy:
-    """Return the redundancy that a store's settings name: `replicas` is the short form of that many copies.
+    """Return the redundancy of a store: `redundancy`, or `Copies(replicas)` if that is None.
 
     Raises
     ------
     ConfigError
-        Both are given, there are too many parts, or a reader would need more than one: a store reads whole values.
+        Both are given, there are too many parts, or a reader would need several parts. A store only reads whole values.
     """
     if redundancy is None:
         return Copies(replicas)

@@ -1,8 +1,9 @@
-"""Back up the entries of a registry to a file, as they are at one revision, and restore them to any kind of registry.
+"""Backups of a registry: the entries at one revision, in a file from which any kind of registry can be restored.
 
-A backup is a registry in a SQLite file, so each of its entries has a checksum. It leaves out entries that are bound to
-a lease, because they only record what programs were doing at that moment. All entries of a restored registry have new
-revisions, so the changes of a program that read the registry before the restore fail.
+A backup is a registry in a SQLite file, so each of its entries has a checksum. Entries that are bound to a lease are
+not in the backup, because they only describe programs that were running at that moment. All entries of a restored
+registry have new revisions. So if a program read an entry before the restore, its transaction fails, because the
+condition on the old revision does not hold.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOG_SUFFIXES = ("-wal", "-shm", "-journal")
 
 
 def back_up(registry: Registry, path: Path) -> int:
-    """Write the entries of a registry, as they are at one revision, to a new file; return their number.
+    """Write the entries of a registry, as they are at one revision, to a new file; return the number of entries.
 
     Raises
     ------
@@ -44,7 +45,7 @@ def back_up(registry: Registry, path: Path) -> int:
 
 
 def restore(path: Path, registry: Registry) -> int:
-    """Write the entries of a backup to a registry that has none; return their number.
+    """Write the entries of a backup to a registry without entries; return the number of entries.
 
     Raises
     ------
@@ -66,12 +67,14 @@ def restore(path: Path, registry: Registry) -> int:
 
 
 def replace(path: Path, registry: Path) -> int:
-    """Replace a registry's file, which no program has open, by the entries of a backup; return their number.
+    """Replace a registry's file by a new one with the entries of a backup; return the number of entries.
+
+    No program may have the registry open.
 
     Raises
     ------
     ConfigError
-        There is no such file.
+        There is no backup at `path`.
     RegistryAwayError
         A program has the registry open. Then nothing is changed.
     RegistryDamagedError
@@ -117,7 +120,10 @@ def _write(registry: Registry, entries: Sequence[Entry]) -> None:
 
 @contextmanager
 def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Registry]:
-    """Write a registry to a hidden file, and move it to `path` when it is complete; `old` is the locked file there."""
+    """Yield a registry in a hidden file; after the block, move that file to `path`.
+
+    `old` is a connection that locks the old file at `path`; it is closed at the end.
+    """
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with SqliteRegistry(hidden) as made:
@@ -148,9 +154,10 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
 
 
 def _alone(path: Path) -> sqlite3.Connection | None:
-    """Lock a registry's file, which no other program may have open; return None if there is no file or it is damaged.
+    """Lock a registry's file; return the connection with the lock, or None if the file is missing or damaged.
 
-    This also turns off the log, so that SQLite leaves no log of the old file next to the new one.
+    Raises RegistryAwayError if another program has the file open. This also turns off SQLite's write-ahead log, so that
+    no log of the old file stays next to the new file.
     """
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Checks of arguments, and errors, for all kinds of registries."""
+"""Functions that all kinds of registries share: they check arguments and make errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TTL_MAX_S = 1e9
 
 
 def deadline_of(timeout: float | None, default: float) -> float:
-    """Turn a call's timeout into a deadline of the monotonic clock."""
+    """Turn a call's timeout (None for `default`) into a deadline, a time of `time.monotonic`."""
     return time.monotonic() + require_seconds(default if timeout is None else timeout, "timeout", 0.0, 1e6)
 
 
@@ -42,7 +42,10 @@ def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
 
 
 def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
-    """Raise ConfigError (TypeError for a key that is not a str) unless all kinds of registries take the transaction."""
+    """Raise an error unless every kind of registry accepts this transaction.
+
+    The error is TypeError for a key that is not a str, and ConfigError for any other reason.
+    """
     for many, what in ((conditions, "conditions"), (operations, "operations")):
         if len(many) > OPERATIONS_MAX:
             raise ConfigError(
@@ -75,7 +78,7 @@ def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
 
 
 def checksum(key: bytes, value: bytes) -> int:
-    """Return the CRC32 of an entry: of its key's length, its key and its value."""
+    """Return the CRC32 of an entry, computed over the length of the key, the key and the value."""
     # With the length, an entry that is cut differently into key and value has another checksum.
     return zlib.crc32(value, zlib.crc32(len(key).to_bytes(4, "little") + key))
 

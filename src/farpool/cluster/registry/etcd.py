@@ -1,15 +1,16 @@
 """The registry in an etcd cluster (version 3.4 or newer), for many hosts.
 
-This module adds three promises to etcd's own. First, it makes a transaction only once, even if it sends the
-transaction again because a reply was lost. A mark of 16 bytes precedes each value and begins with random bytes of the
-write. If a repeated transaction finds its conditions broken, the marks of older revisions show whether an earlier
-attempt of the same write broke them.
+This module adds three promises to etcd's own.
 
-Second, the mark ends with a checksum of the entry. Earlier releases write 16 random bytes and ignore them when they
-read, so earlier releases and this one can read each other's values.
+First, a transaction is done only once, even if it is sent again because the reply was lost. Each stored value begins
+with a *mark* of 16 bytes, and the mark begins with random bytes that identify the transaction. If the conditions of a
+transaction fail at a second attempt, the marks in older revisions show whether the first attempt was done.
 
-Third, it notices if the etcd was recreated under the same address, or restored from a backup: replies then name another
-cluster, or an earlier revision than an earlier reply did.
+Second, the mark ends with a checksum of the entry. In earlier releases the mark is 16 random bytes, which readers
+ignore. So earlier releases and this one can read each other's values.
+
+Third, this module notices if the etcd was recreated under the same address, or restored from a backup: its replies then
+have another cluster number, or a lower revision than earlier replies.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ __all__ = ["EtcdRegistry"]
 
 
 class _Headed(Protocol):
-    """Reply with a header, which names the cluster that answered."""
+    """A reply that has a header, with the number of the cluster that answered."""
 
     @property
     def header(self) -> Header: ...
@@ -77,12 +78,15 @@ _Answer = TypeVar("_Answer", bound=_Headed)
 
 _MARK_BYTES = 16
 _RANDOM_BYTES = 8
-"""Random bytes at the beginning of a mark; they name the write."""
+"""Number of random bytes at the beginning of a mark; they identify the transaction that wrote the value."""
 _CHECKSUM = b"FPc1"
-"""Follows the random bytes if the CRC32 of the entry comes next. Earlier releases have more random bytes there."""
+"""Bytes in a mark after the random bytes, which show that the CRC32 of the entry follows.
+
+Marks of earlier releases have more random bytes instead.
+"""
 _PAGE_ENTRIES = 1000
 _SILENCE_S = 2.0
-"""After this time without a line, a watch asks its member whether it still follows the cluster."""
+"""If a watch has received no line for this many seconds, it checks that its member still reaches the majority."""
 _NOT_FOUND, _FAILED_PRECONDITION, _OUT_OF_RANGE = 5, 9, 11  # codes of gRPC
 
 
@@ -100,7 +104,7 @@ class EtcdRegistry(Registry):
     user, password : str
         Credentials for a cluster with authentication.
     timeout : float
-        Seconds that a call may take unless it names other ones.
+        Seconds that a call may take, unless the call has a `timeout` of its own.
     """
 
     def __init__(
@@ -122,7 +126,10 @@ class EtcdRegistry(Registry):
         self._cluster = 0  # the number of the cluster; 0 before the first reply
 
     def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
-        """Send a request, and check which cluster answers. Return the reply, and True if an earlier try may be done."""
+        """Send a request, and check which cluster answers.
+
+        Return the reply, and True if an earlier attempt of this call may have been done, too.
+        """
         # Read before the request, because replies to other threads' requests may raise it in the meantime.
         before = self._seen
         answer, uncertain = self._gateway.call(path, request, reply, deadline)
@@ -131,7 +138,7 @@ class EtcdRegistry(Registry):
         return answer, uncertain
 
     def check_header(self, header: Header, least: int = 0) -> None:
-        """Raise RegistryReplacedError unless this cluster sent the reply, at revision `least` or later."""
+        """Raise RegistryReplacedError if another cluster sent the reply, or its revision is below `least`."""
         cluster = header.cluster_id or self._cluster
         self._cluster = self._cluster or cluster
         if cluster != self._cluster or header.revision < least:
@@ -214,7 +221,11 @@ class EtcdRegistry(Registry):
     def _done_before(
         self, operations: Sequence[Operation], mark: bytes, revision: int, before: int, deadline: float
     ) -> int:
-        """Return the revision of an earlier try of a transaction whose conditions fail now; 0 if it was not done."""
+        """Return the revision at which an earlier attempt of a transaction was done; 0 if none was done.
+
+        The caller has found that the conditions of the transaction fail now. The mark identifies the transaction, and
+        an earlier attempt has a revision above `before` and at most `revision`.
+        """
         for operation in operations:
             if isinstance(operation, Delete):
                 continue
@@ -315,7 +326,7 @@ class EtcdRegistry(Registry):
 
 
 class _EtcdWatch(Watch):
-    """Watches a stream from one member, and goes on at another one when that member fails or falls behind."""
+    """Watch that reads a stream of changes from one member, and from another if that member fails or is cut off."""
 
     def __init__(self, registry: EtcdRegistry, gateway: Gateway, prefix: bytes, after: int) -> None:
         self._registry = registry
@@ -328,7 +339,10 @@ class _EtcdWatch(Watch):
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Begin a stream of its own in a forked child: two readers of one stream would each miss changes."""
+        """Close the child's copy of the stream; the next call begins a new one.
+
+        If parent and child read the same stream, each would miss the changes that the other has read.
+        """
         self._close_stream()
 
     def next(self, timeout: float) -> Changes:
@@ -393,7 +407,7 @@ class _EtcdWatch(Watch):
         raise ConnectionError
 
     def _ask(self, stream: Stream, deadline: float) -> None:
-        """Read one key, which needs the majority; raise ConnectionError if the stream's member does not reach it."""
+        """Read one key from the stream's member; raise ConnectionError if it does not reach the majority."""
         limit = max(ANSWER_TIMEOUT_S / 10, min(2 * ANSWER_TIMEOUT_S, deadline - time.monotonic()))
         request = RangeRequest(self._prefix, limit=1)
         if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
@@ -401,7 +415,7 @@ class _EtcdWatch(Watch):
         self._heard = time.monotonic()
 
     def _read(self, line: bytes, stream: Stream) -> Changes | None:
-        """Decode the changes in a line of the stream; None if it has none."""
+        """Decode a line of the stream; return its changes, or None if it has none."""
         try:
             reply = msgspec.json.decode(line, type=WatchReply, strict=False)
         except msgspec.MsgspecError as error:
@@ -446,6 +460,6 @@ class _EtcdWatch(Watch):
 def _range_of(prefix: bytes) -> tuple[bytes, bytes]:
     """Return a prefix, and the first key after all keys that begin with it.
 
-    UTF-8 has no byte 255, so the last byte can be incremented.
+    The second key is the prefix with its last byte incremented. That is possible because UTF-8 has no byte 255.
     """
     return prefix, prefix[:-1] + bytes([prefix[-1] + 1])

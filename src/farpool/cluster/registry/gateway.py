@@ -1,7 +1,7 @@
 """Client of etcd's JSON gateway over HTTP/1.1. It asks several endpoints until one answers.
 
-We chose it by measurement (docs/registry.md): with the HTTP client of the standard library it is as fast as aetcd, and
-it needs no package. It also survives a fork, which the threads of gRPC do not.
+We measured this client, which uses the HTTP client of the standard library, against the package aetcd
+(docs/registry.md): it is as fast, and needs no package. It also works after a fork, unlike the threads of gRPC.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ __all__ = ["Gateway", "RefusedError", "Stream"]
 _Reply = TypeVar("_Reply")
 
 ANSWER_TIMEOUT_S = 1.0
-"""Time that an endpoint has to answer; twice as long for each time that it was silent before in the same call."""
+"""Seconds that an endpoint has to answer. After each silence, its next attempt in the same call has twice as long."""
 _SILENT_REST_S = 2.0
-"""For this time a silent endpoint is not asked again in rounds in which another one answered that it cannot serve now.
+"""Seconds for which an endpoint that did not answer may be skipped.
 
-That other endpoint waits for the election of a leader, and serves soon after it.
+It is skipped in rounds in which another endpoint has answered that it cannot serve now. That other endpoint waits for
+the election of a leader, and can serve soon after.
 """
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 0.5
 """First and longest pause between two rounds in which all endpoints failed."""
 _IDLE_CONNECTIONS_MAX = 4
-"""Idle connections for each endpoint."""
+"""Maximum number of idle connections for each endpoint."""
 _LINE_BYTES_MAX = 64 << 20
 # Codes of gRPC. A member without a majority or a leader answers "unavailable" or "deadline exceeded".
 _INVALID, _DEADLINE, _DENIED, _EXHAUSTED, _ABORTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 4, 7, 8, 10, 14, 16
@@ -50,7 +51,10 @@ class RefusedError(RegistryError):
 
 
 class _FailedError(Exception):
-    """A request to one endpoint failed. `sent`: the request may have arrived. `silent`: there was no answer in time."""
+    """A request to one endpoint failed.
+
+    `sent` is True if the request may have arrived, `silent` if there was no answer in time.
+    """
 
     def __init__(self, why: str, *, sent: bool, silent: bool = False) -> None:
         super().__init__(why)
@@ -83,7 +87,7 @@ class Gateway:
     endpoints : list of (str, int)
         Hosts and ports.
     context : ssl.SSLContext or None
-        For TLS.
+        Settings of TLS; None to connect without TLS.
     user, password : str
         Credentials; unused if `user` is empty.
     """
@@ -108,22 +112,22 @@ class Gateway:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Drop the connections in a forked child: they are copies of the parent's, which stay open."""
+        """Drop the child's copies of the parent's connections. The parent's connections stay open."""
         self._lock = threading.Lock()
         for endpoint in self._endpoints:
             endpoint.idle = []
 
     def call(self, path: str, request: msgspec.Struct, reply: type[_Reply], deadline: float) -> tuple[_Reply, bool]:
-        """Send a request to one endpoint after another, again and again, until one answers.
+        """Send a request to one endpoint after another until one answers. After a pause, the round begins again.
 
-        Returns the reply, and True if an earlier attempt was sent and may have been done, too.
+        Return the reply, and True if an earlier attempt was sent and may have been done, too.
 
         Raises
         ------
         RefusedError
             The etcd answered that the request is wrong.
         RegistryDeniedError
-            The etcd does not let this user do that.
+            The user or the password is wrong, or the user lacks the right for this request.
         RegistryAwayError
             No endpoint answered before the deadline.
         """
@@ -165,7 +169,7 @@ class Gateway:
         return True
 
     def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
-        """Begin a request with an endless reply at one endpoint.
+        """Send a request whose reply is an endless stream of lines to one endpoint.
 
         Raises
         ------
@@ -188,7 +192,7 @@ class Gateway:
             raise ConnectionError(why) from error
 
     def failed(self, endpoint: Endpoint, why: str, *, silent: bool = False) -> None:
-        """Record that an endpoint failed, so that calls ask other endpoints first, and a silent one last."""
+        """Record that an endpoint failed. Calls then ask other endpoints first, and `silent` endpoints last of all."""
         with self._lock:
             endpoint.why = why
             endpoint.rests_until = time.monotonic() + _SILENT_REST_S if silent else 0.0
@@ -235,7 +239,7 @@ class Gateway:
             )
 
     def away(self, began: float, uncertain: bool = False) -> RegistryAwayError:
-        """Make the error that names the endpoints that failed, since when and why."""
+        """Make the error for a call without an answer. It names each failed endpoint, with the reason and the time."""
         now, clock = time.monotonic(), time.time()
         failing = {one.name: (one.why, now - one.since) for one in self._endpoints if one.since is not None}
         failures = "; ".join(
@@ -359,7 +363,7 @@ class Gateway:
 
 
 class Stream:
-    """Reads the lines of an endless reply. The request uses HTTP/1.0, so that the reply has no chunks."""
+    """Reads the lines of an endless reply. The request uses HTTP/1.0, so that the reply is not chunked."""
 
     def __init__(
         self,
@@ -388,7 +392,7 @@ class Stream:
                 raise TimeoutError(f"no answer within {limit:.1f} s")
 
     def line(self, until: float) -> bytes | None:
-        """Read the next line, without its line end; return None if none came until `until`.
+        """Return the next line without its line end; None if no line arrived before the time `until`.
 
         Raises
         ------

@@ -24,7 +24,7 @@ _OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
 
 
 def default_registry() -> str:
-    """Return the address in ``FARPOOL_REGISTRY``; without one, the path of a file in the user's state folder."""
+    """Return the address in ``FARPOOL_REGISTRY``; if that is not set, a file's path in the user's state folder."""
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
@@ -41,10 +41,10 @@ def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float
         A path or ``sqlite:///PATH`` for a SQLite file, which all processes of this host can share; or
         ``etcd://[USER[:PASSWORD]@]HOST[:PORT],.../[PREFIX][?OPTIONS]``. Options, joined with ``&``: ``ca=FILE``,
         ``cert=FILE`` and ``key=FILE`` for TLS, ``tls=1`` for TLS with the system's authorities, ``password_file=FILE``.
-        None stands for the address in ``FARPOOL_REGISTRY``, or for a file in the user's state folder if that is not
-        set.
+        None stands for the address in ``FARPOOL_REGISTRY`` or, if that is not set, for a file in the user's state
+        folder.
     timeout : float
-        Seconds that a call may take unless it names other ones.
+        Seconds that a call may take, unless the call has a `timeout` of its own.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Messages of etcd's JSON gateway that farpool uses. Bytes are in base64, and whole numbers may be strings."""
+"""Messages of etcd's JSON gateway that farpool uses. Bytes are sent as base64, and whole numbers may be strings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeyValue(_Reply, frozen=True):
 
 
 class RangeRequest(_Request, frozen=True):
-    """Read the keys from `key` up to `range_end`, without the latter; without `range_end`, read one key."""
+    """Read the keys from `key` up to but not including `range_end`. Without `range_end`, read only `key`."""
 
     key: bytes
     range_end: bytes = b""
@@ -72,7 +72,7 @@ class RangeReply(_Reply, frozen=True):
 
 
 class PutRequest(_Request, frozen=True):
-    """Write a value under a key, bound to a lease unless that is 0."""
+    """Write a value under a key. The entry is bound to `lease`; 0 for no lease."""
 
     key: bytes
     value: bytes
@@ -94,7 +94,7 @@ class RequestOp(_Request, frozen=True):
 
 
 class Compare(_Request, frozen=True):
-    """Condition: the key was last written at this revision; or, with `create_revision` 0, the key does not exist."""
+    """Condition: the key was last written at `mod_revision`. With `create_revision` 0: the key does not exist."""
 
     key: bytes
     target: str
@@ -125,7 +125,7 @@ class TxnReply(_Reply, frozen=True):
 
 
 class LeaseRequest(_Request, frozen=True):
-    """Grant a lease of `TTL` seconds under a number that the client chose; or name an existing lease."""
+    """Request to grant a lease of `TTL` seconds with a number that the client chose, or about an existing lease."""
 
     ID: int
     TTL: int = 0
@@ -152,12 +152,12 @@ class LeaseAliveReply(_Reply, frozen=True):
 
     @property
     def header(self) -> Header:
-        """Header of the result."""
+        """Header of the reply, which etcd puts inside of `result`."""
         return self.result.header
 
 
 class Compact(_Request, frozen=True):
-    """Forget changes up to a revision."""
+    """Delete the record of changes up to a revision; the entries stay."""
 
     revision: int
 
@@ -195,7 +195,7 @@ class Refusal(_Reply, frozen=True):
 
 
 class WatchCreate(_Request, frozen=True):
-    """Watch the keys from `key` up to `range_end`, without the latter, beginning at a revision."""
+    """Watch the keys from `key` up to but not including `range_end`, for changes from `start_revision` on."""
 
     key: bytes
     range_end: bytes

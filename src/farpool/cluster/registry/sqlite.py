@@ -1,17 +1,17 @@
 """The registry in one SQLite file, for the processes of one host.
 
-Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode: a process that is killed at any point
-leaves all of it or nothing. A watch looks at the file's change counter (``PRAGMA data_version``) every
-`POLL_INTERVAL_S`, which does not read the file. So a watch reports a change after at most this time, and after half of
-it on average.
+Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode. If a process is killed at any point, the
+file has the whole change or nothing of it. Every `POLL_INTERVAL_S`, a watch looks at the file's change counter
+(``PRAGMA data_version``), for which SQLite need not read the file. So a watch reports a change after at most this time,
+and after half of it on average.
 
 Leases end by ``CLOCK_BOOTTIME``. All processes of a host share this clock, no program can set it, and it goes on while
 the host sleeps. After a restart of the host all leases have ended. A program that writes or watches deletes the entries
 of leases that have ended; a program that only reads skips them.
 
-Checksums are in separate tables, which programs of earlier releases do not know. Triggers, which also run when those
-programs write, delete the checksum of an entry that is deleted or written without one. So a checksum without an entry,
-or one that does not match its entry, shows damage.
+Checksums are in separate tables, which earlier releases do not use. When an earlier release writes or deletes an entry,
+a trigger in the file deletes the entry's old checksum. So a checksum without an entry, or a checksum that does not
+match its entry, is a sign of damage.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from farpool.errors import (
 __all__ = ["POLL_INTERVAL_S", "SqliteRegistry"]
 
 POLL_INTERVAL_S = 0.005
-"""Time between two looks of a watch for changes of other connections."""
+"""Seconds between two checks of a watch for changes that other connections have made."""
 _MAGIC = 0x46505247  # "FPRG", SQLite's application id
 _VERSION = 1
 _CHANGES_MAX = 20_000
-"""Number of changes that the file keeps for watches, and up to a thousand more."""
+"""Number of changes that the file keeps for watches. Up to a thousand more are kept before the oldest are deleted."""
 _IDLE_CONNECTIONS_MAX = 8
 _SCHEMA = """
 CREATE TABLE state (revision INTEGER NOT NULL, compacted INTEGER NOT NULL, boot TEXT NOT NULL);
@@ -96,7 +96,7 @@ class SqliteRegistry(Registry):
         The file. If it does not exist, it is made with its folder. It must be on a disk of this host, because SQLite's
         locks do not work over network file systems.
     timeout : float
-        Seconds that a call may take unless it names other ones.
+        Seconds that a call may take, unless the call has a `timeout` of its own.
 
     Raises
     ------
@@ -150,7 +150,7 @@ class SqliteRegistry(Registry):
         self._check_place()
 
     def _check_place(self) -> None:
-        """Raise RegistryReplacedError unless the path names the file that was opened."""
+        """Raise RegistryReplacedError unless the file at the path is still the file that was opened."""
         try:
             there = _identity(os.stat(self._path))
         except OSError:
@@ -163,7 +163,7 @@ class SqliteRegistry(Registry):
             )
 
     def _prepare(self, connection: sqlite3.Connection, deadline: float) -> None:
-        """Check what the file is, and write the schema into a new one."""
+        """Check that the file is a registry of this version. If the file is empty, make it one."""
         connection.execute("BEGIN")  # all reads then see one state, even while another process makes the file
         try:
             known = self._known(connection)
@@ -192,7 +192,7 @@ class SqliteRegistry(Registry):
                 time.sleep(POLL_INTERVAL_S)
 
     def _known(self, connection: sqlite3.Connection) -> bool:
-        """Return True for a registry of this version, False for an empty file."""
+        """Return True for a registry of this version, False for an empty file; raise RegistryError otherwise."""
         magic = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if magic == _MAGIC and version == _VERSION:
@@ -211,7 +211,7 @@ class SqliteRegistry(Registry):
         return False
 
     def _borrow(self, deadline: float) -> sqlite3.Connection:
-        """Take a connection that no other thread uses."""
+        """Return a connection that no other thread uses: an idle one, or else a new one."""
         with self._lock:
             if self._closed:
                 raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
@@ -339,7 +339,7 @@ class SqliteRegistry(Registry):
         return Entry(text, value, revision, lease, bool(row[5]) if len(row) == 6 else False)
 
     def _check_absent(self, connection: sqlite3.Connection, begin: bytes, end: bytes) -> None:
-        """Raise RegistryDamagedError if one of these keys has a checksum and no entry."""
+        """Raise RegistryDamagedError if a key from `begin` up to (not including) `end` has a checksum but no entry."""
         lost = self._sums and connection.execute(f"{_LOST_KEYS_QUERY} LIMIT 1", (begin, end)).fetchone()
         if lost:
             raise damaged(self.address, "was written and is missing", bytes(lost[0]).decode(errors="replace"))
@@ -449,7 +449,7 @@ class SqliteRegistry(Registry):
 
 
 _PARENT_CONNECTIONS: list[sqlite3.Connection] = []
-"""Connections of the process that this one was forked from. They are never closed: that could remove files in use."""
+"""Connections that a fork copied from the parent process. They are never closed: that could remove files in use."""
 _SELECT_QUERY = (
     "SELECT entry.key, value, entry.revision, lease, crc FROM entry LEFT JOIN entry_checksum "
     "ON entry_checksum.key = entry.key"
@@ -504,7 +504,10 @@ class _SqliteWatch(Watch):
             time.sleep(min(POLL_INTERVAL_S, left))
 
     def _counter(self, deadline: float) -> int:
-        """Delete entries of leases that have ended; return a number that changes when others change the file."""
+        """Return the change counter, which changes when another connection has changed the file.
+
+        Before that, delete the entries of leases that have ended.
+        """
         self._registry._check_place()
         if self._connection is None:
             self._connection = self._registry._borrow(deadline)
@@ -552,10 +555,10 @@ def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
 
 
 def _make(path: Path) -> None:
-    """Make an empty file unless there is one, and check that it may be read and written.
+    """Make an empty file unless the file exists, and check that this process may read and write it.
 
-    This does not open a file that exists: closing it would drop all locks that connections of this process have on it.
-    Another program would then find no other user of the file, and remove the log that this program still writes to.
+    This does not open an existing file, because closing it would drop all locks that connections of this process have
+    on the file. Another program would then see no user of the file, and remove the log to which this program writes.
     """
     with _making:  # then no connection of this process is open before the new file is closed
         try:
@@ -605,7 +608,7 @@ def _unchanged(connection: sqlite3.Connection, address: str, _: object) -> int:
 
 
 def _now() -> int:
-    """Return the milliseconds since the host started, sleep included."""
+    """Return the milliseconds since the host started, including time in which the host slept."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
 
@@ -618,12 +621,12 @@ _THIS_BOOT = _boot()
 
 
 def _alive(connection: sqlite3.Connection, address: str) -> tuple[bool, int]:
-    """Return the parameters of `_ALIVE_TEST`: False if a restart of the host ended all leases; and the time."""
+    """Return the two parameters of `_ALIVE_TEST`: whether leases of this file are from this boot, and the time now."""
     return _state(connection, address)[2] == _THIS_BOOT, _now()
 
 
 def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[int, int] | None:
-    """Return a lease's time to live and end, in milliseconds; None if there is no such lease."""
+    """Return a lease's time to live, and its end as a time of `_now`, in milliseconds; None if it does not exist."""
     row: tuple[int, int] | None = connection.execute(
         "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
     ).fetchone()
@@ -633,7 +636,7 @@ def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[i
 
 
 def _sweep(connection: sqlite3.Connection, address: str) -> None:
-    """End the leases whose time to live has passed."""
+    """End the leases whose time has passed, or all leases after a restart of the host; delete their entries."""
     boot, now = _alive(connection, address)
     if boot:
         ended = connection.execute("SELECT number FROM lease WHERE ends <= ?", (now,)).fetchall()

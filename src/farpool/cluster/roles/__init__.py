@@ -1,4 +1,4 @@
-"""Roles over a registry: a lease that is kept alive, one holder of a role at a time, and fencing tokens."""
+"""Roles in a registry: each role has at most one holder at a time, and each holder has a fencing token."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """Sessions and roles: at most one program at a time holds a role, such as the writer of a name or the leading manager.
 
-A program opens a `Session`, which has one lease in the registry and keeps it alive. The session takes a role by writing
-an entry under the role's key, on the condition that the key has no entry, and binds that entry to its lease. So a role
-becomes free when its holder gives it up, closes its session, or does not renew its lease in time.
+A program opens a `Session`, which has one lease in the registry and renews it. To take a role, the session writes an
+entry under the role's key, on the condition that the key has no entry, and binds that entry to the session's lease. So
+a role becomes free when its holder gives it up, closes its session, or does not renew its lease in time.
 
-A program cannot know that it still holds a role: it may have been stopped for longer than its lease, right after it
-looked. So each holder has a *fencing token*, the revision of its entry. Every holder's token is higher than the tokens
-of all earlier holders of that role. A holder changes
+A program cannot be sure that it still holds a role: right after a check, the program may be stopped for longer than its
+lease lasts. So each holder has a *fencing token*, which is the revision of the holder's entry. The token is higher than
+the tokens of all earlier holders of that role. A holder makes its changes in one of two ways:
 
-- the registry only through `HeldRole.commit`, which adds the condition that the role's entry still has that revision;
-- anything else, such as a node, by sending the token along. The receiver remembers the highest token that it has seen
-  and refuses a lower one.
+- It changes the registry only through `HeldRole.commit`, which adds the condition that the role's entry still has the
+  holder's revision.
+- It changes anything else, such as a node, by a request that contains the token. The receiver remembers the highest
+  token that it has seen, and refuses requests with a lower token.
 
-No decision depends on a clock of this process. The registry alone decides when a lease has ended.
+No decision depends on a clock of this process. Only the registry decides when a lease has ended.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _Result = TypeVar("_Result")
 
 _RENEWALS_PER_TTL = 3
 _PAUSE_S = 0.05
-"""Pause before a session tries again to take a role that another thread of this program is taking."""
+"""Pause in seconds before a session tries again to take a role, for example one that another thread is taking."""
 _WATCH_SLICE_S = 1.0
-"""Longest wait of one look at a held role, so that closing the session ends the wait soon."""
+"""Maximum seconds of one wait for changes of a held role. After each wait, the session checks if it was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ class RoleHolder:
     Attributes
     ----------
     value : bytes
-        The value that it gave to `Session.take`.
+        The value that the holder gave to `Session.take`.
     token : int
-        Its fencing token.
+        The holder's fencing token.
     seconds : float
-        Seconds after which its lease ends unless it renews it.
+        Seconds after which the holder's lease ends unless the holder renews it.
     """
 
     value: bytes
@@ -71,9 +72,9 @@ def holder_of(registry: Registry, role: str, *, timeout: float | None = None) ->
 class Session(Closing):
     """A program's lease in a registry, and the roles that it holds under this lease. Thread-safe; a context manager.
 
-    The session asks the registry for a lease when it first needs one, and a thread renews it. If the lease ends all the
-    same, the session has lost its roles, and the next call gets a new lease. A forked child begins with no lease and no
-    roles, because its parent still has them.
+    The session asks the registry for a lease at the first call that needs one, and a thread renews the lease. If the
+    lease ends nevertheless, the session loses its roles, and the next call that needs a lease gets a new one. A forked
+    child begins without a lease and without roles, because these stay with its parent.
 
     Parameters
     ----------
@@ -82,9 +83,10 @@ class Session(Closing):
     ttl : float
         Seconds without a renewal after which the registry ends the lease.
     timeout : float
-        Seconds that a call may wait for the registry unless it says otherwise.
+        Seconds that a call may wait for the registry, unless the call has a `timeout` of its own.
     on_renewal : callable, optional
-        Function that another thread calls after each renewal, unless its previous call is still under way.
+        Function that is called after each renewal, in a thread of its own. It is not called while its previous call is
+        still under way.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Session(Closing):
         self._thread: threading.Thread | None = None
 
     def forked(self) -> None:
-        """Begin again in a forked child: the lease, the roles and the thread are the parent's."""
+        """Begin without a lease, roles and a thread in a forked child, because these stay with the parent."""
         self._begin()
 
     @property
@@ -120,7 +122,7 @@ class Session(Closing):
         return self._registry
 
     def lease(self, timeout: float | None = None) -> int:
-        """Return the number of the lease, after getting one from the registry if the session has none."""
+        """Return the number of the session's lease. If the session has none, get a lease from the registry first."""
         with self._lock:
             if self._closed:
                 raise RegistryError(
@@ -137,14 +139,16 @@ class Session(Closing):
             return self._lease
 
     def under_lease(self, act: Callable[[int], _Result], timeout: float | None = None) -> _Result:
-        """Call `act` with the number of the lease; call it again with a new lease if it finds that this one has ended.
+        """Call `act` with the number of the session's lease, and return its result.
+
+        If the lease has ended, `act` is called again with a new lease.
 
         Parameters
         ----------
         act : callable
-            Raises `RegistryLeaseError` if the lease has ended, as each registry does.
+            Function that raises `RegistryLeaseError`, as each registry does, if the lease has ended.
         timeout : float, optional
-            Seconds to wait for a lease, and seconds after which no further lease is tried.
+            Maximum seconds to wait for a lease. After this time `act` is not called again, and its error is raised.
         """
         deadline = time.monotonic() + self._seconds(timeout)
         while True:
@@ -159,24 +163,24 @@ class Session(Closing):
     def take(
         self, role: str, value: bytes = b"", *, wait: float = 0.0, timeout: float | None = None
     ) -> HeldRole | None:
-        """Become the holder of a role; return None if another program, or another part of this one, holds it.
+        """Become the holder of a role; return None if another program, or other code of this program, holds it.
 
         Parameters
         ----------
         role : str
             Key of the role in the registry.
         value : bytes
-            What other programs shall know about the holder, such as its address; see `holder_of`.
+            Information about the holder for other programs, such as its address; `holder_of` returns it.
         wait : float
-            Seconds to wait for a role that is held, even while the registry is away.
+            Maximum seconds to wait for a role that is held, or for a registry that does not answer.
         timeout : float, optional
             Seconds that each call of the registry may take.
 
         Raises
         ------
         RegistryAwayError
-            The registry did not answer. With `uncertain` other programs may find the role held until this session
-            takes it again or is closed.
+            The registry did not answer. If `uncertain` is True, the role may appear to be held by this session, until
+            the session takes the role again or is closed.
         """
         deadline = time.monotonic() + wait
         while True:
@@ -232,7 +236,7 @@ class Session(Closing):
             revision = entry.revision if entry else 0
 
     def _await_change(self, role: str, deadline: float, timeout: float | None) -> None:
-        """Wait until a held role may be free."""
+        """Wait until a role that is held may have become free."""
         snapshot = self._registry.range(role, timeout=self._seconds(timeout))
         # It is free again, or another thread of this program is taking it.
         if all(entry.key != role for entry in snapshot.entries):
@@ -253,7 +257,7 @@ class Session(Closing):
         Raises
         ------
         RegistryError
-            The registry could not be asked. The lease may have ended, and this session does not know.
+            The registry did not answer. The lease may have ended without this session noticing.
         """
         # Read once: the registry's answer is about this lease, even if the session has a new one by then.
         lease = self._lease
@@ -277,7 +281,7 @@ class Session(Closing):
                     calling = caller
 
     def _lose(self, lease: int) -> None:
-        """Forget a lease that has ended, and the roles that were bound to it."""
+        """Remove a lease that has ended, and the roles that were bound to it, from this session."""
         with self._lock:
             # Another thread may have got a new lease in the meantime, which stays.
             if self._lease == lease:
@@ -289,7 +293,7 @@ class Session(Closing):
         return self._roles.get(held.role) is held
 
     def _forget(self, held: HeldRole) -> bool:
-        """Forget a role; return True if the session held it until now."""
+        """Remove a role from the session's roles; return True if the session still held it."""
         with self._lock:
             holds = self._holds(held)
             if holds:
@@ -313,19 +317,19 @@ class Session(Closing):
 
 
 class HeldRole(Closing):
-    """A role that a session has taken; a context manager that gives the role up. `Session.take` makes it.
+    """A role that a session holds; `Session.take` returns it. At the end of a ``with`` block the role is given up.
 
     Attributes
     ----------
     role : str
         Key of the role in the registry.
     token : int
-        Fencing token: higher than the tokens of all earlier holders of this role. It grows within one registry; a
-        registry that was restored from a backup begins again.
+        Fencing token: higher than the tokens of all earlier holders of this role in the same registry. In a registry
+        that was restored from a backup, tokens begin again with low numbers.
     lease : int
-        Lease that the role is bound to.
+        Number of the lease to which the role is bound.
     condition : Condition
-        Condition of a transaction that this holder still has the role.
+        Condition for a transaction; it holds while this holder still has the role.
     """
 
     def __init__(self, session: Session, role: str, token: int, lease: int) -> None:
@@ -349,7 +353,7 @@ class HeldRole(Closing):
         Parameters
         ----------
         conditions : sequence of Condition
-            At most 99; see `Registry.commit`.
+            At most 99 conditions, as for `Registry.commit`.
         operations : sequence of Put or Delete
             At most 100, each on a different key.
         timeout : float, optional
@@ -358,14 +362,14 @@ class HeldRole(Closing):
         Returns
         -------
         Commit
-            Not `succeeded` if one of `conditions` did not hold while this holder still had the role.
+            Outcome. `succeeded` is False if this holder still had the role, but one of `conditions` did not hold.
 
         Raises
         ------
         RegistryLeaseError
             This holder has lost the role, or an operation names a lease that has ended. Nothing was changed.
         RegistryAwayError
-            As in `Registry.commit`.
+            As raised by `Registry.commit`.
         """
         if self.lost:
             raise self._lost()
@@ -387,7 +391,7 @@ class HeldRole(Closing):
         Raises
         ------
         RegistryLeaseError
-            It has lost the role.
+            This holder has lost the role.
         """
         if self.lost:
             raise self._lost()
@@ -406,7 +410,7 @@ class HeldRole(Closing):
         )
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Give the role up, so that others may take it. Idempotent."""
+        """Give the role up, so that other programs may take it. Idempotent."""
         if self._session._forget(self):
             with suppress(RegistryError):  # the registry deletes the entry with the lease
                 self._session.registry.commit(
