@@ -349,7 +349,7 @@ class NameMissingError(FarpoolError, LookupError):
 
 
 class NameLostError(FarpoolError, LookupError):
-    """The name exists, but no node has one of its objects any more. Publish it again.
+    """The name exists, but at least one object of this version is not on any node any more. Publish the name again.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """The account of every byte that farpool holds, per tier and owner.
 
-Code that takes memory books it here, and books it again when it returns the memory. A call that would make an account
-negative is a bug of the caller and raises ValueError.
+Code that takes memory adds the bytes here, and subtracts them when it returns the memory. A call that would make an
+account negative is a bug of the caller and raises ValueError.
 """
 
 from __future__ import annotations

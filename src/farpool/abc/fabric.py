@@ -1,6 +1,6 @@
 """Interface of one-sided fabrics, which read and write a node's memory without work for the node (docs/nixl.md).
 
-A fabric only moves bytes. The node decides which programs may use a segment (a file of its memory), and the program
+A fabric only moves bytes. The node decides which programs may use a segment (a file in its memory), and each program
 verifies the bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``. Users
 give the entry point's name to ``transport=`` and ``farpool node --fabric``. The entry point's value is a class that
 implements `Fabric`; farpool calls it without arguments.

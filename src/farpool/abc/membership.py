@@ -5,10 +5,10 @@ Rules for every implementation:
 - `Membership.members` returns an immutable list of the present members. Each change makes a new list, so no caller
   sees half of a change. The call only reads memory: it neither waits for the network nor raises.
 - An identity is in the list at most once, and so is an address. The order of the list means nothing.
-- A member that moves keeps its identity and gets other addresses. A node that lost its data is another member.
+- A member that moves keeps its identity and gets other addresses. A node that lost its data becomes a new member.
 - After each change, once `Membership.members` returns the new list, every subscriber is called without arguments. One
   call may report several changes. The call may run in any thread, which then holds no lock that `members` needs.
-- A subscriber that raises does not keep the others from being called.
+- If one subscriber raises, the other subscribers are still called.
 - A forked child has no subscriptions: they belong to the parent.
 - All methods are safe to call from several threads. The code that makes a membership also closes it; stores that use
   the membership never close it.

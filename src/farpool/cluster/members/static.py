@@ -49,7 +49,7 @@ class StaticMembers(Membership):
         addresses : iterable of str
             All addresses from now on.
         draining : iterable of str
-            Those of `addresses` whose nodes are about to leave. Stores still read from these nodes, but put no new
+            The part of `addresses` whose nodes are about to leave. Stores still read from these nodes, but put no new
             objects on them, and `farpool.Store.repair` copies their objects to other nodes. A `farpool.Remote` moves
             its bytes away from these nodes by itself.
 

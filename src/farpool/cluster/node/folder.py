@@ -81,7 +81,7 @@ class Folder:
         Returns
         -------
         int
-            Bytes that the file system has for the node now: `capacity`, or less if other programs fill the file system
+            Bytes for which the file system now has room: `capacity`, or less if other programs fill the file system
             and the folder has objects or leases of an earlier start, which the node should still serve.
 
         Raises

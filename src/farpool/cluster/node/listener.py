@@ -1,9 +1,9 @@
 """Listener of a node: accepts connections and does their handshakes, each of which has a deadline.
 
-After the handshake the listener passes the connection to the data loop or to the control service. It runs in its own
-thread. For each listening socket, the number of connections that are not authenticated yet is limited, in total and for
-one address. If there are too many, the listener ends the oldest. So connections that send nothing cannot keep clients
-out.
+After the handshake the listener passes the connection to the data loop or to the control service. The listener has its
+own thread. For each listening socket, the number of connections that are not authenticated yet is limited, in total and
+for one address. If there are too many, the listener ends the oldest. So connections that send nothing cannot keep
+clients out.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ class Node:
     fabric : str
         Name of a one-sided fabric over which the node also exposes its memory; empty for none.
     shares : mapping of int to int, or None
-        Bytes guaranteed to each tenant: up to this size, the node evicts none of its objects to make room for other
-        tenants. The tenants without a guarantee that hold something share the rest equally.
+        Bytes guaranteed to each tenant, by its number. To make room for other tenants, the node does not evict objects
+        of a tenant that holds no more than its guarantee. The tenants without a guarantee that hold something share the
+        rest equally.
     tls : CertificateFolder or None
         The node's certificate. With it, connections over TCP begin with TLS, and each client must show a certificate.
     insecure_plaintext : bool

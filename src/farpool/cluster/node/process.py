@@ -1,4 +1,4 @@
-"""Nodes as child processes, each with a free port and its own folder. `RunningNode.close` removes both.
+"""Nodes as child processes, each with a free port and its own folder, until they are closed.
 
 The demo, the benchmarks and the tests start their nodes here.
 """

@@ -101,7 +101,7 @@ class SqliteRegistry(Registry):
     Raises
     ------
     RegistryError
-        The file is not a registry, or has another version. It was not changed.
+        The file is not a registry, or is one of another version. The file was not changed.
     RegistryDeniedError
         The file cannot be opened or made.
     """

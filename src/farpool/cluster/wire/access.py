@@ -121,7 +121,7 @@ def is_key_name(text: str) -> bool:
 
 
 def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str] = os.environ) -> AccessKey | None:
-    """Return the access key that a program is to use, or None if it has none.
+    """Return the access key that this program uses, or None if it has none.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str
     Raises
     ------
     ConfigError
-        The text is not an access key, the file cannot be read or is open to others, or both variables are set.
+        The text is not an access key, the file cannot be read or is open to other users, or both variables are set.
     """
     if key is not None:
         return key if isinstance(key, AccessKey) else AccessKey.parse(key)
@@ -161,7 +161,7 @@ def load_keys(path: str | os.PathLike[str]) -> dict[str, Grant]:
     Raises
     ------
     ConfigError
-        The file cannot be read, is open to others, is no TOML, or has a key that cannot be used.
+        The file cannot be read, other users may read it, it is no TOML, or it has a key that cannot be used.
     """
     file = os.fspath(path)
     text = _decoded(read_file(file, "keys", private=True), file)

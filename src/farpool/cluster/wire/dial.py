@@ -27,7 +27,7 @@ Connected = socket.socket | SecureSocket
 
 _RETRY_INTERVAL_S = 0.002
 _Target = tuple[int, Any]
-"""Address family, and the address as the socket module takes it."""
+"""Address family, and the address in the form that the socket module expects."""
 
 
 @dataclass(frozen=True, slots=True)

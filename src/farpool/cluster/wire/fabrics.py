@@ -16,7 +16,8 @@ GROUP = "farpool.fabrics"
 def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabric:
     """Load an installed fabric.
 
-    In errors `what` names the setting, for example ``transport of remote``, and `others` lists its other values.
+    For errors, `what` names the setting, for example ``transport of remote``, and `others` lists the values of that
+    setting that are no fabrics.
 
     Raises
     ------

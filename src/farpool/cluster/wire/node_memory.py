@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeMemory"]
 
 _UNPIN_TIMEOUT_MIN_S = 0.1
-"""Minimum time for an unpin after the deadline of its read."""
+"""Minimum seconds for an unpin, even if the deadline of the read has passed."""
 _OBJECTS_LEASE = None
 """Used in place of a lease's number for the tenant's objects."""
 
