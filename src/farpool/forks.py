@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["begin_again"]
+__all__ = ["ModuleLock", "begin_again"]
 
 
 class _Forked(Protocol):
@@ -23,6 +24,18 @@ _registered: WeakSet[_Forked] = WeakSet()
 def begin_again(registered: _Forked) -> None:
     """Have every forked child call ``registered.forked()`` before it does anything else."""
     _registered.add(registered)
+
+
+class ModuleLock:
+    """Lock of a module: `lock` is another, free lock in each forked child."""
+
+    def __init__(self) -> None:
+        self.forked()
+        begin_again(self)
+
+    def forked(self) -> None:
+        """Make a free lock in a forked child: a thread of the parent may hold the old one."""
+        self.lock = threading.Lock()
 
 
 def _forked() -> None:

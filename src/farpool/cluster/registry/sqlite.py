@@ -84,7 +84,7 @@ CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
 """
 _REVISION_MAX = 1 << 62
 _LAST_BYTE = b"\xff"  # above every byte of UTF-8
-_making = threading.Lock()
+_making = forks.ModuleLock()
 
 
 class SqliteRegistry(Registry):
@@ -557,7 +557,7 @@ def _make(path: Path) -> None:
     This does not open a file that exists: closing it would drop all locks that connections of this process have on it.
     Another program would then find no other user of the file, and remove the log that this program still writes to.
     """
-    with _making:  # then no connection of this process is open before the new file is closed
+    with _making.lock:  # then no connection of this process is open before the new file is closed
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
