@@ -89,6 +89,8 @@ class Recording:
         """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
         if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
+        if self._is_parents():
+            return
         # If another thread writes already, we do not wait for its disk: this thread is about to continue its
         # computation.
         if self._writing.acquire(blocking=False):
@@ -102,10 +104,11 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording and complete the file; an error is kept for `close` to raise."""
+        # Before any lock: a thread of the parent may have held it at the fork.
+        if self._is_parents():
+            return
         # New records stop first, so that the loop in `_write` comes to an end while other threads use the pool.
         self._recorder.forget(self)
-        if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
-            return
         with self._writing:
             if self._ended:
                 return
@@ -140,6 +143,10 @@ class Recording:
             self.close()
         else:  # which says more than an error of close()
             self.end()
+
+    def _is_parents(self) -> bool:
+        """Return True in the child of a fork, which leaves the file to its parent."""
+        return os.getpid() != self._owner
 
     def _write(self, *, last: bool) -> None:
         try:
