@@ -201,6 +201,20 @@ def test_events_tell_what_moved() -> None:
         assert "stalls" in text
 
 
+def test_a_subscription_ends_under_the_lock_of_the_pool(pool: BlockPool) -> None:
+    end = pool.subscribe(lambda event: None)
+    thread = threading.Thread(target=end)
+    with pool.driver:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert pool.account.listening
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not pool.account.listening
+    end()  # once more changes nothing
+
+
 def test_the_account_tells_how_many_rows_of_tables_were_in_place() -> None:
     with block_pool("64KiB", dram="1MiB") as pool:
         table = pool.allocate(40_960, cls="embedding")

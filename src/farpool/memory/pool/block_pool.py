@@ -513,8 +513,9 @@ class BlockPool:
             self.driver.attention = True
 
         def unsubscribe() -> None:
-            end()
-            self.driver.listen(self.account.listening)
+            with self.driver:
+                end()
+                self.driver.listen(self.account.listening)
 
         return unsubscribe
 
