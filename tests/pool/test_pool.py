@@ -407,6 +407,25 @@ def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: BlockPo
         assert read(pool, storage) == content(seed, 200)
 
 
+def test_a_storage_whose_packing_fails_keeps_its_place_and_nothing_stays_pinned(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = pool.allocate(200, cls="weights")
+    write(pool, storage, content(1, 200))
+    pool.pack_at_first_use(storage)
+
+    def fail(commands: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool._packing._executor, "start", fail)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            read(pool, storage)
+    assert pool.driver.granted == 0
+    assert pool.live == 1
+    assert read(pool, storage) == content(1, 200)
+
+
 def test_a_device_that_is_not_there_is_a_clear_error() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

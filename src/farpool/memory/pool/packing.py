@@ -83,13 +83,15 @@ class Packing:
             grant = self._acquire(
                 [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
             )
-            with self._driver:
-                # The move and the swap are one step under the lock: no access may find the new place before the bytes
-                # are there.
-                source, target = grant.offsets
-                self._executor.start([Move(source, target, storage.nbytes)])
-                storage.layout.swap(packed.layout)
-            self._driver.release(grant)
+            try:
+                with self._driver:
+                    # The move and the swap are one step under the lock: no access may find the new place before the
+                    # bytes are there.
+                    source, target = grant.offsets
+                    self._executor.start([Move(source, target, storage.nbytes)])
+                    storage.layout.swap(packed.layout)
+            finally:
+                self._driver.release(grant)
         except (BudgetError, PoolFullError, TierError):
             pass  # it stays in its place; the op may need less room than packing
         finally:
