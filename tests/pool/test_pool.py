@@ -8,10 +8,13 @@ import random
 import signal
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import farpool
 from farpool import Dram, Event, Faulty, Nvme, Remote, Throttled, TierError, Verified
@@ -20,6 +23,7 @@ from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers import SafetensorsFile
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -199,6 +203,28 @@ def test_events_tell_what_moved() -> None:
         text = pool.explain()
         assert "dram" in text
         assert "stalls" in text
+
+
+def test_each_storage_that_is_freed_was_created(tmp_path: Path) -> None:
+    events: list[Event] = []
+    path = tmp_path / "weights.safetensors"
+    save_file({"large": torch.zeros(10_000), "small": torch.zeros(10)}, path)
+    with block_pool("64KiB", dram="1MiB") as pool, SafetensorsFile(path) as source:
+        pool.subscribe(events.append)
+        storages = [pool.allocate(nbytes, cls="weights") for nbytes in (200, 300, 10_000)]
+        for storage in storages:
+            write(pool, storage, bytes(storage.nbytes))
+            pool.pack_at_first_use(storage)
+        storages += [pool.adopt(source, entry.extent) for entry in source.tensors.values()]
+        for storage in storages:
+            read(pool, storage)
+        del storages, storage
+        assert pool.live == 0
+    made, freed = (
+        Counter((event.nbytes, event.cause) for event in events if event.kind == kind) for kind in ("create", "free")
+    )
+    assert made == freed
+    assert made[40_000, "weights"] == 1
 
 
 def test_a_subscription_ends_under_the_lock_of_the_pool(pool: BlockPool) -> None:
