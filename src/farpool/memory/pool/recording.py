@@ -1,8 +1,9 @@
 """Recordings of a program's accesses to its pool, written to tape files while it runs.
 
-The pool notes grants and blocks under its lock, which costs an append. The next thread that releases operands turns the
-notes into bytes and writes them, outside the lock and many records at a time. A recording ends when it cannot be
-written any more; the pool goes on as if it had never begun, and `Recording.close` raises.
+The pool notes blocks under its lock, and grants while their operands are pinned, which costs an append. The next thread
+that releases operands turns the notes into bytes and writes them, outside the lock and many records at a time. A
+recording ends when it cannot be written any more; the pool goes on as if it had never begun, and `Recording.close`
+raises.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Recording:
     def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
         self.path = writer.path
         self.noted: deque[Record | Note] = deque(living)
-        """Records to write, in the order of the program; appended to under the pool's lock."""
+        """Records to write, in the order of the program, except that overlapping accesses may come in either order."""
         self._recorder = recorder
         self._writer = writer
         self._writing = threading.Lock()
@@ -171,7 +172,7 @@ class Recording:
             elif noted.released:
                 records.append(self._access(noted))
                 weight += len(noted.runs)
-            # Records stay in the order of grants, so an access that is not released yet holds back all later ones.
+            # Records stay in the order of notes, so an access that is not released yet holds back all later ones.
             elif not last:
                 break
             self.noted.popleft()
@@ -194,7 +195,7 @@ class Recording:
 
 
 class Recorder:
-    """The recordings under way of a pool; call `created`, `freed` and `granted` with the pool's lock held.
+    """The recordings under way of a pool; call `created` and `freed` with the pool's lock held.
 
     Attributes
     ----------
@@ -232,7 +233,9 @@ class Recorder:
             recording.noted.append(Free(first, count))
 
     def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
-        """Record that an access was granted.
+        """Record that an access was granted; called without the pool's lock, while its operands are pinned.
+
+        So two threads whose accesses overlap in time may come here in either order.
 
         Parameters
         ----------
