@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["begin_again"]
+__all__ = ["ModuleLock", "begin_again"]
 
 
 class _Forked(Protocol):
@@ -24,6 +25,18 @@ _registered: WeakSet[_Forked] = WeakSet()
 def begin_again(registered: _Forked) -> None:
     """Call ``registered.forked()`` in every forked child, before the child runs anything else."""
     _registered.add(registered)
+
+
+class ModuleLock:
+    """Lock for the global variables of a module. In each forked child, `lock` is a new lock, which is free."""
+
+    def __init__(self) -> None:
+        self.forked()
+        begin_again(self)
+
+    def forked(self) -> None:
+        """Make a new lock in a forked child, because a thread of the parent may hold the old lock."""
+        self.lock = threading.Lock()
 
 
 def _forked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from farpool.errors import StoreClosedError
@@ -12,7 +14,7 @@ from farpool.kv.namespace import Group, Namespace
 from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
-from tests.nodes import eventually
+from tests.nodes import PATIENCE, eventually
 
 AWAY = "tcp://127.0.0.1:1"
 """Address at which there is no node."""
@@ -53,6 +55,29 @@ def test_a_task_of_a_closed_cache_delivers_its_result_at_once() -> None:
     results: list[str] = []
     assert not own.submit(cache, lambda: "moved", results.append, failed="failed", closed="closed")
     assert results == ["closed"]
+
+
+def test_a_task_that_waits_when_its_cache_is_closed_delivers_its_result_once() -> None:
+    own = connector(threads=1)
+    (cache,) = own.open(SPACE)
+    begun, go_on = threading.Event(), threading.Event()
+    results: list[str] = []
+
+    def work() -> str:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return "moved"
+
+    assert own.submit(cache, work, results.append, failed="failed", closed="closed")
+    assert begun.wait(PATIENCE)
+    assert own.submit(cache, lambda: "moved too", results.append, failed="failed", closed="closed")
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    eventually(lambda: results == ["closed"])
+    go_on.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert results == ["closed", "moved"]
 
 
 def test_caches_that_are_opened_again_replace_the_open_ones() -> None:

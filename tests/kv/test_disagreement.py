@@ -93,6 +93,22 @@ def test_nodes_are_asked_at_most_once_a_minute_and_nobody_waits(monkeypatch: pyt
     eventually(lambda: found.reason(ours, "", 3) is None)  # what cannot be asked is not known
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nodes_are_asked_again_after_an_error_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disagreement, "_ASK_INTERVAL_S", 0.0)
+    answers = iter([ValueError("not a namespace"), {NAMESPACE.digest: NAMESPACE}])
+
+    def namespaces() -> Mapping[bytes, Namespace]:
+        answer = next(answers, {NAMESPACE.digest: NAMESPACE})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    found = Disagreements(namespaces)
+    ours = replace(NAMESPACE, dtype="bfloat16")
+    eventually(lambda: found.reason(ours, "", 3) is Reason.OTHER_DTYPE)
+
+
 def test_a_request_is_found_by_its_whole_name_before_those_that_have_it_in_theirs() -> None:
     for name in ("talk-1", "talk-17", "talk-12"):
         record(name, "load", 1, 1, {}, 0.0)

@@ -249,6 +249,26 @@ def test_what_is_being_written_is_neither_found_nor_written_twice(monkeypatch: p
         objects.close()
 
 
+@pytest.mark.parametrize("nbytes", [10, 2 * KIB])
+def test_a_value_that_was_replaced_before_it_is_read_has_its_own_length(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    with farpool.Pool(fast="256KiB", dram="1MiB") as pool:
+        objects = PoolObjects(pool, "512KiB")
+        assert objects.put_many([(b"key", memoryview(b"a" * KIB))], PATIENCE, About()) == ["stored"]
+        each = PoolObjects._each
+
+        def replaced_first(self: PoolObjects, *args: Any) -> Any:
+            monkeypatch.setattr(PoolObjects, "_each", each)
+            assert objects.drop(b"key")
+            assert objects.put_many([(b"key", memoryview(b"b" * nbytes))], PATIENCE, About()) == ["stored"]
+            return each(self, *args)
+
+        monkeypatch.setattr(PoolObjects, "_each", replaced_first)
+        assert objects.get_many([b"key", b"absent"]) == [b"b" * nbytes, None]
+        objects.close()
+
+
 def test_a_prefix_cache_works_over_a_pool_as_over_nodes() -> None:
     layers = [Layer(2 * 2 * 8 * 4)] * 3
     tokens = list(range(70))

@@ -15,7 +15,7 @@ import pytest
 
 from farpool import Pool, StaticMembers, Store
 from farpool._native import crc32c
-from farpool.abc.fabric import Exposed, Fabric
+from farpool.abc.fabric import Exposed, Exposure, Fabric
 from farpool.cluster.node import Node
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.process import RunningNode, running_node
@@ -335,6 +335,30 @@ def test_an_exposure_that_comes_after_its_session_has_gone_is_taken_back(tmp_pat
         exposures.expose(1, str(tmp_path / "segment"))
     assert not servers(os.getpid())
     exposures.close()
+
+
+def test_an_exposure_that_comes_after_its_segment_was_withdrawn_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exposures = Exposures("socket", loopback=True)
+    path = str(tmp_path / "segment")
+    (tmp_path / "segment").write_bytes(bytes(4096))
+    exposures.connect(1)
+    expose = exposures._fabric.expose
+
+    def released(file: int, *, loopback: bool) -> Exposure:
+        exposure = expose(file, loopback=loopback)
+        exposures.withdraw(path)  # another connection of the session gives the lease back
+        return exposure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(exposures._fabric, "expose", released)
+        with pytest.raises(LeaseLostError, match="lease was released"):
+            exposures.expose(1, path)
+    assert not servers(os.getpid())
+    exposures.expose(1, path)
+    exposures.close()
+    assert not servers(os.getpid())
 
 
 def test_an_exposure_that_failed_the_session_is_made_anew_although_it_looks_alive(tmp_path: Path) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from farpool import _native
 from farpool.cluster.node import Node
+from farpool.cluster.node import node as node_module
+from farpool.cluster.node.access import NodeAccess
 from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import dial
 from farpool.cluster.wire.frames import Op, Right, Status
-from farpool.errors import QuotaExceededError
+from farpool.errors import AccessDeniedError, QuotaExceededError
 from tests.attacks.lab import Key, Lab
 from tests.node.nodes import Peer, node, until
 
@@ -268,6 +271,31 @@ def test_another_number_of_bytes_in_the_keys_file_counts_from_then_on_and_ends_n
         running.reload(lambda: grants(2 * MIB))
         calls.call("lend", deadline, bytes=MIB)
     running.stop()
+
+
+def test_a_node_that_reads_its_keys_again_while_it_starts_uses_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {name: {name: Grant(SECRET, Right.WRITE, 1)} for name in ("old", "new")}
+    running = Node(
+        parse_address("127.0.0.1:0", any_port=True), 8 * MIB, folder=tmp_path / "n", ephemeral=True, keys=keys["old"]
+    )
+    reloading = threading.Thread(target=running.reload, args=(lambda: keys["new"],))
+
+    class Access(NodeAccess):
+        def __init__(self, *settings: Any) -> None:
+            super().__init__(*settings)
+            reloading.start()
+            reloading.join(0.2)  # it may have to wait until the node has started
+
+    monkeypatch.setattr(node_module, "NodeAccess", Access)
+    with running:
+        reloading.join(60)
+        deadline = time.monotonic() + 60
+        with Control(dial(running.address, "control", key=AccessKey("new", SECRET), deadline=deadline)) as calls:
+            calls.call("lend", deadline, bytes=MIB)
+        with pytest.raises(AccessDeniedError):
+            dial(running.address, "control", key=AccessKey("old", SECRET), deadline=deadline)
 
 
 @pytest.mark.parametrize("files", [4096], indirect=True)

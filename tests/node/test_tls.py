@@ -27,7 +27,7 @@ from farpool.cluster.store.arguments import as_target
 from farpool.cluster.wire import certificate
 from farpool.cluster.wire.access import load_keys
 from farpool.cluster.wire.address import Address, parse_address
-from farpool.cluster.wire.certificate import CertificateFolder
+from farpool.cluster.wire.certificate import CertificateFolder, client_certificate
 from farpool.cluster.wire.channel import Channel
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import dial
@@ -52,6 +52,7 @@ from tests.certificates import (
     server_context,
     with_usages,
 )
+from tests.forking import in_forked_child
 from tests.nodes import eventually
 
 ALL = ("read", "write", "publish", "admin")
@@ -764,3 +765,16 @@ def test_a_folder_that_changes_is_read_again_and_a_broken_one_is_not(tmp_path: P
     for name in ("tls.key", "tls.crt"):
         (path / name).write_bytes((whole / name).read_bytes())
     assert folder.context is not first
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_uses_a_certificate_that_a_thread_of_its_parent_reads(tmp_path: Path) -> None:
+    environment = {"FARPOOL_TLS": str(Certificates(tmp_path).client("trainer"))}
+    folder = client_certificate(environment)
+
+    def child() -> None:
+        assert client_certificate(environment) is folder
+        assert folder.context is not None
+
+    with certificate._lock.lock, folder._lock:
+        in_forked_child(child)

@@ -8,10 +8,13 @@ import random
 import signal
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import farpool
 from farpool import Dram, Event, Faulty, Nvme, Remote, Throttled, TierError, Verified
@@ -20,6 +23,7 @@ from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers import SafetensorsFile
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -199,6 +203,42 @@ def test_events_tell_what_moved() -> None:
         text = pool.explain()
         assert "dram" in text
         assert "stalls" in text
+
+
+def test_each_storage_that_is_freed_was_created(tmp_path: Path) -> None:
+    events: list[Event] = []
+    path = tmp_path / "weights.safetensors"
+    save_file({"large": torch.zeros(10_000), "small": torch.zeros(10)}, path)
+    with block_pool("64KiB", dram="1MiB") as pool, SafetensorsFile(path) as source:
+        pool.subscribe(events.append)
+        storages = [pool.allocate(nbytes, cls="weights") for nbytes in (200, 300, 10_000)]
+        for storage in storages:
+            write(pool, storage, bytes(storage.nbytes))
+            pool.pack_at_first_use(storage)
+        storages += [pool.adopt(source, entry.extent) for entry in source.tensors.values()]
+        for storage in storages:
+            read(pool, storage)
+        del storages, storage
+        assert pool.live == 0
+    made, freed = (
+        Counter((event.nbytes, event.cause) for event in events if event.kind == kind) for kind in ("create", "free")
+    )
+    assert made == freed
+    assert made[40_000, "weights"] == 1
+
+
+def test_a_subscription_ends_under_the_lock_of_the_pool(pool: BlockPool) -> None:
+    end = pool.subscribe(lambda event: None)
+    thread = threading.Thread(target=end)
+    with pool.driver:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert pool.account.listening
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not pool.account.listening
+    end()  # once more changes nothing
 
 
 def test_the_account_tells_how_many_rows_of_tables_were_in_place() -> None:
@@ -391,6 +431,25 @@ def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: BlockPo
     assert pool.live == 10
     for seed, storage in enumerate(storages):
         assert read(pool, storage) == content(seed, 200)
+
+
+def test_a_storage_whose_packing_fails_keeps_its_place_and_nothing_stays_pinned(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = pool.allocate(200, cls="weights")
+    write(pool, storage, content(1, 200))
+    pool.pack_at_first_use(storage)
+
+    def fail(commands: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool._packing._executor, "start", fail)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            read(pool, storage)
+    assert pool.driver.granted == 0
+    assert pool.live == 1
+    assert read(pool, storage) == content(1, 200)
 
 
 def test_a_device_that_is_not_there_is_a_clear_error() -> None:

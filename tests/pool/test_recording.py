@@ -20,6 +20,7 @@ from farpool.memory.pager.use import Use
 from farpool.memory.pool.block_pool import BlockPool
 from farpool.memory.tape import Access, Content, Create, Free, Record, Run, TapeFile
 from tests.block_pools import block_pool
+from tests.forking import in_forked_child
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 
@@ -257,6 +258,32 @@ def test_a_forked_child_leaves_the_file_to_its_parent(pool: BlockPool, path: Pat
         assert os.waitpid(child, 0)[1] == 0
         touch(pool, storage, READ, "after")
     assert [access.op for access in accesses(list(TapeFile(path)))] == ["before", "after"]
+
+
+def test_a_forked_child_closes_a_recording_even_if_a_thread_of_the_parent_held_its_locks(
+    pool: BlockPool, path: Path
+) -> None:
+    with pool.record(path) as recording:
+        with pool.recorder._changing, recording._writing:  # as a thread that is just ending another recording
+            in_forked_child(recording.close)
+        touch(pool, pool.allocate(16_384), OVERWRITE)
+    assert len(accesses(list(TapeFile(path)))) == 1
+
+
+def test_a_forked_child_that_ends_an_access_of_its_parent_writes_nothing(pool: BlockPool, path: Path) -> None:
+    storage = pool.allocate(16_384)
+    with pool.record(path) as recording:
+        held = pool.acquire([Use(storage, 0, 16_384, WRITE)], "held")
+        size = path.stat().st_size
+        recording._written = 0  # long ago, so that a write is due
+
+        def child() -> None:
+            pool.release(held)
+            assert path.stat().st_size == size
+
+        in_forked_child(child)
+        pool.release(held)
+    assert [access.op for access in accesses(list(TapeFile(path)))] == ["held"]
 
 
 KILLED = """

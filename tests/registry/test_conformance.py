@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from farpool.abc.registry import VALUE_BYTES_MAX
-from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry
+from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry, sqlite
 from farpool.cluster.registry.etcd import EtcdRegistry
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import ConfigError, RegistryCompactedError, RegistryError, RegistryLeaseError
 from tests.forking import in_forked_child
 
@@ -262,6 +264,12 @@ def test_a_forked_child_does_not_wait_for_a_lock_of_a_thread_of_its_parent(regis
     with lock:
         in_forked_child(lambda: registry.get("k"), LONG)  # type: ignore[arg-type, return-value]
     assert registry.get("k") is not None
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_opens_a_file_while_its_parent_makes_one(tmp_path: Path) -> None:
+    with sqlite._making.lock:
+        in_forked_child(lambda: SqliteRegistry(tmp_path / "registry").close(), LONG)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

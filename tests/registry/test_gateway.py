@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 import pytest
 
+from farpool.abc.registry import Commit, Condition, Put
 from farpool.cluster.registry import gateway as module
+from farpool.cluster.registry.etcd import EtcdRegistry
 from farpool.cluster.registry.gateway import Gateway
 from farpool.cluster.registry.messages import Empty, LeaseRequest
 
@@ -115,3 +120,65 @@ def test_endpoints_that_are_all_silent_are_asked_in_each_round_with_more_patienc
     assert (waking.asked, silent.asked) == (3, 2)
     assert time.monotonic() - began >= 2 * 0.1 + 2 * 0.2
     gateway.close()
+
+
+class ForgetfulMember:
+    """Does a transaction and closes the connection without a reply; when it is sent again, its conditions fail.
+
+    Its other connections stay open after a reply, so that the client uses them again.
+    """
+
+    def __init__(self) -> None:
+        self.value = ""
+        self.tries = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint: tuple[str, int] = self.listener.getsockname()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        while True:
+            try:
+                connection = self.listener.accept()[0]
+            except OSError:
+                return
+            connection.settimeout(WAIT_S)
+            with connection, connection.makefile("rwb") as stream:
+                while (line := stream.readline()) and (reply := self.answer(line, self.body(stream))) is not None:
+                    header = {"revision": 2 if self.value else 1, "cluster_id": 1}
+                    body = json.dumps({"header": header, **reply}).encode()
+                    stream.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+                    stream.flush()
+
+    def body(self, stream: IO[bytes]) -> dict[str, Any]:
+        size = 0
+        while (line := stream.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            size = int(value) if name.lower() == b"content-length" else size
+        request: dict[str, Any] = json.loads(stream.read(size))
+        return request
+
+    def answer(self, line: bytes, request: dict[str, Any]) -> dict[str, Any] | None:
+        if b"/v3/kv/txn " in line:
+            self.tries += 1
+            if self.tries > 1:
+                return {"succeeded": False}
+            self.value = request["success"][0]["request_put"]["value"]
+            return None
+        key = base64.b64encode(b"farpool/k").decode()
+        return {"kvs": [{"key": key, "value": self.value, "mod_revision": 2}] if self.value else []}
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join(WAIT_S)
+
+
+def test_a_transaction_whose_reply_was_lost_on_an_idle_connection_is_found_to_be_done() -> None:
+    member = ForgetfulMember()
+    registry = EtcdRegistry(member.endpoint, timeout=WAIT_S)
+    assert registry.get("k") is None  # leaves an idle connection
+    assert registry.commit([Condition("k", 0)], [Put("k", b"v")]) == Commit(True, 2)
+    assert member.tries == 2
+    registry.close()
+    member.close()

@@ -51,6 +51,23 @@ def test_one_session_at_a_time_holds_a_role(make: MakeSession, registry: Registr
     assert not taken(theirs).lost
 
 
+def test_a_session_starts_its_thread_with_the_next_lease_if_it_could_not_before(
+    make: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    renewed = threading.Event()
+    session = make(ttl=3.0, on_renewal=renewed.set)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                session.lease()
+    session.lease()
+    assert renewed.wait(WAIT_S)
+
+
 def test_each_holder_has_a_higher_token_than_all_before(make: MakeSession) -> None:
     sessions = [make(), make(), make()]
     tokens = []

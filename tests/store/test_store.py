@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from farpool.cluster.members import StaticMembers
-from farpool.cluster.store import AsyncStore, Demotion, PutOutcome, Store
+from farpool.cluster.store import AsyncStore, Demotion, PutOutcome, Store, upkeep
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.wire.frames import Right, Status
 from farpool.errors import (
@@ -245,6 +245,49 @@ def test_a_hit_on_one_copy_keeps_the_others_and_makes_missing_ones_again(local: 
                 ttl = alone.stat("k").ttl  # type: ignore[union-attr]
                 assert ttl is not None
                 assert 0 < ttl <= 1000
+
+
+def test_upkeep_waits_for_the_next_hit_if_no_thread_can_be_started(
+    local: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "farpool-store-upkeep":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    nodes = local(2)
+    with store_over(nodes, 2) as store, store_over(nodes, 2) as other:
+        store.put("k", LARGE)
+        first, second = ranked(store, nodes)
+        lose_at(second, b"k")
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", limited)
+            assert store.get("k") == LARGE
+            assert other.get("k") == LARGE
+            other.close()
+        assert b"k" not in held(second)
+        assert store.get("k") == LARGE
+        eventually(lambda: b"k" in held(second))
+        assert b"k" in held(first)
+
+
+def test_upkeep_begins_again_after_an_unexpected_error(local: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    nodes = local(2)
+    with store_over(nodes, 2) as store:
+        store.put("k", LARGE)
+        _, second = ranked(store, nodes)
+        lose_at(second, b"k")
+        with monkeypatch.context() as patched:
+            patched.setattr(upkeep, "probe", lambda *_, **__: 1 / 0)
+            assert store.get("k") == LARGE
+            eventually(lambda: bool(told))
+        assert store.get("k") == LARGE
+        eventually(lambda: b"k" in held(second))
+    assert [one.exc_type for one in told] == [ZeroDivisionError]
 
 
 def test_a_hot_object_stays_on_all_its_nodes_while_others_come_and_go(local: Nodes) -> None:

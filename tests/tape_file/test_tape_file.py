@@ -251,3 +251,26 @@ def test_no_file_is_left_where_none_could_be_begun(path: Path) -> None:
     with files_no_larger_than(10), pytest.raises(TapeFileError, match="cannot write it: File too large"):
         TapeWriter(path, METADATA)
     assert not path.exists()
+
+
+def test_a_file_that_could_not_be_begun_is_deleted_while_it_is_locked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[TapeWriter] = []
+    close = os.close
+
+    def another_begins(fd: int) -> None:
+        monkeypatch.setattr(os, "close", close)
+        close(fd)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        others.append(TapeWriter(path, METADATA))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with files_no_larger_than(10):
+        monkeypatch.setattr(os, "close", another_begins)
+        with pytest.raises(TapeFileError, match="cannot write it: File too large"):
+            TapeWriter(path, METADATA)
+    (other,) = others
+    other.finish()
+    other.close()
+    assert read(path) == ([], None)

@@ -22,7 +22,7 @@ from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
 from farpool.errors import ConfigError, FarpoolWarning, NodeError, TierError
-from farpool.memory.tiers import Extent, HasNotes, Remote, Throttled, Tier
+from farpool.memory.tiers import Extent, HasNotes, Remote, Throttled, Tier, remote_members
 from farpool.memory.tiers.remote import STRIPE
 from farpool.memory.tiers.remote_members import Following
 from farpool.testing import TierConformance
@@ -497,4 +497,32 @@ def test_a_list_that_cannot_be_read_is_reported_and_the_tier_goes_on(pair: list[
         extent, data = put(tier, 1000)
         with pytest.warns(FarpoolWarning, match=r"remote: the list of members cannot be followed: .*'nowhere'"):
             await_following(tier, lambda: members.set(MemberInfo(("nowhere",))))
+        assert get(tier, extent) == data
+
+
+def test_a_change_of_a_list_that_cannot_be_read_at_once_is_followed_later(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_members, "_RETRY_S", 0.1)
+
+    class FailsTwice(Listed):
+        failures = 0
+
+        def members(self) -> Sequence[MemberInfo]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError("the registry is away")
+            return super().members()
+
+    a, b = pair
+    members = FailsTwice(MemberInfo((a,)))
+    with Remote(members, size=MIB) as tier:
+        extent, data = put(tier, 1000)
+        await_following(tier, lambda: members.set(MemberInfo((a,))))
+        members.failures = 2
+        warned: list[str] = []
+        monkeypatch.setattr(tier._contacts[1], "_warn", warned.append)
+        members.set(MemberInfo((b,)))
+        eventually(lambda: tier.nodes == (b,))
+        assert warned == ["the list of members cannot be followed: the registry is away"]
         assert get(tier, extent) == data

@@ -82,12 +82,14 @@ class Disagreements:
     def _ask(self) -> None:
         """Ask the nodes, and write journal entries of lookups that have waited for the answer."""
         known: Mapping[bytes, Namespace] = {}
-        with contextlib.suppress(FarpoolError, OSError):
-            known = self._namespaces()
-        with self._lock:
-            self._known, self._asking = known, None
-            waiting = list(self._waiting)
-            self._waiting.clear()
+        try:
+            with contextlib.suppress(FarpoolError, OSError):
+                known = self._namespaces()
+        finally:  # after any error, or no later lookup would ask again
+            with self._lock:
+                self._known, self._asking = known, None
+                waiting = list(self._waiting)
+                self._waiting.clear()
         # The journal is written without the lock, so that no lookup waits for it.
         for ours, request, blocks in waiting:
             _told(known.values(), ours, request, blocks)

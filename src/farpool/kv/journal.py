@@ -107,11 +107,14 @@ class _Journal:
         if not _is_own(folder):
             raise PermissionError(f"{folder} belongs to another user or is open to others")
         path = folder / f"kv-{os.getpid()}.sock"
-        # An earlier process with this number may have left its socket.
-        path.unlink(missing_ok=True)
+        fresh = path.with_suffix(".new")
+        # An earlier process with this number may have left its sockets.
+        fresh.unlink(missing_ok=True)
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(path))
+        listener.bind(str(fresh))
         listener.listen(8)
+        # Other processes delete a socket that refuses them, so it gets its name only when it listens.
+        fresh.replace(path)
         atexit.register(_delete, path, os.getpid())
         threading.Thread(target=self._serve, args=(listener,), name="farpool-kv-journal", daemon=True).start()
 

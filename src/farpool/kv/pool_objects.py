@@ -135,11 +135,8 @@ class PoolObjects:
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Read values; None for a key that has none."""
-        with self._lock:
-            sizes = [value.nbytes if (value := self._values.get(key)) else 0 for key in keys]
-        places = [bytearray(size) for size in sizes]
-        read = self.get_into_many(keys, [memoryview(place) for place in places], _GET_TIMEOUT_S)
-        return [bytes(place) if isinstance(nbytes, int) else None for place, nbytes in zip(places, read, strict=True)]
+        found = self._each(self._read_whole, zip(keys, strict=True), _GET_TIMEOUT_S)
+        return [one if isinstance(one, bytes) else None for one in found]
 
     def drop(self, key: bytes) -> bool:
         """Drop one value; return True if it was there."""
@@ -206,20 +203,39 @@ class PoolObjects:
                 outcomes.append(error)
         return outcomes
 
-    def _read(self, key: bytes, into: Payload, deadline: float) -> int | None:
-        with self._lock:
-            value = self._find(key, time.monotonic())
+    def _read_whole(self, key: bytes, deadline: float) -> bytes | None:
+        with self._reading(key) as value:
             if value is None:
                 return None
-            self._eviction.touch(key)
-            self._eviction.pin(key)  # so that it is not evicted before it is read
-        try:
+            # The size of the very value that is read: by now the key may have another one.
+            place = bytearray(value.nbytes)
+            self._copy(value.storage, value.nbytes, memoryview(place), deadline, write=False)
+            return bytes(place)
+
+    def _read(self, key: bytes, into: Payload, deadline: float) -> int | None:
+        with self._reading(key) as value:
+            if value is None:
+                return None
             if value.nbytes > nbytes_of(into):
                 raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
-            # Outside our lock, because it waits for the pool. Our reference keeps the bytes even if the key is dropped
-            # by now.
             self._copy(value.storage, value.nbytes, into, deadline, write=False)
             return value.nbytes
+
+    @contextmanager
+    def _reading(self, key: bytes) -> Iterator[_Value | None]:
+        """Count a use of a value, and pin it, so that it is not evicted while it is read; None if there is none."""
+        with self._lock:
+            value = self._find(key, time.monotonic())
+            if value is not None:
+                self._eviction.touch(key)
+                self._eviction.pin(key)
+        if value is None:
+            yield None
+            return
+        try:
+            # Outside our lock, because a read waits for the pool. Our reference keeps the bytes even if the key is
+            # dropped by now.
+            yield value
         finally:
             with self._lock:
                 self._unpin(value)

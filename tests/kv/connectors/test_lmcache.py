@@ -103,6 +103,7 @@ def test_each_result_is_returned_once_and_there_are_three_events(facts: Callable
     assert found["bytes_again"] == 0
     assert found["twice"] == [{}, None, None]
     assert found["unknown"] is None
+    assert found["nothing"] is True
     assert found["without_hint"] == 2
 
 

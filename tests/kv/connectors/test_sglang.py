@@ -205,6 +205,7 @@ def test_wrong_calls_are_misses_and_never_none(checks: Facts) -> None:
         "no indices": missing,
         "unknown pool": missing,
         "nothing": [],
+        "no pools": {},
     }
     assert told["missing_pool"] == [0, []]
     assert told["single"] == [True, False, None, False]

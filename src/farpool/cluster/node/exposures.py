@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from farpool.abc.fabric import Exposed, Exposure
 from farpool.cluster.wire.fabrics import load_fabric
-from farpool.errors import ConfigError, NodeError
+from farpool.errors import ConfigError, LeaseLostError, NodeError
 
 __all__ = ["Exposures"]
 
@@ -32,8 +32,10 @@ class Exposures:
         self._exposures: dict[tuple[int, str], Exposure] = {}
         self._connections: Counter[int] = Counter()
         """Number of control connections by session."""
-        # `_starting` lets one exposure start at a time, which may take long. `_lock` protects the two tables and is
-        # never held while a fabric works, so connections can begin and end in the meantime.
+        self._wanted = ""
+        """Path of the segment whose exposure is starting; empty if the segment was withdrawn since the start."""
+        # `_starting` lets one exposure start at a time, which may take long. `_lock` protects the tables and the path,
+        # and is never held while a fabric works, so connections can begin and end in the meantime.
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         self._check()
@@ -57,6 +59,8 @@ class Exposures:
     def expose(self, session: int, path: str, opened: Callable[[], int] | None = None, failed: bytes = b"") -> Exposed:
         """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
 
+        Raises LeaseLostError if the segment is withdrawn while its exposure starts.
+
         `path` names the segment, and this method opens it; with `opened`, that function returns the descriptor instead.
         The call may take as long as the start of a process. An exposure that works is used again. If its metadata is
         `failed`, it is replaced in any case: a process that is being killed still looks alive for a moment.
@@ -65,6 +69,8 @@ class Exposures:
         with self._starting:
             with self._lock:
                 found = self._exposures.get(key)
+                # Set before the segment is opened: a lease that was released before that cannot be opened.
+                self._wanted = path
             if found is not None and found.is_alive() and found.exposed.metadata != failed:
                 return found.exposed
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if opened is None else opened()
@@ -75,17 +81,25 @@ class Exposures:
             with self._lock:
                 # The session's last connection may have ended while the exposure started, unseen by `disconnect`.
                 is_connected = self._connections[session] > 0
-                if is_connected:
+                # Another connection of the session may have released the lease, and `withdraw` found no exposure.
+                is_wanted = self._wanted == path
+                if is_connected and is_wanted:
                     self._exposures[key] = exposure
             if found is not None:
                 found.close()
             if not is_connected:
                 exposure.close()
                 raise NodeError("the session's control connection was closed")
+            if not is_wanted:
+                exposure.close()
+                raise LeaseLostError("the lease was released while its exposure started")
             return exposure.exposed
 
     def withdraw(self, path: str) -> None:
-        """End the exposures of a segment to all sessions."""
+        """End the exposures of a segment to all sessions, and an exposure that is just starting."""
+        with self._lock:
+            if self._wanted == path:
+                self._wanted = ""
         self._withdraw(lambda _, exposed: exposed == path)
 
     def close(self) -> None:

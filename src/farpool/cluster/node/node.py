@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -131,6 +132,8 @@ class Node:
         self._server: NodeServer | None = None
         self._listener: Listener | None = None
         self._undo = ExitStack()
+        # Held while the keys are given to the data loop and the listener: a reload may come during the start.
+        self._using_keys = threading.Lock()
 
     @property
     def capacity(self) -> int:
@@ -216,11 +219,12 @@ class Node:
         # We read both before we use either: if one file is wrong, the node keeps both as they were.
         keys = read_keys()
         tls = None if self._tls is None else self._tls.reload()
-        self._keys = keys
-        if self._server is not None and self._listener is not None:
-            # The data loop first: once the listener has the keys, connections with new ones may come.
-            _expect(self._server, keys)
-            self._listener.replace(keys, tls)
+        with self._using_keys:
+            self._keys = keys
+            if self._server is not None and self._listener is not None:
+                # The data loop first: once the listener has the keys, connections with new ones may come.
+                _expect(self._server, keys)
+                self._listener.replace(keys, tls)
         self._last_reload = LastReload(time.time(), succeeded=True)
 
     def stop(self) -> None:
@@ -311,18 +315,20 @@ class Node:
         undo.callback(folder.close)
         server = self._server_in(folder)
         undo.callback(server.stop)
-        _expect(server, self._keys)
-        local = undo.enter_context(folder.listen(_BACKLOG_CONNECTIONS))
-        undo.callback(folder.socket_path.unlink, missing_ok=True)
-        server.start()
-        own = folder.identity(kept=not self._ephemeral)
-        identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
-        access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
-        control = ControlService(server, self.stats, exposures)
-        undo.callback(control.close)
-        listener = Listener([listening, local], access, server, control)
-        # Set before the listener starts, because its clients may ask for `stats` at once.
-        self._server, self._listener, self._control = server, listener, control
+        # A reload waits for this, because the parts made here would keep the keys from before it.
+        with self._using_keys:
+            _expect(server, self._keys)
+            local = undo.enter_context(folder.listen(_BACKLOG_CONNECTIONS))
+            undo.callback(folder.socket_path.unlink, missing_ok=True)
+            server.start()
+            own = folder.identity(kept=not self._ephemeral)
+            identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
+            access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
+            control = ControlService(server, self.stats, exposures)
+            undo.callback(control.close)
+            listener = Listener([listening, local], access, server, control)
+            # Set before the listener starts, because its clients may ask for `stats` at once.
+            self._server, self._listener, self._control = server, listener, control
         listener.start()
         # Registered last, so it ends first: no client may come while the rest is taken down.
         undo.callback(listener.stop)

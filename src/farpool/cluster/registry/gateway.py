@@ -142,7 +142,9 @@ class Gateway:
                 if answered and time.monotonic() < endpoint.rests_until:
                     continue
                 try:
-                    content = self._ask(endpoint, path, body, min(left, ANSWER_TIMEOUT_S * 2 ** silences[endpoint]))
+                    limit = min(left, ANSWER_TIMEOUT_S * 2 ** silences[endpoint])
+                    content, sent_twice = self._ask(endpoint, path, body, limit)
+                    uncertain |= sent_twice
                     answer = msgspec.json.decode(content, type=reply, strict=False)
                 except _FailedError as failure:
                     uncertain |= failure.sent
@@ -255,13 +257,19 @@ class Gateway:
             uncertain=uncertain,
         )
 
-    def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float) -> bytes:
-        """Send one request to one endpoint; return the body of its reply."""
+    def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float) -> tuple[bytes, bool]:
+        """Send one request to one endpoint. Return the body of its reply, and True as of `_exchange`."""
+        sent_twice = False
         for fresh_token in (False, True):
-            headers = self._headers(endpoint, limit)
-            status, content = self._exchange(endpoint, path, body, headers, limit)
+            try:
+                headers = self._headers(endpoint, limit)
+            except _FailedError as failure:
+                failure.sent |= sent_twice
+                raise
+            status, content, again = self._exchange(endpoint, path, body, headers, limit)
+            sent_twice |= again
             if status == 200:
-                return content
+                return content, sent_twice
             try:
                 refusal = msgspec.json.decode(content, type=Refusal, strict=False)
             except msgspec.MsgspecError:
@@ -290,7 +298,7 @@ class Gateway:
         if self._user:
             if not self._token:
                 body = msgspec.json.encode(Authenticate(self._user, self._password))
-                status, content = self._exchange(endpoint, "/v3/auth/authenticate", body, headers, limit)
+                status, content, _ = self._exchange(endpoint, "/v3/auth/authenticate", body, headers, limit)
                 if status != 200:
                     self._not_authenticated(status, content)
                 self._token = msgspec.json.decode(content, type=Authenticated, strict=False).token
@@ -310,11 +318,15 @@ class Gateway:
 
     def _exchange(
         self, endpoint: Endpoint, path: str, body: bytes, headers: dict[str, str], limit: float
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytes, bool]:
+        """Send one request over an idle connection or a new one, and over a new one if the idle one has ended.
+
+        Returns the status and the body of the reply, and True if the first try was sent and may have been done, too.
+        """
         until = time.monotonic() + limit
         with self._lock:
             connection = endpoint.idle.pop() if endpoint.idle else None
-        fresh, sent = connection is None, False
+        fresh, sent, sent_twice = connection is None, False, False
         while True:
             try:
                 if connection is None:
@@ -331,7 +343,9 @@ class Gateway:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, ConnectionError) and not fresh:
-                    connection, fresh = None, True  # it was idle; the member may have been restarted in the meantime
+                    # It was idle, and the member may have been restarted in the meantime. Or the member did what we
+                    # sent, and ended before it replied.
+                    connection, fresh, sent_twice = None, True, True
                     continue
                 silent = isinstance(error, TimeoutError)
                 why = f"no answer within {limit:.1f} s" if silent else _text(error)
@@ -346,7 +360,7 @@ class Gateway:
                 endpoint.idle.append(connection)
         if not keep:
             connection.close()
-        return reply.status, content
+        return reply.status, content, sent_twice
 
     def _connected(self, endpoint: Endpoint, limit: float) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection

@@ -84,7 +84,7 @@ CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
 """
 _REVISION_MAX = 1 << 62
 _LAST_BYTE = b"\xff"  # above every byte of UTF-8
-_making = threading.Lock()
+_making = forks.ModuleLock()
 
 
 class SqliteRegistry(Registry):
@@ -560,7 +560,7 @@ def _make(path: Path) -> None:
     This does not open an existing file, because closing it would drop all locks that connections of this process have
     on the file. Another program would then see no user of the file, and remove the log to which this program writes.
     """
-    with _making:  # then no connection of this process is open before the new file is closed
+    with _making.lock:  # then no connection of this process is open before the new file is closed
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:

@@ -132,10 +132,10 @@ class Session(Closing):
             if not self._lease:
                 self._lease = self._registry.grant(self._ttl, timeout=self._seconds(timeout))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._keep, args=(self._ended,), name="farpool-session", daemon=True
-                )
-                self._thread.start()
+                keeper = threading.Thread(target=self._keep, args=(self._ended,), name="farpool-session", daemon=True)
+                # This may raise if the process has too many threads. Then the next call tries again.
+                keeper.start()
+                self._thread = keeper
             return self._lease
 
     def under_lease(self, act: Callable[[int], _Result], timeout: float | None = None) -> _Result:

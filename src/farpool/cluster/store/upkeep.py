@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -63,8 +64,10 @@ class Upkeep:
             if len(self._hits) < _HITS_MAX:
                 self._hits[key] = member
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="farpool-store-upkeep", daemon=True)
-                self._thread.start()
+                worker = threading.Thread(target=self._work, name="farpool-store-upkeep", daemon=True)
+                with suppress(RuntimeError):  # no more threads may be started: a later hit tries again
+                    worker.start()
+                    self._thread = worker
 
     def finish(self, deadline: float) -> None:
         """Finish the work for all hits so far, until the deadline by the monotonic clock. Idempotent.
@@ -91,6 +94,10 @@ class Upkeep:
                 self._visit(hits)
             except FarpoolError:  # a later hit tries again
                 continue
+            except BaseException:
+                with self._lock:
+                    self._thread = None  # a later hit starts another thread
+                raise
 
     def _visit(self, hits: dict[bytes, Member]) -> None:
         cluster = self._cluster

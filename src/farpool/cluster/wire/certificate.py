@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from farpool import forks
 from farpool._native import TlsContext, tls_available
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError
@@ -53,6 +54,11 @@ class CertificateFolder:
         # We look at the files before we read them, so a change during the reading shows as a change at the next look.
         self._state = self._stated()
         self._context = self._read()
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Make a new lock in a forked child, because a thread of the parent may hold the old lock."""
+        self._lock = threading.Lock()
 
     @property
     def context(self) -> TlsContext:
@@ -138,11 +144,11 @@ def client_certificate(environment: Mapping[str, str] = os.environ) -> Certifica
             f"{CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY}, for example of 'farpool certs issue'",
             setting=TLS_VARIABLE,
         )
-    with _lock:
+    with _lock.lock:
         if path not in _known:
             _known[path] = CertificateFolder(path, TLS_VARIABLE)
         return _known[path]
 
 
 _known: dict[str, CertificateFolder] = {}
-_lock = threading.Lock()
+_lock = forks.ModuleLock()

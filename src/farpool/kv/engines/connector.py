@@ -89,7 +89,8 @@ class Connector:
         failed : object
             Result if `work` raises an error, which is logged.
         closed : object
-            Result if the cache is closed; `done` receives it at once, on the caller's thread.
+            Result if the cache is closed; `done` receives it at once, on the caller's thread. If the cache is closed
+            before the work has begun, `done` receives it on the thread that closes.
 
         Returns
         -------
@@ -107,10 +108,11 @@ class Connector:
                 done(result)
 
         try:
-            cache.submit(run)
+            job = cache.submit(run)
         except StoreClosedError:
             done(closed)
             return False
+        job.add_done_callback(lambda ended: done(closed) if ended.cancelled() else None)
         return True
 
     def stats(self) -> Counter[str]:

@@ -332,7 +332,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         """End all tasks; when it returns, no thread reads or writes LMCache's memory. Idempotent.
 
-        Tasks that have not begun are dropped, and tasks that have begun end by their deadline.
+        Tasks that have not begun fail at once, and tasks that have begun end by their deadline.
         """
         with self._lock:
             closed, self._closed = self._closed, True
@@ -379,7 +379,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
                 by_space.setdefault(space, []).append(number)
         chunks = _chunks(keys)
         with self._lock:
-            before = min(self._places.pop(chunk, 0) for chunk in chunks)
+            before = min((self._places.pop(chunk, 0) for chunk in chunks), default=0)
         cost = self._judge.cost(len(chunks), before, len(keys))
         stored: list[int] = []
         failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(blocks)))

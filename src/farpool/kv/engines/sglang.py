@@ -548,7 +548,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
         keys = [key for batch in batches for key in batch.keys]
         parts = [part for batch in batches for part in batch.parts]
-        request = _request(wanted[0][1], extra_info)
+        request = _request(wanted[0][1] if wanted else (), extra_info)
         reasons: Iterator[Reason | None] = iter(())
         if saving:
             self._judge.saved([one for _, hashes, _ in wanted for one in hashes])

@@ -392,13 +392,16 @@ class FarpoolTier(SecondaryTierManager):
             finished, self._finished = self._finished, []
         return finished
 
-    def drain_jobs(self) -> None:
+    def _give_up_stores(self) -> None:
+        """End the stores that have not begun, because vLLM waits."""
         with self._changed:
             waiting = list(self._stores)
             self._stores.clear()
         for job, _ in waiting:
-            # vLLM waits for this call, so stores that have not begun are given up instead of being made.
             self._finish(job, [Reason.BYPASSED] * len(job.keys), 0.0)
+
+    def drain_jobs(self) -> None:
+        self._give_up_stores()
         with self._changed:
             while not self._changed.wait_for(lambda: not self._unfinished, _DRAIN_WARNING_S):
                 # Each job ends by its own deadline; until then vLLM must not reuse its memory.
@@ -436,8 +439,7 @@ class FarpoolTier(SecondaryTierManager):
         }
 
     def shutdown(self) -> None:
-        with self._changed:
-            self._stores.clear()
+        self._give_up_stores()
         self._connector.close()  # waits for transfers under way; after that no thread touches the engine's memory
         self._lookups.shutdown()
         # vLLM unmaps its memory next, which fails while a view of it exists. Errors refer to the calls that raised

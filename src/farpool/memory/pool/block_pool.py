@@ -115,7 +115,13 @@ class BlockPool:
             self._executor = self._watch.executor
         self.driver: Driver = self._make_driver()
         self._packing = Packing(
-            self.allocation, self._executor, self.driver, self._acquire, self._check_open, self._births
+            self.allocation,
+            self._executor,
+            self.driver,
+            self._acquire,
+            self._check_open,
+            self._note_created,
+            self._births,
         )
         self._budget = Budget(
             self.pager,
@@ -294,8 +300,7 @@ class BlockPool:
             blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
             storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
             self._storages.add(storage)
-        if self.account.listening:
-            self.account.note(Event("create", time.monotonic(), nbytes=nbytes, block=blocks.first, cause=cls))
+        self._note_created(storage)
         return storage
 
     def adopt(
@@ -309,7 +314,13 @@ class BlockPool:
             blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
             storage = Storage(self, extent.nbytes, cls, name, row_bytes, blocks, next(self._births))
             self._storages.add(storage)
+        self._note_created(storage)
         return storage
+
+    def _note_created(self, storage: Storage) -> None:
+        if self.account.listening:
+            now = time.monotonic()
+            self.account.note(Event("create", now, nbytes=storage.nbytes, block=storage.first, cause=storage.cls))
 
     def pack_at_first_use(self, storage: Storage) -> None:
         """Mark a storage so that it is packed at its first use, if it is small (see `farpool.memory.pool.packing`).
@@ -513,8 +524,9 @@ class BlockPool:
             self.driver.attention = True
 
         def unsubscribe() -> None:
-            end()
-            self.driver.listen(self.account.listening)
+            with self.driver:
+                end()
+                self.driver.listen(self.account.listening)
 
         return unsubscribe
 

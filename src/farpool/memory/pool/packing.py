@@ -35,6 +35,8 @@ class Packing:
         Pins operands as the pool does, but without packing loose ones first. Called without the lock.
     check_open : callable
         Raises if the pool has been closed.
+    created : callable
+        Notes the event of a storage that was made.
     births : iterator of int
         Numbers for storages, in the order in which these are made or first used.
     """
@@ -46,6 +48,7 @@ class Packing:
         driver: Driver,
         acquire: Callable[[Sequence[Use], str], Grant],
         check_open: Callable[[], None],
+        created: Callable[[Storage], None],
         births: Iterator[int],
     ) -> None:
         self._allocation = allocation
@@ -53,6 +56,7 @@ class Packing:
         self._driver = driver
         self._acquire = acquire
         self._check_open = check_open
+        self._created = created
         self._births = births
         self._under_way: set[int] = set()
         """Identities of the storages that a thread is packing; other threads wait for it."""
@@ -80,16 +84,19 @@ class Packing:
             with self._driver:
                 blocks = self._allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
             packed = Storage(storage.pool, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
+            self._created(packed)  # once it is dropped, its end is an event, too
             grant = self._acquire(
                 [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
             )
-            with self._driver:
-                # The move and the swap are one step under the lock: no access may find the new place before the bytes
-                # are there.
-                source, target = grant.offsets
-                self._executor.start([Move(source, target, storage.nbytes)])
-                storage.layout.swap(packed.layout)
-            self._driver.release(grant)
+            try:
+                with self._driver:
+                    # The move and the swap are one step under the lock: no access may find the new place before the
+                    # bytes are there.
+                    source, target = grant.offsets
+                    self._executor.start([Move(source, target, storage.nbytes)])
+                    storage.layout.swap(packed.layout)
+            finally:
+                self._driver.release(grant)
         except (BudgetError, PoolFullError, TierError):
             pass  # it stays in its place; the op may need less room than packing
         finally:

@@ -1,8 +1,9 @@
 """Recordings of a program's accesses to its pool, written to tape files while it runs.
 
-The pool notes grants and blocks under its lock, which costs an append. The next thread that releases operands turns the
-notes into bytes and writes them, outside the lock and many records at a time. A recording ends when it cannot be
-written any more; the pool goes on as if it had never begun, and `Recording.close` raises.
+The pool notes blocks under its lock, and grants while their operands are pinned, which costs an append. The next thread
+that releases operands turns the notes into bytes and writes them, outside the lock and many records at a time. A
+recording ends when it cannot be written any more; the pool goes on as if it had never begun, and `Recording.close`
+raises.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Recording:
     def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
         self.path = writer.path
         self.noted: deque[Record | Note] = deque(living)
-        """Records to write, in the order of the program; appended to under the pool's lock."""
+        """Records to write, in the order of the program, except that overlapping accesses may come in either order."""
         self._recorder = recorder
         self._writer = writer
         self._writing = threading.Lock()
@@ -89,6 +90,8 @@ class Recording:
         """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
         if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
+        if self._is_parents():
+            return
         # If another thread writes already, we do not wait for its disk: this thread is about to continue its
         # computation.
         if self._writing.acquire(blocking=False):
@@ -102,10 +105,11 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording and complete the file; an error is kept for `close` to raise."""
+        # Before any lock: a thread of the parent may have held it at the fork.
+        if self._is_parents():
+            return
         # New records stop first, so that the loop in `_write` comes to an end while other threads use the pool.
         self._recorder.forget(self)
-        if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
-            return
         with self._writing:
             if self._ended:
                 return
@@ -141,6 +145,10 @@ class Recording:
         else:  # which says more than an error of close()
             self.end()
 
+    def _is_parents(self) -> bool:
+        """Return True in the child of a fork, which leaves the file to its parent."""
+        return os.getpid() != self._owner
+
     def _write(self, *, last: bool) -> None:
         try:
             while records := self._take(last=last):
@@ -164,7 +172,7 @@ class Recording:
             elif noted.released:
                 records.append(self._access(noted))
                 weight += len(noted.runs)
-            # Records stay in the order of grants, so an access that is not released yet holds back all later ones.
+            # Records stay in the order of notes, so an access that is not released yet holds back all later ones.
             elif not last:
                 break
             self.noted.popleft()
@@ -187,7 +195,7 @@ class Recording:
 
 
 class Recorder:
-    """The recordings under way of a pool; call `created`, `freed` and `granted` with the pool's lock held.
+    """The recordings under way of a pool; call `created` and `freed` with the pool's lock held.
 
     Attributes
     ----------
@@ -225,7 +233,9 @@ class Recorder:
             recording.noted.append(Free(first, count))
 
     def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
-        """Record that an access was granted.
+        """Record that an access was granted; called without the pool's lock, while its operands are pinned.
+
+        So two threads whose accesses overlap in time may come here in either order.
 
         Parameters
         ----------

@@ -43,8 +43,11 @@ class TapeWriter:
             _write_at(self._fd, pack_header(), 0)
             self._append(META, self._encoder.map(metadata))
         except OSError as error:
-            os.close(self._fd)
-            self.path.unlink(missing_ok=True)
+            try:
+                # Before the descriptor is closed, which ends the lock: then the file could be another recording's.
+                self.path.unlink(missing_ok=True)
+            finally:
+                os.close(self._fd)
             raise TapeFileError(f"{self.path}: cannot write it: {error.strerror}") from error
 
     def write(self, records: Sequence[Record]) -> None:

@@ -145,6 +145,8 @@ class Following(Contact):
         self._connect = connect
         self._tier = tier
         self._has_changed = False
+        self._failure = ""
+        """Why the list could not be followed when it was last read; then the thread tries again."""
         self._retry_at = 0.0
         self._notes: dict[MemberPart, str] = {}
         super().__init__(owner, parts, timeout)
@@ -172,13 +174,16 @@ class Following(Contact):
             if self._ended:
                 return
             self._try_to_reach(part)
-        unsettled = any(part.is_away or part in self._notes for part in self._members)
+        unsettled = bool(self._failure) or any(part.is_away or part in self._notes for part in self._members)
         if self._has_changed or (unsettled and time.monotonic() >= self._retry_at):
             self._has_changed = False  # before the list is read, so that no later change is missed
             try:
                 self._follow()
+                self._failure = ""
             except Exception as error:  # a list of the user's own may have addresses that are none
-                self._warn(f"the list of members cannot be followed: {error}")
+                before, self._failure = self._failure, f"the list of members cannot be followed: {error}"
+                if self._failure != before:
+                    self._warn(self._failure)
             self._retry_at = time.monotonic() + _RETRY_S
 
     def _try_to_reach(self, part: MemberPart) -> None:

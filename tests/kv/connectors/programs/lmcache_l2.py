@@ -646,6 +646,7 @@ def results_and_events() -> dict[str, Any]:
                 one.l2.query_load_result(load),
             ],
             "unknown": one.l2.query_load_result(10**9),
+            "nothing": one.store([]).is_successful(),
             "without_hint": awaited(lambda: one.l2.query_lookup_and_lock_result(plain)).popcount(),
         }
 

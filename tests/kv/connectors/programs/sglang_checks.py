@@ -398,6 +398,7 @@ def refused(node: RunningNode) -> Facts:
             "no indices": storage.batch_get_v2([PoolTransfer(PoolName.KV, keys=keys)])[PoolName.KV],
             "unknown pool": storage.batch_get_v2([PoolTransfer(PoolName.SWA, indices, keys=keys)])[PoolName.SWA],
             "nothing": storage.batch_get_v1([], indices[:0]),
+            "no pools": storage.batch_get_v2([]),
         }
         needed = storage.batch_exists_v2(keys, [PoolTransfer(PoolName.SWA)])
         missing = [needed.kv_hit_pages, needed.restorable_prefix_pages]
