@@ -279,7 +279,7 @@ class Folder:
     def close(self) -> None:
         """Unlock the folder. Idempotent.
 
-        If the folder is a default folder or was made by this object, and has no segments, it is removed.
+        A default folder, or one that this object made, is removed if no files are left in it.
         """
         if self._lock < 0:
             return
