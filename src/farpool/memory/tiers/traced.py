@@ -37,7 +37,7 @@ class TraceRecord:
     op : str
         ``reserve``, ``free``, ``read`` or ``write``.
     time : float
-        Begin, in seconds on the monotonic clock.
+        Time when the operation began, in seconds of the monotonic clock.
     duration : float
         Seconds from begin to end.
     offset : int or None
@@ -45,7 +45,7 @@ class TraceRecord:
     nbytes : int
         Bytes of the extent.
     error : str or None
-        Type and message of the error that it raised.
+        Type and message of the error that the operation raised; None if it succeeded.
     """
 
     tier: str
@@ -60,7 +60,7 @@ class TraceRecord:
 class Traced(WrapperTier):
     """Wrapper that records each operation on a tier: in memory, for a callback, or in a file.
 
-    It records transfers in Python, so a pool calls it with the interpreter lock, and everything is slower.
+    It records transfers in Python. So a pool needs the interpreter lock for each transfer, and everything is slower.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class Traced(WrapperTier):
         self._lock = threading.Lock()
 
     def records(self) -> tuple[TraceRecord, ...]:
-        """The last records, in the order in which the operations ended."""
+        """Return the last records, in the order in which the operations ended."""
         with self._lock:
             return tuple(self._kept)
 

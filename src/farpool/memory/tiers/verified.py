@@ -1,4 +1,4 @@
-"""Checksums of a tier's extents, so that a read gives the bytes that were written, or an error."""
+"""Checksums of a tier's extents, so that a read either returns the written bytes or raises an error."""
 
 from __future__ import annotations
 
