@@ -204,9 +204,9 @@ class Names(Closing):
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until the opened name is closed.
 
-        While the registry is away, this opens the last version that this program knows; while the registry can only be
-        read, it opens the current version. The reader then does not hold the version (`OpenedName.held`): the version
-        stays for as long as it is the current one, and for `hold` seconds after that.
+        While the registry does not answer, this opens the last version that this program knows; while the registry can
+        only be read, this opens the current version. The reader then does not hold the version (`OpenedName.held`): the
+        version stays for as long as it is the current one, and for `hold` seconds after that.
 
         Parameters
         ----------
@@ -222,7 +222,7 @@ class Names(Closing):
         NameLostError
             No node has one of its objects any more.
         RegistryAwayError
-            The registry is away, and this program has not read the name before.
+            The registry does not answer, and this program has not read the name before.
         """
         quoted = checked_name(name)
         # Without a lease the session has no thread that would do this work.
@@ -252,7 +252,7 @@ class Names(Closing):
     def info(self, name: str) -> NameInfo | None:
         """Return the current version of a name; None if nothing is published under it.
 
-        While the registry is away, this is the last version that the program knows.
+        While the registry does not answer, this is the last version that the program knows.
         """
         entry, _ = self._entry(checked_name(name))
         record = None if entry is None else decode(entry.value, NameRecord, entry.key)

@@ -21,7 +21,7 @@ _BATCH_BYTES = 4 << 20
 
 
 class OpenedName(Closing):
-    """One version of a name, open for reading; a context manager. The version's objects stay until this is closed.
+    """One version of a name, open for reading; a context manager. The version's objects stay until it is closed.
 
     Attributes
     ----------

@@ -4,11 +4,11 @@
 ``name/NAME``                      the current version, or the note that the name was unpublished
 ``history/NAME/VERSION``           the last hundred versions, published or unpublished
 ``publication/NAME/ID/PART``       the objects of a version, 10,000 in a part; written before the name moves
-``released/NAME/ID/PART``          the same for a version that no program can begin to hold; a sweep releases it
+``released/NAME/ID/PART``          the same for a version that readers cannot open now; a sweep releases it
 ``hold/NAME/ID/WHO``               a reason to keep a version that is not the current one: its writer still publishes
                                    it, it is the previous version, or a program reads it; bound to a lease
 ``writer/NAME``                    the role of the program that may move the name (`farpool.cluster.roles`)
-``sweeper``                        the role of the program of an earlier release that sweeps
+``sweeper``                        the role of the sweeping program, used by earlier releases
 ================================== ==============================================================================
 """
 

@@ -6,10 +6,11 @@
 3. It tells the nodes to keep the copies without an end. A node does so if the copy still has the noted mark, or is
    kept already.
 
-So a sweep finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object
-that a sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its
-mark again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells
-the nodes again to keep the copies.
+A mark is a number that a node gives to a copy, and changes when it keeps, releases or prolongs the copy. So a sweep
+finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object that a
+sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its mark
+again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells the
+nodes again to keep the copies.
 """
 
 from __future__ import annotations

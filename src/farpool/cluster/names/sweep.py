@@ -11,7 +11,7 @@ later. Each sweep takes these steps:
    on the condition that its entry under ``publication/`` exists.
 2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it keeps or releases the copy.
 3. Read the registry again. The objects to release are those under ``released/`` that neither a version under
-   ``publication/`` nor a held version has: this reading shows the hold of a reader that came before step 1.
+   ``publication/`` nor a held version has. This reading also shows the holds that readers recorded before step 1.
 4. Tell each node to release its copy if the copy still has the mark of step 2.
 5. Delete the entries under ``released/``, if they are unchanged, once nodes have released all their copies.
 

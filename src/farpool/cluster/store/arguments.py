@@ -29,7 +29,7 @@ def as_key(key: str | bytes) -> bytes:
     Raises
     ------
     ConfigError
-        The key is empty, has more than 256 bytes, or has characters that UTF-8 does not have.
+        The key is empty, has more than 256 bytes, or has characters that UTF-8 cannot encode.
     TypeError
         The key is neither text nor bytes.
     """

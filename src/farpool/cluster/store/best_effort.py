@@ -83,7 +83,7 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value in bytes, None if there is none, or the error if that could not be found out.
+            Size of each value in bytes; None if the key has no value; or the error if this could not be found out.
         """
         return self._attempt(
             len(keys), timeout, lambda cluster, deadline: look_up(cluster, keys, deadline, patient=False)
@@ -106,9 +106,9 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size in bytes of each value, which is whole and verified in its target; None if there is no value; or the
-            error if it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
-            without a value are unspecified.
+            Size in bytes of each value, which is then complete and verified in its target; None if there is no value;
+            or the error if the value could not be read (`ValueError`: the target is smaller than the value). The bytes
+            of targets without a value are unspecified.
         """
 
         def get(cluster: Cluster, deadline: float) -> Sequence[int | Exception | None]:

@@ -74,7 +74,7 @@ def probe(
     Returns
     -------
     dict of Member to Probed or Exception
-        Answer of each node, or the error if it gave none.
+        Answer of each node, or the error if the node did not answer.
     """
     found: dict[Member, Probed | Exception] = {}
     asks: list[Ask] = []

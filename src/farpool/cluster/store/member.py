@@ -101,7 +101,7 @@ class Member:
         return f"<Member {self.name} {self.identity.hex() or 'not met'}>"
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a connection, a new one if `fresh`; the caller gives it back to `pool`.
+        """Borrow a connection, which must be new if `fresh`; the caller returns it to `pool`.
 
         Raises
         ------

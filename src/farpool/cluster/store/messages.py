@@ -24,7 +24,7 @@ __all__ = ["Ask", "Lookup", "ObjectInfo", "decoded", "object_head", "results", "
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """Size and state of a stored object, as one node knows them.
+    """Size and state of a stored object, as one node reports them.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class ObjectInfo:
     ttl : float or None
         Seconds until it expires; None for never.
     copies : int
-        Number of copies that the program which put it asked for.
+        Number of copies that was requested when the object was put.
     pins : int
-        Number of programs that have it pinned on that node.
+        Number of programs that have the object pinned on that node.
     kept : bool
-        True if it is never evicted.
+        True if the node never evicts the object.
     """
 
     key: bytes

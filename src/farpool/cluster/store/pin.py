@@ -135,7 +135,7 @@ class Pin:
 class Pins(Sequence[Pin | None]):
     """Objects that are pinned together, in the order of their keys; a context manager that releases all of them.
 
-    A key that has no value has None in its place.
+    The item for a key without a value is None.
     """
 
     def __init__(self, pins: Sequence[Pin | None]) -> None:

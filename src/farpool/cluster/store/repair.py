@@ -26,9 +26,9 @@ class Unmended:
     Attributes
     ----------
     key : bytes
-        Its key.
+        Key of the object.
     lacking : int
-        Copies that it still lacks.
+        Number of copies that the object still lacks.
     reasons : tuple of str
         Reasons why no node has stored the missing copies.
     """

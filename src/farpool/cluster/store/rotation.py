@@ -32,7 +32,7 @@ class RotatedNode:
     node : str
         Its address.
     rotated : bool
-        True if the node has confirmed the new epoch. A node that has not may still return earlier objects.
+        True if the node has confirmed the new epoch. A node that has not confirmed it may still return earlier objects.
     objects : int
         Objects that became unreadable on this node.
     nbytes : int

@@ -67,7 +67,7 @@ class NodeStatus:
     mapped : bool
         True if the memory of its objects is mapped into this process.
     stats : dict or None
-        Its counters; None if it cannot be asked.
+        The node's counters; None if the node cannot be asked.
     identity : str
         Its identity in hexadecimal; empty before the first contact.
     state : str
@@ -301,7 +301,7 @@ class Store(Closing):
         return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
 
     def stat(self, key: Key) -> ObjectInfo | None:
-        """Return size, time to live and pins of a key's value, from the first node that has it; None if none has."""
+        """Return size, time to live and pins of a key's value, on the first node that has it; None without a value."""
         cluster, data = self._open(), as_key(key)
         (found,) = results(fetch(cluster, [data], cluster.deadline(), Op.STAT), [data])
         if found is None:
@@ -331,8 +331,8 @@ class Store(Closing):
         ttl : float or None
             Seconds from now, or None for no limit. If the value already has a longer time, it keeps that time.
         keep : bool or None
-            True: nodes never evict the value. False: they may evict it again, and `ttl` counts even if it is shorter.
-            None does not change whether they may.
+            True: nodes never evict the value. False: nodes may evict the value again, and `ttl` counts even if it is
+            shorter. None: this stays as it is.
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
@@ -357,7 +357,7 @@ class Store(Closing):
         seen : sequence of mapping, optional
             The ``marks`` of an earlier touch of the same keys. Nodes then touch only the copies in it, and only if
             since then no program has touched them with a `keep` of True or False, or given them more time to live. With
-            `keep` True, nodes also touch copies that they never evict by now.
+            `keep` True, nodes also touch copies that some program has already told them to keep.
 
         Raises
         ------
@@ -381,7 +381,9 @@ class Store(Closing):
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
-        """Hold a value in memory: in the memory of a node of this host, otherwise in a copy.
+        """Hold a value in memory, and return a view of its bytes.
+
+        The view shows the memory of a node of this host if possible, otherwise a copy.
 
         Parameters
         ----------
@@ -474,14 +476,14 @@ class Store(Closing):
         return (info.key for info in self.objects(prefix))
 
     def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
-        """Restore missing copies, beginning with the objects that have the fewest.
+        """Restore missing copies, beginning with the objects that have the fewest copies.
 
         Copies on draining members count as missing, so a draining member can leave once its objects are repaired.
 
         Parameters
         ----------
         bandwidth : float or None
-            Bytes a second that may be copied; None for no limit.
+            Maximum bytes per second to copy; None for no limit.
         progress : callable or None
             Called with the number of processed objects, and with the number of all objects that lack copies.
 
@@ -553,7 +555,7 @@ class Store(Closing):
         NameLostError
             No node has one of its objects any more.
         RegistryAwayError
-            The registry is away, and this program has not read the name before.
+            The registry does not answer, and this program has not read the name before.
         """
         return self._open_names().open(name, version)
 
@@ -591,7 +593,7 @@ class Store(Closing):
             return self._names
 
     def rotate_tenant(self) -> Rotation:
-        """Make all objects that the tenant of the access key has put so far unreadable, for all programs.
+        """Make all earlier objects of the access key's tenant unreadable, for all programs.
 
         Pinned values stay in memory until they are released. An object whose put is under way may stay readable. The
         call asks a node that cannot be reached again until its timeout. Such a node may still return old objects until

@@ -33,7 +33,7 @@ _HITS_MAX = 65536
 """Maximum number of keys whose hits are collected in one pause. A hit of a further key is ignored; the copies of that
 key are checked after a later hit."""
 _UNKEPT_MS = 60_000
-"""Milliseconds after the call's deadline until a new copy expires that its node was not told to keep after all."""
+"""Milliseconds from the call's deadline until a new copy expires, unless its node was told to keep the copy."""
 
 
 class Upkeep:
@@ -189,7 +189,7 @@ def _keep(
 ) -> tuple[list[Reply | Exception], bool]:
     """Tell nodes to keep new copies of an object if the holder keeps its copy.
 
-    Also return True if the holder does not keep its copy.
+    Return the nodes' answers, and True if the holder does not keep its copy.
 
     A sweep may release the object at the same time, and must leave no copy kept. So we note the marks of the new copies
     first, and then have the holder keep its own copy again, which gives it another mark. A sweep that has not released
@@ -211,7 +211,7 @@ def _keep(
 
 
 def _unkept_ms(deadline: float) -> int:
-    """Return the milliseconds until a new copy expires that its node does not keep yet.
+    """Return the milliseconds until a new copy expires, unless its node is told to keep the copy.
 
     That time begins with the first byte that the node receives. It includes the time until the deadline, so that a copy
     which takes minutes to send has not expired when it is complete.

@@ -74,7 +74,7 @@ class CheckedExecutor(Executor):
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
-        """Check all commands, then have them carried out. If one is out of order, none of them is carried out.
+        """Check all commands, then pass them on. If a command is out of order, none of them is passed on.
 
         Raises
         ------

@@ -198,7 +198,7 @@ class Tenants:
         return tenant
 
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return the parts ``(place, bytes)`` of a range that no block has, by the commands started so far.
+        """Return the parts ``(place, bytes)`` of a range that no block has and no started transfer uses.
 
         The pager may have given such a part to a block already, but no bytes are moved there before its commands are
         started.

@@ -105,7 +105,7 @@ class Watch:
             raise type(first)(*first.args)
 
     def look(self) -> None:
-        """Check all blocks that no access may write, and all free bytes."""
+        """Check all accesses, all free bytes, and all blocks that no access or transfer may be changing now."""
         self.follow(())
         for granted in self._granted.values():
             self._check_generations(granted)

@@ -16,7 +16,7 @@ TICK = 1e-7
 
 
 class Content(IntEnum):
-    """Where the content of new blocks is stored, or of blocks that existed when the recording began."""
+    """Where the content of a block is stored when the block is created, or when the recording begins."""
 
     NONE = 0
     POOL = 1

@@ -100,7 +100,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads into records. It remembers the texts of earlier payloads, to which later ones refer by number.
+    """Turns payloads into records. It remembers all texts so far, because later records refer to them by number.
 
     Its methods raise `ValueError` for a payload that cannot be a record; msgspec's own errors are `ValueError` too.
     """

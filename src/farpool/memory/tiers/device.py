@@ -28,7 +28,7 @@ class HostArena:
     page_locked = 0
     alignment = 64
     """Alignment in bytes, equal to that of torch's own memory. With another alignment, torch would select other
-    kernels, whose results differ in the last bits."""
+    kernels, whose results may differ in the last bits."""
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Fault injection into a tier for tests, reproducible by seed or exactly at the n-th operation."""
+"""Fault injection into a tier for tests: at random, reproducible by a seed, or at chosen operations."""
 
 from __future__ import annotations
 

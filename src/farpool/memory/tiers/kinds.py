@@ -102,7 +102,7 @@ def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
     Parameters
     ----------
     table : mapping
-        The kind, and the attributes of its spec by name; wrappers are tables themselves.
+        The kind, and the attributes of its spec by name. The settings of a wrapper are a table inside this table.
     what : str
         Name of the table, for errors.
 

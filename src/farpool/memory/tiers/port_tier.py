@@ -21,7 +21,7 @@ __all__ = ["PortTier", "port_of"]
 
 
 def port_of(tier: Tier) -> Port:
-    """Return the native port of an open tier; a tier without one gets a port that calls its methods."""
+    """Return the native port of an open tier; if it has none, return a port that calls the tier's methods."""
     return tier.port if isinstance(tier, HasPort) else PythonPort(tier)
 
 

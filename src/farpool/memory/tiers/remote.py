@@ -356,7 +356,7 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     nodes : sequence of str or str
         Addresses of the nodes, as a sequence or as one text with commas; becomes a tuple of full addresses.
     size : int, str or None
-        As in `Remote`: None takes the memory that the nodes have free.
+        As in `Remote`; None for as much memory as the nodes have free.
     key : str, optional
         As in `Remote`; not shown in the spec's text.
     timeout : float

@@ -114,9 +114,9 @@ class MemberPart(Part):
 class Following(Contact):
     """A thread that follows the list of a tier's members.
 
-    A node that has moved is found by its identity, and its part goes on at the new address. The bytes of a member that
-    drains or left the list are copied to another member: preferably to a member without a part, else to a member that
-    has room for a second part. If no member accepts the bytes, they stay, and the thread tries again.
+    A node that has moved is found by its identity, and the tier then uses its part at the new address. The bytes of a
+    member that drains or left the list are copied to another member: preferably to a member without a part, else to a
+    member that has room for a second part. If no member accepts the bytes, they stay, and the thread tries again.
 
     Parameters
     ----------

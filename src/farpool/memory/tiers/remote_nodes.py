@@ -45,7 +45,7 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 
 
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
-    """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
+    """Borrow `nbytes` bytes from each node; if a node cannot lend them, no lease is kept.
 
     This takes at most `timeout` seconds, and one more for each 512 MiB, because nodes back the bytes with memory first.
 

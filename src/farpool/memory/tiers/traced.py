@@ -67,8 +67,8 @@ class Traced(WrapperTier):
     inner : Tier
         The inner tier.
     callback : callable, optional
-        Called with each `TraceRecord`, in the thread that ends the operation. It must not use the tier. An exception
-        that it raises is logged and does not affect the operation.
+        Called with each `TraceRecord`, in the thread that ends the operation. The callback must not use the tier. An
+        exception in the callback is logged and does not affect the operation.
     path : str or path-like, optional
         File for the records, one JSON object a line. Overwritten when the tier is opened.
     keep : int
