@@ -1,6 +1,6 @@
-"""The contract of a kind of tier, as tests: its tiers, and the ways in which users ask for one.
+"""The contract of a kind of tier, as tests: the kind's tiers, and the ways in which users configure them.
 
-Subclass it in a pytest module::
+Subclass `KindConformance` in a pytest module::
 
     class TestMyKind(KindConformance):
         settings = {"kind": "mine", "size": "16MiB"}

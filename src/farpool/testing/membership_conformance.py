@@ -1,6 +1,6 @@
 """The contract of a list of members, as tests.
 
-Subclass it in a pytest module::
+Subclass `MembershipConformance` in a pytest module::
 
     class TestMyMembers(MembershipConformance):
         def make(self) -> Membership:
@@ -32,11 +32,11 @@ class MembershipConformance:
     """Tests of the contract of `Membership`: a subclass gives :meth:`make` and :meth:`change`, pytest runs the rest."""
 
     def make(self) -> Membership:
-        """Make a list of members with any addresses."""
+        """Make a list of members; its addresses do not matter."""
         raise NotImplementedError("give MembershipConformance a make()")
 
     def change(self, members: Membership, addresses: list[str]) -> None:
-        """Have the list consist of active members with these addresses, one each."""
+        """Replace the list's members by active members, one for each of these addresses."""
         raise NotImplementedError("give MembershipConformance a change()")
 
     @pytest.fixture

@@ -1,6 +1,6 @@
 """The contract of a redundancy, as tests.
 
-Subclass it in a pytest module::
+Subclass `RedundancyConformance` in a pytest module::
 
     class TestMyRedundancy(RedundancyConformance):
         def make(self) -> Redundancy:

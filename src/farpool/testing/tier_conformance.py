@@ -1,12 +1,12 @@
 """The contract of a tier, as tests.
 
-Subclass it in a pytest module::
+Subclass `TierConformance` in a pytest module::
 
     class TestMyTier(TierConformance):
         def make_tier(self) -> Tier:
             return MyTier("16MiB")
 
-A tier that needs a folder of its own takes it from the attribute `folder`, which is new for each test.
+If the tier needs a folder, :meth:`make_tier` uses the attribute `folder`, a new folder for each test.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TierConformance:
     folder: Path
 
     def make_tier(self) -> Tier:
-        """Make a new, closed tier that holds from 8 MiB to 256 MiB and, once opened, is empty."""
+        """Make a new, closed tier with a capacity of 8 MiB to 256 MiB; after it is opened, it is empty."""
         raise NotImplementedError("give TierConformance a make_tier()")
 
     @pytest.fixture(autouse=True)
@@ -257,7 +257,7 @@ class TierConformance:
                 assert self.read(tier, extent) == data
 
     def test_closing_while_threads_transfer_does_no_harm(self) -> None:
-        """Each transfer either ends well or says that the tier is closed."""
+        """Each transfer either succeeds or raises an error that says that the tier is closed."""
         tier = self.make_tier()
         tier.open()
         extents = [tier.reserve(_MIB) for _ in range(4)]
@@ -297,7 +297,7 @@ class TierConformance:
 
 
 def _in_threads(calls: list[Callable[[], None]]) -> None:
-    """Run each in a thread of its own; raise the first error of any."""
+    """Run each call in a thread of its own; raise the first error of any call."""
     failures: list[BaseException] = []
 
     def run(call: Callable[[], None]) -> None:

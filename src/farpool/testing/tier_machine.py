@@ -1,4 +1,4 @@
-"""Random operations on a tier, compared with a dictionary, which is a perfect tier."""
+"""Random operations on a tier, whose results are compared with a dictionary that models a perfect tier."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIZES = st.one_of(
 
 
 class TierMachine(RuleBasedStateMachine):
-    """State machine that reserves, writes, reads, overwrites and frees; reads must agree with a dictionary.
+    """State machine that reserves, writes, reads and frees extents; reads must agree with a dictionary.
 
-    Subclasses (see :func:`tier_machine`) give :meth:`make_tier`.
+    Subclasses define :meth:`make_tier`; :func:`tier_machine` makes such a subclass.
     """
 
     extents: Bundle[Extent] = Bundle("extents")
@@ -34,7 +34,7 @@ class TierMachine(RuleBasedStateMachine):
         self.model: dict[Extent, bytes | None] = {}
 
     def make_tier(self) -> Tier:
-        """Make a closed tier with at least 1 MiB."""
+        """Make a closed tier with a capacity of at least 1 MiB."""
         raise NotImplementedError("give TierMachine a make_tier(), or use tier_machine()")
 
     def teardown(self) -> None:
@@ -43,7 +43,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(target=extents, nbytes=_SIZES)
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an extent, or learn that the tier is full and unchanged."""
+        """Reserve an extent, or check that the tier reports that it is full and is unchanged."""
         before = self.tier.reserved
         try:
             extent = self.tier.reserve(nbytes)
@@ -86,7 +86,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def reserved_bytes_are_accounted(self) -> None:
-        """Check that the bytes reserved cover what the model holds, and fit."""
+        """Check that the tier's reserved bytes cover the extents of the model and do not exceed the capacity."""
         wanted = sum(extent.nbytes for extent in self.model)
         assert wanted <= self.tier.reserved <= self.tier.info.capacity
         if not self.model:

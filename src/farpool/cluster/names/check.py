@@ -1,4 +1,7 @@
-"""Check the names in a registry: each entry can be read, and the objects of each current version are recorded."""
+"""Check the names in a registry.
+
+Each entry must be readable, and the registry must contain the list of objects of each current version.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Checked:
 
 
 def check(registry: Registry) -> Checked:
-    """Read all entries of a registry; report damaged entries, and current versions with missing ones."""
+    """Read all entries of a registry; report damaged entries, and current versions with missing entries."""
     entries, damage = registry.check()
     found = list(damage)
     count: Counter[str] = Counter()

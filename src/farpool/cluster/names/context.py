@@ -12,7 +12,7 @@ __all__ = ["Context"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where a program stores objects and names, and for how long.
+    """Settings of `Names`: where a program stores objects and names, and for how long.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Context:
     hold : float
         Seconds that a version stays after another version has replaced it.
     orphan_ttl : float
-        Seconds that objects live if their publish does not finish.
+        Seconds after which objects expire if their publish does not finish.
     timeout : float
         Seconds that a call may wait for the registry.
     """

@@ -1,4 +1,4 @@
-"""Entries in the registry that keep the versions which this program reads."""
+"""Holds: registry entries that keep a version's objects while this program reads the version."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from farpool.errors import RegistryError
 __all__ = ["ReaderHolds"]
 
 _Reading = tuple[str, str, int]
-"""The quoted name, the publication, and the lease that the hold is bound to."""
+"""The name in the registry's keys, the publication, and the lease to which the hold is bound."""
 
 
 class ReaderHolds:
-    """Holds of this program's readers. All readers of one version share one entry under a lease. Thread-safe.
+    """Holds of this program's readers. All readers of one version share one registry entry. Thread-safe.
 
-    A forked child begins without holds: its copies of opened names release nothing, because the parent still reads.
+    The entry is bound to a lease. A forked child begins without holds: closing its copies of opened names releases
+    nothing, because the parent still reads.
     """
 
     def __init__(self, context: Context, session: Session) -> None:
@@ -37,7 +38,7 @@ class ReaderHolds:
         self._readers: dict[_Reading, tuple[int, int]] = {}  # the entry's revision, and how many readers share it
 
     def forked(self) -> None:
-        """Begin again in a forked child: the holds are the parent's."""
+        """Forget all holds in a forked child, because they belong to the parent."""
         self._begin()
 
     def hold(
@@ -59,7 +60,7 @@ class ReaderHolds:
         Returns
         -------
         callable or None
-            A function that releases the hold; None if the conditions did not hold.
+            A function that releases the hold; None if a condition was not true.
         """
 
         def under(lease: int) -> Callable[[], None] | None:

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 __all__ = ["Names"]
 
 _AWAY_REST_S = 2.0
-"""After the registry was away, calls that can do without it do not ask it for this time."""
+"""Seconds for which calls that can do without the registry do not ask it, after it did not answer."""
 _AWAY_TIMEOUT_S = 0.25
-"""After that time they wait this long for it, until it answers."""
+"""Seconds that such calls then wait for an answer, until the registry has answered again."""
 
 
 class Names(Closing):
@@ -71,9 +71,10 @@ class Names(Closing):
     hold : float
         Seconds that a version stays after another version has replaced it; 0 for no time.
     lease : float
-        Seconds without a sign of life after which other programs conclude that this one is gone.
+        Seconds without a renewal of this program's lease after which other programs conclude that this program has
+        ended.
     orphan_ttl : float
-        Seconds that objects live if their publish does not finish.
+        Seconds after which objects expire if their publish does not finish.
     timeout : float
         Seconds that a call may wait for the registry.
     """
@@ -138,7 +139,8 @@ class Names(Closing):
         NameMovedError
             The name has another version than `expect`.
         RegistryAwayError
-            The name could not be moved. With `uncertain` it may have been moved, or may still be.
+            The registry could not make the new version current. If the error's `uncertain` is True, it may have done so
+            or may still do so.
         NodeError
             The objects could not be stored.
         """
@@ -190,7 +192,7 @@ class Names(Closing):
             return writer.unpublish(expect=expect)
 
     def sweep(self) -> int:
-        """Release the objects of versions that no program holds; return their number.
+        """Release the objects of versions that no program holds; return the number of released objects.
 
         Each publish sweeps, too. Call this if programs publish rarely and memory is short. Several programs may sweep
         at the same time, and no other call waits for a sweep.
@@ -202,9 +204,9 @@ class Names(Closing):
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until the opened name is closed.
 
-        While the registry is away, this opens the last version that this program knows; while the registry can only be
-        read, it opens the current version. The reader then does not hold the version (`OpenedName.held`): the version
-        stays for as long as it is the current one, and for `hold` seconds after that.
+        While the registry does not answer, this opens the last version that this program knows; while the registry can
+        only be read, this opens the current version. The reader then does not hold the version (`OpenedName.held`): the
+        version stays for as long as it is the current one, and for `hold` seconds after that.
 
         Parameters
         ----------
@@ -220,7 +222,7 @@ class Names(Closing):
         NameLostError
             No node has one of its objects any more.
         RegistryAwayError
-            The registry is away, and this program has not read the name before.
+            The registry does not answer, and this program has not read the name before.
         """
         quoted = checked_name(name)
         # Without a lease the session has no thread that would do this work.
@@ -250,7 +252,7 @@ class Names(Closing):
     def info(self, name: str) -> NameInfo | None:
         """Return the current version of a name; None if nothing is published under it.
 
-        While the registry is away, this is the last version that the program knows.
+        While the registry does not answer, this is the last version that the program knows.
         """
         entry, _ = self._entry(checked_name(name))
         record = None if entry is None else decode(entry.value, NameRecord, entry.key)
@@ -286,7 +288,7 @@ class Names(Closing):
         return OpenedName(self._store, NameInfo.of(name, record), record.manifest, release, self._deferred.append)
 
     def _publish_ended(self, succeeded: bool) -> None:
-        """Sweep old versions after a publish; have the session's thread sweep soon after one that failed."""
+        """Sweep old versions after a publish. If the publish failed, a background thread sweeps soon instead."""
         if not succeeded:
             self._sweep_at = time.monotonic()
             return
@@ -296,7 +298,7 @@ class Names(Closing):
             self.sweep()
 
     def _tidy_up(self) -> None:
-        """Do deferred work, and sweep if the version that an earlier publish replaced has been held long enough."""
+        """Call the deferred functions; sweep if the hold time of a version that this program replaced is over."""
         self._do_deferred()
         if time.monotonic() >= self._sweep_at:
             # Before the sweep, because a publish that ends during the sweep sets the next time.
@@ -310,7 +312,7 @@ class Names(Closing):
                 self._deferred.popleft()()
 
     def _entry(self, quoted: str) -> tuple[Entry | None, bool]:
-        """Return a name's entry, and True if it is current, False if it is the last one known."""
+        """Return a name's entry, and True if the registry has just returned it, False if it may be outdated."""
         key, known = name_key(quoted), self._known.get(quoted)
         if known is None or time.monotonic() >= self._away_until:
             try:
@@ -329,7 +331,7 @@ class Names(Closing):
         return known, False
 
     def _patience(self) -> float:
-        """Return the seconds to wait for the registry in a call that can do without it."""
+        """Return how many seconds a call that can do without the registry waits for it."""
         return min(_AWAY_TIMEOUT_S, self._timeout) if self._away else self._timeout
 
     def _note_away(self) -> None:

@@ -21,16 +21,16 @@ _BATCH_BYTES = 4 << 20
 
 
 class OpenedName(Closing):
-    """One version of a name, open for reading; a context manager. The version's objects stay until this is closed.
+    """One version of a name, open for reading; a context manager. The version's objects stay until it is closed.
 
     Attributes
     ----------
     info : NameInfo
         The version.
     held : bool
-        True if the registry has recorded this reader. False if the registry was away or could not be written. The
-        version is then the last one that this program knew, or the current one, and other programs decide how long it
-        stays.
+        True if the registry has recorded that this program reads the version. False if the registry was away or could
+        only be read. The version is then the last one that this program knew, or the current one. When another version
+        replaces it, the `hold` time of that version's writer decides how long this version stays.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class OpenedName(Closing):
         return bytes(value)
 
     def read_into(self, buffer: Buffer) -> int:
-        """Read the value into a buffer that is large enough; return the value's bytes. Raises the errors of `read`."""
+        """Read the value into a buffer that is large enough; return its size in bytes. Raises the errors of `read`."""
         target = memoryview(buffer).cast("B")
         total = sum(piece.nbytes for piece in self._pieces())
         if target.nbytes < total:
@@ -118,7 +118,7 @@ class OpenedName(Closing):
         self.read_tensors_into([(entry, buffer)])
 
     def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
-        """Read tensors into buffers of exactly as many bytes, small ones together. Raises the errors of `read`."""
+        """Read each tensor into a buffer of exactly as many bytes. Raises the errors of `read`."""
         wanted: list[tuple[str, memoryview]] = []
         nbytes = 0
         for entry, buffer in pairs:
@@ -134,7 +134,7 @@ class OpenedName(Closing):
         self._fetch(wanted)
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Have another thread or a later call of `Names` call a function.
+        """Register a function that another thread, or a later call of `Names`, will call.
 
         This is for finalizers, for example one that closes this opened name: a finalizer may run while its thread holds
         a lock.
@@ -163,7 +163,7 @@ class OpenedName(Closing):
                 )
 
     def lost(self, key: str) -> NameLostError:
-        """Return the error that no node has an object any more."""
+        """Return the error for an object that no node has any more."""
         name, version = self.info.name, self.info.version
         return NameLostError(
             f"{self._what} has lost its object {key}: no node has it any more; publish the name again",

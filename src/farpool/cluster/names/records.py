@@ -4,11 +4,11 @@
 ``name/NAME``                      the current version, or the note that the name was unpublished
 ``history/NAME/VERSION``           the last hundred versions, published or unpublished
 ``publication/NAME/ID/PART``       the objects of a version, 10,000 in a part; written before the name moves
-``released/NAME/ID/PART``          the same for a version that no program can begin to hold; a sweep releases it
+``released/NAME/ID/PART``          the same for a version that readers cannot open now; a sweep releases it
 ``hold/NAME/ID/WHO``               a reason to keep a version that is not the current one: its writer still publishes
                                    it, it is the previous version, or a program reads it; bound to a lease
 ``writer/NAME``                    the role of the program that may move the name (`farpool.cluster.roles`)
-``sweeper``                        the role of the program of an earlier release that sweeps
+``sweeper``                        the role of the sweeping program, used by earlier releases
 ================================== ==============================================================================
 """
 
@@ -43,20 +43,21 @@ __all__ = [
 ]
 
 HISTORY_VERSIONS_MAX = 100
-"""Number of versions in a name's history."""
+"""Maximum number of versions in a name's history."""
 PART_OBJECTS_MAX = 10_000
-"""Number of objects in one part of a publication."""
+"""Maximum number of objects in one part of a publication."""
 SWEEPER = "sweeper"
 _NAME_BYTES_MAX = 200
 _HASH = "sha256-"
 _FORMAT = 1
 _PUBLICATION_FORMAT = 2
-"""Programs of earlier releases, whose sweeps ignore marks, cannot read this format, so they do not sweep."""
+"""Version of the format of publications. Earlier releases, whose sweeps ignore marks, cannot read it and so do not
+sweep."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class NameRecord(msgspec.Struct, frozen=True):
-    """Registry record of one version of a name; `publication` is empty if this version unpublished the name."""
+    """Registry record of one version of a name; `publication` is empty if the name was unpublished."""
 
     version: int
     publication: str
@@ -70,10 +71,10 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """Registry record of the objects of (a part of) a version: hashes as bytes, and keys that are not hashes.
+    """Registry record that lists a version's objects, or a part of them: hashes, and keys that are not hashes.
 
-    Under ``released/``, `away` names the nodes that did not answer when the other nodes last released these objects for
-    a sweep. It is None if no sweep has finished that step.
+    In an entry under ``released/``, `away` names the nodes that did not answer when a sweep last told all nodes to
+    release these objects. `away` is None if no sweep has finished that step.
     """
 
     hashes: tuple[bytes, ...]
@@ -193,12 +194,12 @@ def hold_key(quoted: str, publication: str, who: str) -> str:
 
 
 def writer_key(quoted: str) -> str:
-    """Return the role of a name's writer."""
+    """Return the registry key of the role of a name's writer."""
     return f"writer/{quoted}"
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Encode a record as a registry's value."""
+    """Encode a record as the value of a registry entry."""
     return msgspec.msgpack.encode(record)
 
 
@@ -208,7 +209,7 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
     Raises
     ------
     ConfigError
-        The entry is not such a record, or a newer farpool wrote it.
+        The data is not a record of this kind, or a newer farpool wrote it.
     """
     try:
         # The format is decoded alone first, because the other fields of a later format may have other types.

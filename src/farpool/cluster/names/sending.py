@@ -6,10 +6,11 @@
 3. It tells the nodes to keep the copies without an end. A node does so if the copy still has the noted mark, or is
    kept already.
 
-So a sweep finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object
-that a sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its
-mark again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells
-the nodes again to keep the copies.
+A mark is a number that a node gives to a copy, and changes when it keeps, releases or prolongs the copy. So a sweep
+finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object that a
+sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its mark
+again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells the
+nodes again to keep the copies.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["BATCH_BYTES", "PAUSE_S", "PIECE_BYTES", "Sending", "clock", "wait_for_sweeper", "writer_lost"]
 
 PIECE_BYTES = 64 << 20
-"""Bytes of a piece of a value. Publishing a value that comes in parts takes about this much memory."""
+"""Bytes of a piece of a value. Publishing a value in parts needs about this much memory."""
 BATCH_BYTES = 4 << 20
-"""Bytes of small objects that are sent together. Publishing tensors takes about this much memory."""
+"""Bytes of small objects that are sent together. Publishing tensors needs about this much memory."""
 PAUSE_S = 0.05
-"""Pause between two checks whether another program is done."""
+"""Seconds between two checks whether another program has finished its sweep."""
 _ATTEMPTS_MAX = 5
-"""Attempts to have nodes keep copies that disappear or change their marks."""
+"""Number of attempts to make nodes keep copies that disappear or change their marks."""
 _MARKS_TTL_S = 1.0
-"""Time to live of touches that only read marks. Sent objects live longer, so such a touch changes no mark."""
+"""Seconds to live in a touch that only reads marks. Sent objects have more time left, so it changes no mark."""
 
 
 class Sending:
@@ -96,7 +97,7 @@ class Sending:
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
-        """Send all objects, the manifest last, and have nodes keep them; return the manifest's key and the manifest.
+        """Send all objects, the manifest last, and tell nodes to keep them; return the manifest's key and the manifest.
 
         Raises
         ------
@@ -155,7 +156,7 @@ class Sending:
         return key
 
     def _send(self) -> None:
-        """Send the collected objects that lack copies."""
+        """Send the objects collected so far, except objects that already have all their copies."""
         outgoing, self._outgoing = self._outgoing, {}
         self._outgoing_bytes = 0
         lacking = self._look(outgoing, self._context.orphan_ttl)
@@ -164,7 +165,7 @@ class Sending:
             self._look(lacking, _MARKS_TTL_S)
 
     def _look(self, keys: Iterable[str], ttl: float) -> list[str]:
-        """Note the marks of objects' copies; return the keys of objects that lack copies."""
+        """Ask nodes for the marks of objects' copies and note them; return the keys of objects that lack copies."""
         keys = list(keys)
         touched = self._store.touch_many(keys, ttl)
         self._seen.update(zip(keys, touched.marks, strict=True))
@@ -197,7 +198,7 @@ class Sending:
         self._waiting_bytes = 0
 
     def _check_hold(self) -> None:
-        """Raise NameMovedError if the writer's hold has ended. If not, marks noted before this call are valid."""
+        """Raise NameMovedError if the writer's hold has ended. Otherwise the marks noted before this call are valid."""
         assert self.hold is not None
         entry = self._context.registry.get(self.hold.key, timeout=self._context.timeout)
         if entry is None or entry.revision != self.hold.revision:
@@ -247,12 +248,13 @@ def wait_for_sweeper(context: Context, name: str, deadline: float) -> bool:
     """Wait a little if a program of an earlier release sweeps; return False if none does.
 
     Such programs sweep one at a time, under a role of their own, and release objects without looking at marks. They
-    cannot read the format of a publication of this release, so they stop sweeping once there is one.
+    cannot read the format of a publication of this release, so they stop sweeping once the registry contains such a
+    publication.
 
     Raises
     ------
     NameHeldError
-        Such a program still sweeps at the deadline.
+        A program of an earlier release still sweeps at the deadline.
     """
     holder = holder_of(context.registry, SWEEPER, timeout=context.timeout)
     if holder is None:
@@ -271,12 +273,12 @@ def wait_for_sweeper(context: Context, name: str, deadline: float) -> bool:
 
 
 def clock(seconds: float) -> str:
-    """Return a time of day for people."""
+    """Return a time in seconds since 1970 as text for people."""
     return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    """Cut a value into pieces: one or more, and an empty piece if the value is empty."""
+    """Cut a value into pieces; an empty value gives one empty piece."""
     if not view.c_contiguous:
         raise ValueError(f"the value ({view.nbytes} bytes of shape {view.shape}) is not contiguous; copy it first")
     flat = view.cast("B") if view.nbytes else memoryview(b"")

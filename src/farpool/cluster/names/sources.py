@@ -47,7 +47,7 @@ _loader: Callable[[], Callable[[str, Any], TensorSource | None]] | None = None
 
 
 def use_tensors(loader: Callable[[], Callable[[str, Any], TensorSource | None]]) -> None:
-    """Set the loader of the function that makes sources of torch tensors; it is called for the first such tensor."""
+    """Set the loader of the function that makes sources of torch tensors; the first such tensor calls the loader."""
     global _loader
     _loader = loader
 
@@ -76,7 +76,7 @@ def source_of(name: str, tensor: Any) -> TensorSource:
     Raises
     ------
     TypeError
-        It is not one of these.
+        The tensor is none of these.
     """
     # The module's name is enough to recognize a tensor, so a program that publishes none does not import torch.
     if _loader is not None and type(tensor).__module__.partition(".")[0] in ("torch", "farpool"):

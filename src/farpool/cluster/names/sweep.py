@@ -11,15 +11,15 @@ later. Each sweep takes these steps:
    on the condition that its entry under ``publication/`` exists.
 2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it keeps or releases the copy.
 3. Read the registry again. The objects to release are those under ``released/`` that neither a version under
-   ``publication/`` nor a held version has: this reading shows the hold of a reader that came before step 1.
+   ``publication/`` nor a held version has. This reading also shows the holds that readers recorded before step 1.
 4. Tell each node to release its copy if the copy still has the mark of step 2.
 5. Delete the entries under ``released/``, if they are unchanged, once nodes have released all their copies.
 
 A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
-tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, which
-leaves the object alone. If it kept the copy after step 2, the copy has another mark, and the node refuses step 4,
-however late that arrives; the sweep begins again with step 2. If it keeps the copy after step 4, the writer checks
-whether the object still exists.
+tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, so the
+sweep leaves the object alone. If it kept the copy after step 2, the copy has another mark, and the node refuses the
+release of step 4, however late the request arrives; the sweep begins again with step 2. If it keeps the copy after step
+4, the writer checks whether the object still exists.
 
 A writer that is stopped for longer than its lease, and then continues, cannot make a node keep a copy that no sweep
 would release. The writer noted the marks of its copies before it recorded them, and a node keeps a copy for it only if
@@ -47,13 +47,13 @@ from farpool.cluster.registry import Condition, Delete, Entry, Put, Registry
 __all__ = ["sweep"]
 
 _BATCH_OBJECTS_MAX = 100
-"""Objects in one call of the nodes, and operations in one transaction of the registry."""
+"""Maximum objects in one request to the nodes, and operations in one transaction of the registry."""
 _BATCH_BYTES_MAX = 1 << 19
-"""Bytes of entries in one transaction that has several."""
+"""Maximum bytes of the entries in one transaction; a larger entry has a transaction of its own."""
 _ATTEMPTS_MAX = 3
-"""Attempts to release objects that other programs keep or release at the same time."""
+"""Number of attempts to release objects that other programs keep or release at the same time."""
 _MARKS_TTL_S = 1.0
-"""Time to live of a touch that only reads marks; an object with less time left gets this much."""
+"""Seconds to live in a touch that only reads marks; an object with less time left gets this much."""
 
 
 def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
@@ -99,9 +99,10 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """Entries of the versions that no program holds, and the objects to keep.
+    """Registry entries of the versions that no program holds, and the objects that other versions need.
 
-    `unheld` are still under ``publication/``, `released` are not. All objects of versions under ``publication/`` stay.
+    The entries in `unheld` are still under ``publication/``; the entries in `released` are under ``released/``. No
+    object of a version under ``publication/`` is released.
     """
 
     unheld: list[Entry]
@@ -111,7 +112,10 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Marks of objects' copies, the objects for which a node did not answer or has no marks, and these nodes."""
+    """Marks of objects' copies, objects whose marks are incomplete, and nodes that did not answer.
+
+    The marks of an object are incomplete if a node did not answer, or is of an earlier release without marks.
+    """
 
     seen: dict[str, Mapping[bytes, int]]
     incomplete: set[str]
@@ -147,7 +151,7 @@ def _retire(registry: Registry, entries: list[Entry]) -> None:
 
 
 def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Entry]]]:
-    """Group entries of released versions by the nodes that were away; entries without such a note come first."""
+    """Group entries of released versions by the nodes noted as away; entries without such a note come first."""
     groups: dict[frozenset[str] | None, list[Entry]] = {None: []}
     for entry in entries:
         away = decode(entry.value, Publication, entry.key).away
@@ -156,9 +160,9 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
 
 
 def _delete_finished(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
-    """Delete the entries of versions for which nothing is left to release; note in the others which nodes were away.
+    """Delete the entries of fully released versions; note in other entries which nodes were away.
 
-    Nothing is left if all nodes have released the version's objects, apart from objects that other versions need.
+    A version is fully released if all nodes have released its objects, apart from objects that other versions need.
     """
     done = marks.seen.keys() - refused
     finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
@@ -173,7 +177,7 @@ def _delete_finished(registry: Registry, entries: list[Entry], marks: _Marks, re
 
 
 def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
-    """Delete unchanged entries and do the puts; leave entries alone that another sweep has changed."""
+    """Delete entries and apply their puts, except for entries that another sweep has changed."""
     conditions = [Condition(entry.key, entry.revision) for entry in entries]
     done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
     # One changed entry makes the whole batch fail, so we try each alone.
@@ -197,7 +201,10 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
 
 
 def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
-    """Find the marks of objects' copies; if all nodes of `still_away` are still away, return only the nodes away."""
+    """Return the marks of objects' copies, and the nodes that are away.
+
+    If all nodes in `still_away` are still away, the result has no marks.
+    """
     found, ordered = _Marks({}, set(), set()), sorted(keys)
     for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):
         batch = ordered[begin : begin + _BATCH_OBJECTS_MAX]

@@ -25,18 +25,18 @@ class NameWatch(Closing):
     def next(self, timeout: float) -> NameInfo | None:
         """Wait for a newer version; return None if there was none in time.
 
-        The version may report that the name was unpublished. Versions that newer ones have already replaced are
-        skipped.
+        The returned version may be an unpublish (`NameInfo.published` is False). Versions that newer versions have
+        already replaced are skipped.
 
         Parameters
         ----------
         timeout : float
-            Seconds to wait at most; with 0 the call only looks.
+            Maximum seconds to wait; 0 checks once without waiting.
 
         Raises
         ------
         RegistryAwayError
-            The registry did not answer until the end of the wait. The next wait goes on at the same version.
+            The registry did not answer during the wait. The next call waits for the same versions.
         """
         deadline = time.monotonic() + timeout
         while True:

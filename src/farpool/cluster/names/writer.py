@@ -92,7 +92,7 @@ class Writer(Closing):
         return NameInfo.of(self._name, made)
 
     def close(self) -> None:
-        """Give the name up, so that others may write it. Idempotent."""
+        """Release the role, so that other programs may write the name. Idempotent."""
         self._role.close(timeout=self._context.timeout)
 
     def _current(self, expect: int | None) -> tuple[Entry | None, NameRecord | None]:
@@ -116,7 +116,7 @@ class Writer(Closing):
         conditions: list[Condition],
         operations: list[Operation],
     ) -> None:
-        """Make a version the current one, on the condition that the name is unchanged and this is still its writer."""
+        """Make a version the current one, on the condition that the name is unchanged and the role is still held."""
         context, content = self._context, encode(made)
         operations = [
             *(Put(name_key(self._quoted), content), Put(history_key(self._quoted, made.version), content)),

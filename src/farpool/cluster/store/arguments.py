@@ -29,9 +29,9 @@ def as_key(key: str | bytes) -> bytes:
     Raises
     ------
     ConfigError
-        The key is empty, has more than 256 bytes, or has characters that UTF-8 does not have.
+        The key is empty, has more than 256 bytes, or has characters that UTF-8 cannot encode.
     TypeError
-        It is neither text nor bytes.
+        The key is neither text nor bytes.
     """
     return _bytes_of(key, "key", 1)
 
@@ -86,14 +86,14 @@ def parts_of(payload: Payload) -> list[memoryview]:
 
 
 def as_payload(value: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
-    """View a value, or the pieces of one, as memory that can be sent without a copy.
+    """Return a value, or its pieces, as memory that can be sent without a copy.
 
     Raises
     ------
     TypeError
-        It has no buffer.
+        The value or a piece does not have the buffer protocol.
     ValueError
-        Its bytes are not contiguous.
+        The bytes of the value or of a piece are not contiguous.
     """
     if isinstance(value, tuple):
         return tuple([part if isinstance(part, Slices) else _sendable(part) for part in value])
@@ -112,14 +112,14 @@ def as_target(buffer: Buffer) -> memoryview: ...
 @overload
 def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload: ...
 def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
-    """View a buffer, or several that follow each other, as memory that an object can be read into.
+    """Return a buffer, or several buffers, as memory for the bytes of one object.
 
     Raises
     ------
     TypeError
-        It is no buffer.
+        An argument does not have the buffer protocol.
     ValueError
-        Its bytes are read-only or not contiguous.
+        A buffer is read-only or not contiguous.
     """
     if isinstance(buffer, tuple):
         return tuple(
@@ -129,7 +129,7 @@ def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
 
 
 def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple[list[Payload], list[int]]:
-    """View buffers as memory for objects, and return their sizes in bytes, too; raises the errors of `as_target`."""
+    """Return buffers as memory for objects, and the size of each in bytes. Raises the errors of `as_target`."""
     given = list(buffers)
     sizes = target_sizes(given)
     if sizes is not None:

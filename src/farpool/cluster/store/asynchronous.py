@@ -36,14 +36,14 @@ ResultT = TypeVar("ResultT")
 
 _THREADS = 8
 _WATCH_WAIT_S = 0.5
-"""Longest single wait of a watch. A cancellation takes effect when it ends."""
+"""Seconds that a watch waits in one call. A cancellation of the watch takes effect when such a call ends."""
 
 
 class AsyncStore:
     """`Store` with the same calls as coroutines.
 
-    A call that is cancelled before it has begun is not made. If it has begun, the cancellation waits until it ends,
-    within the store's timeout, because it uses the caller's buffers.
+    A call that is cancelled before it has begun is not made. A call that has begun uses the caller's buffers, so its
+    cancellation waits until the call ends, within the store's timeout.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class AsyncStore:
         await self._leave(held, None)
 
     async def _leave(self, held: Pin | Pins, error: BaseException | None) -> None:
-        """End the block of a pin, as `Pin.__exit__`."""
+        """End the ``async with`` block of a pin, as `Pin.__exit__` does."""
         kind = None if error is None else type(error)
         try:
             await self._call(held.__exit__, kind, error, None)
@@ -219,14 +219,16 @@ class AsyncStore:
             await asyncio.to_thread(opened.close)
 
     async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
-        """Iterate over the versions of a name above `after`, for ``async for``; the current one comes first if it is.
+        """Iterate over the versions of a name above `after`, for ``async for``.
 
-        It skips versions that were followed by another one before it reported them.
+        If the current version is above `after`, the iteration begins with it.
+
+        A version is skipped if another version replaced it before the iteration reported it.
 
         Raises
         ------
         RegistryAwayError
-            The registry cannot be asked. Begin another watch after the last version that this one reported.
+            The registry cannot be reached. To continue, begin another watch whose `after` is the last reported version.
         """
         watching = await self._call(self._store.watch, name, after)
         # With a thread of its own, because a watch only waits, and would take a thread from other calls.
@@ -307,7 +309,7 @@ class AsyncOpenedName:
         return nbytes
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Return the tensors of the version; see `OpenedName.tensors`."""
+        """Return the name, type and shape of each tensor, as `OpenedName.tensors` does."""
         return self._opened.tensors()
 
     async def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:

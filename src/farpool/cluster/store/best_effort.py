@@ -1,7 +1,8 @@
 """Calls for caches, which cannot use a late answer: one attempt, with a timeout for each call.
 
-Calls do not ask a node that has failed until it answers a probe (`member.py`), so only the first call after a failure
-waits for it. An object that fails has its error in the place of its result; the rest of a batch is done.
+A node that has failed receives no more requests until it answers a probe (`member.py`), so only the first call after a
+failure waits for the node. If the operation fails for one object, the call returns an error in place of that object's
+result, and still processes the other objects.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BestEffort:
-    """One attempt for each object, with a timeout; errors are returned in the places of results. Thread-safe.
+    """Store calls that make one attempt for each object and return errors in place of results. Thread-safe.
 
     When a call returns, nothing writes into the caller's buffers any more. Every method raises `StoreClosedError` if
     the store is closed.
@@ -50,7 +51,7 @@ class BestEffort:
     def _attempt(
         self, count: int, timeout: float, call: Callable[[Cluster, float], Sequence[ResultT | Exception]]
     ) -> Sequence[ResultT | Exception]:
-        """Call with the nodes and a deadline; return `count` times the error if no object can be asked for."""
+        """Pass the nodes and a deadline to `call`; if it fails as a whole, return its error `count` times."""
         cluster = self._opened()
         view = cluster.snapshot
         if not view.met and view.members and all(member.is_failing for member in view.members):
@@ -62,7 +63,10 @@ class BestEffort:
             return [error] * count
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are met and mapped, so that lookups ask them only about keys without a value."""
+        """Return True if the memory of all nodes is mapped into this process.
+
+        Lookups then send requests only for keys that have no value in the mapped memory.
+        """
         view = self._opened().snapshot
         return not view.strangers and all(member.channel.reader is not None for member in view.members)
 
@@ -79,7 +83,7 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value in bytes, None if there is none, or the error if that could not be found out.
+            Size of each value in bytes; None if the key has no value; or the error if this could not be found out.
         """
         return self._attempt(
             len(keys), timeout, lambda cluster, deadline: look_up(cluster, keys, deadline, patient=False)
@@ -102,9 +106,9 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size in bytes of each value, which is whole and verified in its target; None if there is no value; or the
-            error if it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
-            without a value are unspecified.
+            Size in bytes of each value, which is then complete and verified in its target; None if there is no value;
+            or the error if the value could not be read (`ValueError`: the target is smaller than the value). The bytes
+            of targets without a value are unspecified.
         """
 
         def get(cluster: Cluster, deadline: float) -> Sequence[int | Exception | None]:
@@ -130,7 +134,8 @@ class BestEffort:
         Returns
         -------
         sequence of PutOutcome or Exception
-            For each value, if it was stored or its key had a value already, or why it was not stored.
+            For each value, whether it was stored or its key had a value already; or the error because of which the
+            value was not stored.
         """
 
         def save(cluster: Cluster, deadline: float) -> Sequence[PutOutcome | Exception]:
@@ -162,7 +167,7 @@ class BestEffort:
         Returns
         -------
         sequence of Hold, None or Exception
-            Argument for `release_many`; None if there is no such object.
+            For each key the hold, which `release_many` accepts; None if there is no such object; or the error.
         """
 
         def pin(cluster: Cluster, deadline: float) -> Sequence[Hold | Exception | None]:
@@ -174,7 +179,7 @@ class BestEffort:
         return self._attempt(len(keys), timeout, pin)
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """End holds. A node that cannot be reached, or that has left, ends them after their time."""
+        """End holds. A node that cannot be reached, or has left, ends its holds when their time to live is over."""
         cluster = self._opened()
         known = cluster.snapshot.by_identity
         asks = [
@@ -186,7 +191,7 @@ class BestEffort:
             cluster.ask(asks, time.monotonic() + timeout)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values on all nodes that can be reached; return for each how many copies were dropped, or an error."""
+        """Drop values on all nodes that can be reached; return the number of dropped copies of each, or an error."""
 
         def drop(cluster: Cluster, deadline: float) -> Sequence[int | Exception]:
             met = cluster.reachable(deadline).met
@@ -207,20 +212,21 @@ class BestEffort:
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
         """Move values out of the memory of all nodes that can be reached, into their NVMe files.
 
-        Reads find them as before, and bring them back into memory.
+        Reads find the values as before, and bring them back into memory.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         timeout : float
-            Seconds that the call may take. A file that is busy takes no more values until it has written some.
+            Seconds that the call may take. If a file accepts no more values until it has written some, the call waits
+            and tries again.
 
         Returns
         -------
         sequence of Demotion, Exception or None
-            Outcome for each value; if its copies have different outcomes, one of a copy that stays in memory. None if
-            there is no value.
+            Outcome for each value; None if there is no value. If the copies of a value have different outcomes, a copy
+            that stays in memory decides.
         """
         return self._attempt(
             len(keys),
@@ -235,7 +241,7 @@ def _hold(member: Member, reply: Reply) -> Hold:
 
 
 _DEMOTE_PAUSE_S = 0.005
-"""Pause before a node whose file takes no more values at the moment is asked again."""
+"""Seconds to wait before the call asks a node again whose file accepted no more values."""
 _DEMOTED: dict[int, Demotion] = {
     Status.DONE: Demotion.LOWER,
     Status.BUSY: Demotion.PINNED,
@@ -246,7 +252,7 @@ _DEMOTED: dict[int, Demotion] = {
 
 
 def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | Exception | None]]:
-    """Demote each value on all members; a member whose file is busy is asked again after a pause."""
+    """Demote each value on all members; after a pause, ask members again whose files accepted no more values."""
     demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
     left = [(place, Ask(member, Op.DEMOTE, key)) for place, key in enumerate(keys) for member in view.met]
     usual = (*_DEMOTED, Status.FULL, Status.MISSING)
@@ -270,5 +276,5 @@ def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | E
 
 
 def _rank_of_demotion(outcome: Demotion | Exception) -> int:
-    """Order the outcomes of copies: those that stay in memory first, then those that were moved, then errors."""
+    """Sort outcomes: copies that stay in memory come first, then moved copies, then errors."""
     return 2 if isinstance(outcome, Exception) else int(outcome is Demotion.LOWER)

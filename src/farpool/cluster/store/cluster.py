@@ -1,4 +1,7 @@
-"""The members of a store, kept up to date, and the one function that sends requests to them."""
+"""The members of a store, kept up to date, and the one function that sends requests to them.
+
+A member is *met* when its node has reported its identity; until then it is a *stranger*.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = ["Cluster"]
 _NOT_ASKED = frozenset({MemberState.JOINING, MemberState.GONE})
 """States in which a member is not asked for objects."""
 _ONCE = frozenset({Op.UNPIN})
-"""Operations that must not be sent a second time if it is not known whether they were done."""
+"""Operations that must not be sent again if the sender does not know whether the node carried them out."""
 _UNSENT = NodeError("the request was not sent")
 
 
@@ -49,11 +52,11 @@ class Cluster:
     Attributes
     ----------
     snapshot : Snapshot
-        The present members. `view` returns it after contact with at least one of them.
+        The present members. `view` returns this snapshot when at least one of them has been met.
     epoch : TenantEpoch
         The highest epoch of the tenant that any node has reported.
     head : bytes
-        Properties of an object that never expires.
+        Packed properties of an object that never expires.
     on_read : callable or None
         Is called with each key that was read and the member that returned its value.
     has_warned : bool
@@ -100,20 +103,20 @@ class Cluster:
         return time.monotonic() + self.timeout
 
     def view(self, deadline: float) -> Snapshot:
-        """Return the present members, of which at least one has been met.
+        """Return the present members; wait until at least one of them has been met.
 
         Members that are still being reached in the background do not delay the call.
 
         Raises
         ------
         NodeError
-            None of them has ever been reached.
+            No member has ever been reached.
         """
         snapshot = self.snapshot
         return snapshot if snapshot.is_settled else self._meet(deadline, everyone=False)
 
     def reachable(self, deadline: float) -> Snapshot:
-        """Return the present members after another attempt to meet the strangers among them; raises as `view`."""
+        """Try once more to meet all strangers, then return the present members. Raises the errors of `view`."""
         snapshot = self.snapshot
         return snapshot if snapshot.is_settled else self._meet(deadline, everyone=True)
 
@@ -126,7 +129,7 @@ class Cluster:
         asks : sequence of Ask
             Requests to the same member use one connection and keep their order.
         deadline : float
-            By the monotonic clock.
+            Time at which the call ends, by the monotonic clock.
         fresh : bool
             Open new connections.
 
@@ -192,7 +195,10 @@ class Cluster:
         *,
         fresh: bool,
     ) -> None:
-        """Repeat requests that broken connections left unanswered, once and on new connections, if that may help."""
+        """Send requests once more, on new connections, if old connections broke before the replies arrived.
+
+        Otherwise record that the member has failed.
+        """
         again: list[int] = []
         # A node that answered some of these requests works, however late the other replies are.
         heard = {ask.member for ask, answer in zip(asks, answers, strict=True) if not isinstance(answer, Exception)}
@@ -210,7 +216,7 @@ class Cluster:
                 answers[place] = answer
 
     def wait(self, deadline: float, seconds: float = RETRY_PAUSE_S) -> bool:
-        """Wait a little before nodes are asked again; return False if the deadline has passed.
+        """Wait before another attempt; return False if the deadline leaves no time for one.
 
         Raises
         ------
@@ -234,7 +240,7 @@ class Cluster:
             self.ask(asks, share_of(deadline, last=False))
 
     def close(self) -> None:
-        """Close all connections, also to members that have left."""
+        """Close all connections, including the ones to members that have left."""
         # Set first, so that no change of the list adds members, and calls that wait for a node end.
         self._closing.set()
         self._unsubscribe()
@@ -245,9 +251,9 @@ class Cluster:
             member.close()
 
     def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
-        """Make contact with strangers; if no member has been met, try until the deadline.
+        """Try to meet all strangers; if no member at all has been met, try again until the deadline.
 
-        Without `everyone`, a stranger that a thread already tries to reach is skipped once another member has been met.
+        If `everyone` is False and some member has been met, skip strangers that a background thread tries to reach.
         """
         while True:
             failures: list[NodeError] = []
@@ -291,20 +297,26 @@ class Cluster:
                     member.introduce()
 
     def _stranger(self, info: MemberInfo) -> Member:
-        """Make a member that has not been met."""
+        """Create a member for an entry of the list; no connection is made yet."""
         channel = self._connect(info.addresses[0])
         # One epoch for all nodes: a reply of one shows that another is behind.
         channel.epoch = self.epoch
         return Member(channel, self._met, info)
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:
-        """Iterate over the members of an identity, also those that have left and that calls or pins still use."""
+        """Iterate over the members with an identity.
+
+        They include members that have left the list but that calls or pins still use.
+        """
         for member in (*self.snapshot.members, *self._left):
             if identity and member.identity == identity:
                 yield member
 
     def _replace(self, members: Sequence[Member]) -> None:
-        """Swap the snapshot; members that left are closed when the last call or pin ends. Called with the lock."""
+        """Replace the snapshot; the caller holds the lock.
+
+        A member that has left is closed when the last call or pin that uses it ends.
+        """
         for member in self.snapshot.members:
             if member not in members:
                 member.leave()
@@ -314,11 +326,12 @@ class Cluster:
         self.snapshot = Snapshot(members)
 
     def _met(self, member: Member, identity: bytes) -> None:
-        """Rank a member by the identity of its node.
+        """Record the identity of a member's node, which decides the member's order for each key.
 
-        A known identity at a new address is a node that has moved, if the old address is not in the list any more or
-        does not answer. Otherwise the node has two addresses, which is refused: its failure would lose two copies. If
-        the list still has the old address, another node may use it by now, so the store looks for one there.
+        If another member has this identity already, the node has moved or is listed twice. It has moved if the list
+        does not contain its old address any more, or if the node does not answer there. A node that is listed twice is
+        refused, because its failure would lose two copies. If the list still contains the old address of a node that
+        has moved, the store looks for another node at that address.
         """
         with self._lock:
             reader = member.channel.reader
@@ -350,7 +363,10 @@ class Cluster:
 
 
 def _is_same(member: Member, info: MemberInfo) -> bool:
-    """Return True if a member is the one that the list describes: by identity if both are known, else by address."""
+    """Return True if an entry of the list describes this member.
+
+    This compares the identities if both are known, otherwise the addresses.
+    """
     if info.identity and member.identity:
         return info.identity == member.identity
     return any(address in member.info.addresses for address in info.addresses)

@@ -1,4 +1,4 @@
-"""Carries out plans: sends the requests of a call, probes members, and waits for members that are away."""
+"""Carries out plans: sends the requests of a call, asks members which keys they have, and waits for absent members."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
     patient : bool
         Wait when the plan pauses; False to make one attempt.
     everyone : bool
-        After a pause, try again to meet members that have not been met; False to leave these to the background.
+        After a pause, try to reach members that had no contact yet. False if only background threads try that.
     """
     outcome: object = None
     while True:
@@ -69,12 +69,12 @@ def probe(
     deadline : float
         By the monotonic clock.
     use : bool
-        Count the probe as a use of the objects, so that they stay longer.
+        Count this as a use of the objects, so that nodes evict them later.
 
     Returns
     -------
     dict of Member to Probed or Exception
-        Answer of each node, or the error if it gave none.
+        Answer of each node, or the error if the node did not answer.
     """
     found: dict[Member, Probed | Exception] = {}
     asks: list[Ask] = []

@@ -3,11 +3,12 @@
 Calls do not ask a node that has failed: they go to other nodes, or fail at once if there is none. A thread probes the
 node until it answers, and then calls ask it again. So no call has to wait to find out whether the node has recovered.
 
-A short call may end before a healthy node can answer, which is no failure. The thread then asks the node once, with
-more time, while calls still ask it. The node counts as failed only if it does not answer this question either.
+A short call may end before a healthy node can answer, which is no failure. The thread then sends the node one probe
+with more time to answer, and calls go on to ask the node. The node counts as failed only if it does not answer this
+probe either.
 
-A member that has left the list is closed when nothing refers to it any more: no call that is under way, no pin. Python
-counts these references anyway; a counter of our own would make each lookup slower.
+A member that has left the list is closed when no call and no pin refers to it any more. Python counts these references
+anyway; a counter of our own would make each lookup slower.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ __all__ = ["Member", "may_be_stale"]
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-"""Pauses between two probes of a node that has failed; each is twice as long as the one before, up to the longest."""
+"""Longest pause between two probes of a failed node. Each pause is twice as long as the previous one, up to this."""
 _PROBE_TIMEOUT_S = 1.0
-"""Time in which a node has to answer a probe."""
+"""Seconds within which a node must answer a probe."""
 _SILENCE_S = 0.05
-"""Shortest silence that counts as a failure. A call that waited for less says little about the node."""
+"""Seconds without an answer before a node may count as failed. A shorter wait says little about the node."""
 
 
 def may_be_stale(error: Exception) -> bool:
-    """Return True if a new connection may work where an open one has failed, because the node may have restarted."""
+    """Return True if the node may have restarted, so that a new connection may work although an old one failed."""
     return isinstance(error, NodeError) and not isinstance(error, NodeTimeoutError | ProtocolError | AccessDeniedError)
 
 
@@ -55,7 +56,7 @@ class Member:
         Called with this object and the node's identity at each new contact with the node. It sets `identity`, or raises
         `ConfigError` to refuse the node.
     info : MemberInfo, optional
-        Entry for it in the list of members; by default an entry with only the channel's address.
+        Entry for this member in the list of members; by default an entry with only the channel's address.
 
     Attributes
     ----------
@@ -64,7 +65,7 @@ class Member:
     identity : bytes
         Identity of the node, which it keeps when it restarts or moves; empty before the first contact.
     info : MemberInfo
-        Entry for it in the list of members.
+        Entry for this member in the list of members.
     pool : ConnectionPool
         Connections to the node.
     is_failing : bool
@@ -100,7 +101,7 @@ class Member:
         return f"<Member {self.name} {self.identity.hex() or 'not met'}>"
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a connection, a new one if `fresh`; the caller gives it back to `pool`.
+        """Borrow a connection, which must be new if `fresh`; the caller returns it to `pool`.
 
         Raises
         ------
@@ -151,7 +152,7 @@ class Member:
         self._met_at = welcome
 
     def update(self, info: MemberInfo) -> None:
-        """Take over what the list of members says now. If the node has moved, later calls ask it at its new address."""
+        """Replace the member's entry by a newer one. If the node has moved, later calls ask it at its new address."""
         with self._lock:
             self.info = info
             is_back, is_moved = self._ending.is_set(), self.name not in info.addresses
@@ -195,7 +196,7 @@ class Member:
         error : Exception
             The error of the call.
         silence : float
-            Seconds since the node last answered. If these are few and an answer was only late, the node is probed
+            Seconds since the node last answered. If this time is short and the error is a timeout, the node is probed
             before it counts as failed.
         """
         if isinstance(error, AccessDeniedError):  # the node answers, and only refuses this program
@@ -208,7 +209,10 @@ class Member:
                 self._mark(known)
 
     def _start_probe(self, error: tuple[type[NodeError], str] | None) -> bool:
-        """Start the thread that probes the node, unless it runs; return True if it does. Called with the lock."""
+        """Start the thread that probes the node, if none runs; the caller holds the lock.
+
+        Return False if the member has left or no thread can be started.
+        """
         if self._ending.is_set():
             return False
         if not self.is_probed:
@@ -232,7 +236,7 @@ class Member:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
     def absence(self) -> NodeError:
-        """Return the error because of which a call cannot ask the node, which no call has met yet."""
+        """Return the error because of which a call cannot ask the node; there was no contact with the node yet."""
         return self.unmet or NodeError(
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )

@@ -24,7 +24,7 @@ __all__ = ["Ask", "Lookup", "ObjectInfo", "decoded", "object_head", "results", "
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """Size and state of a stored object, as one node knows them.
+    """Size and state of a stored object, as one node reports them.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class ObjectInfo:
     ttl : float or None
         Seconds until it expires; None for never.
     copies : int
-        Number of copies that the program which put it asked for.
+        Number of copies that was requested when the object was put.
     pins : int
-        Number of programs that have it pinned on that node.
+        Number of programs that have the object pinned on that node.
     kept : bool
-        True if it is never evicted.
+        True if the node never evicts the object.
     """
 
     key: bytes
@@ -83,9 +83,10 @@ class Ask(msgspec.Struct, gc=False):
     op : Op
         The operation.
     meta : bytes
-        A key or arguments.
+        The key, or the packed arguments of the operation.
     serial : int
-        Serial of the object, for operations on one object of a key; or the mark that a copy must have.
+        Serial number of one object of the key, if the operation applies only to this object; or the mark that a copy
+        must have.
     payload : buffer, tuple of buffers or None
         Bytes to send.
     into : buffer, tuple of buffers or None
@@ -101,7 +102,7 @@ class Ask(msgspec.Struct, gc=False):
 
 
 def decoded(ask: Ask, answer: Reply | Exception, usual: Container[int] = (Status.DONE,)) -> Reply | Exception:
-    """Return an answer, or the error that it stands for if it is a reply of any other than the usual statuses."""
+    """Return an answer; if it is a reply with an unusual status, return the error for that status."""
     if isinstance(answer, Exception) or answer.status in usual:
         return answer
     payload = ask.payload
@@ -124,9 +125,9 @@ def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done
     outcomes : sequence
         Result or error of each operation.
     keys : sequence of bytes
-        Their keys.
+        The key of each operation.
     done : int
-        Number of operations of the same batch that succeeded before.
+        Number of other operations of the same batch that have already succeeded.
 
     Raises
     ------

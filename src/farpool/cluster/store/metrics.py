@@ -1,4 +1,4 @@
-"""Outcome of a repair sweep as metrics: only a sweep over all nodes knows how many copies each object has."""
+"""Outcome of a repair sweep as metrics. Only a sweep over all nodes can count the copies of each object."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Pin:
         return self._view
 
     def verify(self) -> None:
-        """Read all bytes and compare their checksum, which is not done for a mapped view when it is pinned.
+        """Read all bytes and compare their checksum. Pinning an object does not do this for a mapped view.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Pin:
             place.release()
 
     def _leave(self) -> _Place | None:
-        """Drop the view; return the place that its node has to unpin, if any."""
+        """Drop the view; return the place for which an unpin has to be sent, or None for a copy."""
         if self._view is None:
             return None
         if self._place is not None and not self._let_go():
@@ -106,7 +106,7 @@ class Pin:
         return memoryview(self._shown).toreadonly().cast("B")
 
     def _let_go(self) -> bool:
-        """Drop this pin's view of the memory unless another object still uses it; return True if it was dropped."""
+        """Drop this pin's view of the memory; return False, and keep the view, if another object still uses it."""
         assert self._view is not None
         try:
             self._view.release()
@@ -135,7 +135,7 @@ class Pin:
 class Pins(Sequence[Pin | None]):
     """Objects that are pinned together, in the order of their keys; a context manager that releases all of them.
 
-    A key that has no value has None in its place.
+    The item for a key without a value is None.
     """
 
     def __init__(self, pins: Sequence[Pin | None]) -> None:
@@ -152,12 +152,12 @@ class Pins(Sequence[Pin | None]):
         return len(self._pins)
 
     def verify(self) -> None:
-        """Read all bytes of all objects and compare their checksums, which is faster than one by one.
+        """Read all bytes of all objects and compare their checksums. This is faster than `Pin.verify` for each object.
 
         Raises
         ------
         ChecksumError
-            The bytes of an object differ from those that were put; the message names its key.
+            The bytes of an object differ from the bytes that were put; the message names its key.
         ValueError
             A pin was released, or its time to live is over.
         """
@@ -243,7 +243,9 @@ def _release(places: Sequence[_Place]) -> None:
 
 
 def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
-    """Pin objects in mapped memory, or else copy them; None for keys without a value.
+    """Pin objects in mapped memory, and copy the objects that are not in mapped memory.
+
+    The result has None for a key without a value.
 
     Parameters
     ----------
@@ -286,10 +288,10 @@ def _pin(
     ttl_ms: int,
     until: float,
 ) -> Plan[None]:
-    """Pin objects in mapped memory: ask the members of each key one after another, and enter the pins into `pins`.
+    """Pin objects in mapped memory, and store the pins in `pins`: ask the members of each key one after another.
 
-    A pin goes into `lost` if this process connected to the node again while the pin was made, because the node may have
-    other files now. The caller releases it.
+    If this process connected to the node again while the node made a pin, the mapped memory may be outdated. Such a pin
+    is appended to `lost`, and the caller releases it.
     """
     orders = [view.order(key) for key in keys]
     for rank in range(max(map(len, orders), default=0)):

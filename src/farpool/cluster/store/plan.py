@@ -11,9 +11,9 @@ step       the driver                                    and the plan receives
 `Pause`    waits, and looks at the members again         the members; None if the call has to end now
 =========  ============================================  =============================================
 
-A plan that returns is done, and the call returns its result.
+When a plan returns, the call returns the plan's result.
 
-So the rules about time are in one place: how much of it a member gets (`share_of`), and when a call tries again.
+So the rules about time are in one place: how much time a member gets (`share_of`), and when a call tries again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["RETRY_PAUSE_S", "Pause", "Plan", "Probe", "Probed", "Send", "Step", "is_away", "may_recover", "share_of"]
 
 RETRY_PAUSE_S = 0.02
-"""Pause between two attempts of a call. A node that has failed is asked again when it has answered a probe."""
+"""Seconds between two attempts of a call. A failed node receives requests again only after it has answered a probe."""
 
 
 class Send(msgspec.Struct, gc=False):
@@ -45,7 +45,7 @@ class Send(msgspec.Struct, gc=False):
     asks : sequence of Ask
         The requests.
     last : bool
-        No other member is asked afterwards, so these may take all of the time that is left.
+        True if no other member is asked afterwards, so that these requests may use all the remaining time.
     """
 
     asks: Sequence[Ask]
@@ -65,14 +65,15 @@ class Probe(msgspec.Struct, gc=False):
 
 
 class Pause(msgspec.Struct, gc=False):
-    """Wait before members that have failed, or are busy, are asked again.
+    """Wait before the plan asks members again that have failed or are busy.
 
     Attributes
     ----------
     seconds : float
-        How long.
+        Length of the pause.
     meets : bool
-        The call needs a member that has been met. False if it asks the same members again, also if they have left.
+        True if the plan goes on with the present members, and at least one must have been in contact. False if it asks
+        the same members again, even if they have left the list.
     """
 
     seconds: float = RETRY_PAUSE_S
@@ -101,16 +102,19 @@ Plan = Generator[Step, Any, ResultT]
 
 
 def share_of(deadline: float, *, last: bool) -> float:
-    """Return the deadline for one node: half of the time left is kept for others unless it is the last to be asked."""
+    """Return the deadline for one node: half of the remaining time, or all of it for the last node."""
     now = time.monotonic()
     return deadline if last else now + max(0.0, deadline - now) / 2
 
 
 def is_away(failure: Exception) -> bool:
-    """Return True if a node only could not be asked: it neither refused this program nor sent bad bytes."""
+    """Return True if the failure only means that the node did not answer.
+
+    Return False if the node refused the request, or sent bad bytes.
+    """
     return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 
 def may_recover(failures: Iterable[Exception]) -> bool:
-    """Return True if another attempt may succeed where this one failed: no node refused it or sent bad bytes."""
+    """Return True if another attempt may succeed, because no node refused this one or sent bad bytes."""
     return all(map(is_away, failures))

@@ -33,10 +33,12 @@ def read_one(cluster: Cluster, key: bytes, into: None) -> bytes | None: ...
 @overload
 def read_one(cluster: Cluster, key: bytes, into: Payload) -> int | None: ...
 def read_one(cluster: Cluster, key: bytes, into: Payload | None) -> bytes | int | None:
-    """Read one value: return its bytes, or its size if they are in the target; None if there is no value.
+    """Read one value; return None if there is no value.
 
-    Nearly all reads end with the mapped memory or the answer of the node of highest rank, so these two attempts come
-    before any plan is made.
+    Return the bytes of the value, or their number if `into` received them.
+
+    Nearly all reads find the value in mapped memory, or at the node of highest rank for the key (`snapshot.py`). So
+    these two are tried before a plan is made.
     """
     deadline = time.monotonic() + cluster.timeout
     view = cluster.snapshot
@@ -122,7 +124,10 @@ def read_many(
 
 
 def _from_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
-    """Read a value from a node's memory: return its bytes, or its size if they are in `into`; None to ask the node."""
+    """Read a value from a node's mapped memory; return None if a request to the node is necessary.
+
+    Return the bytes of the value, or their number if `into` received them.
+    """
     try:
         reader = channel.reader
         if reader is not None:
@@ -139,14 +144,14 @@ def _from_memory(channel: Channel, key: bytes, into: Payload | None, deadline: f
 
 
 def _taken(cluster: Cluster, key: bytes, member: Member, reply: Reply, into: Payload | None) -> bytes | int:
-    """Return a value that a node has sent, or its size, and record that it was read."""
+    """Record that a value was read from a node; return the value, or its size if `into` received it."""
     if cluster.on_read is not None:
         cluster.on_read(key, member)
     return reply.payload or b"" if into is None else reply.nbytes
 
 
 def _warn_of_others(cluster: Cluster, key: bytes, reply: Reply) -> None:
-    """Warn the caller of the store's method, once, if an object was put with another number of copies."""
+    """Warn once if an object was put with another number of copies than this store makes."""
     if cluster.has_warned:
         return
     copies, expected = reply.meta[_COPIES_OFFSET], cluster.redundancy.parts
@@ -169,7 +174,7 @@ def fetch(
     *,
     patient: bool = True,
 ) -> list[Found]:
-    """Ask nodes for objects, or with another operation than ``GET`` about them; see `find`."""
+    """Get objects from nodes, or do another operation on each object; the parameters are as for `find`."""
     plan = find(cluster.view(deadline), cluster.redundancy, keys, [None] * len(keys), op, meta)
     return run(cluster, plan, deadline, patient=patient)
 
@@ -253,7 +258,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
 
 
 def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
-    """Raise if so many nodes have failed that they may have all copies of some object."""
+    """Raise an error if so many nodes have failed that they may have all copies of some object."""
     if not cluster.redundancy.enough(len(failures)):
         return
     if cluster.redundancy.parts == 1:

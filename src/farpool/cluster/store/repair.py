@@ -21,16 +21,16 @@ __all__ = ["Repaired", "Unmended", "repair"]
 
 @dataclass(frozen=True, slots=True)
 class Unmended:
-    """An object that still has too few copies after a sweep.
+    """Object that still has too few copies after a repair sweep.
 
     Attributes
     ----------
     key : bytes
-        Its key.
+        Key of the object.
     lacking : int
-        Copies that it still lacks.
+        Number of copies that the object still lacks.
     reasons : tuple of str
-        Why no node has taken the missing copies.
+        Reasons why no node has stored the missing copies.
     """
 
     key: bytes
@@ -47,16 +47,16 @@ class Repaired:
     objects : int
         Objects that were found.
     endangered : int
-        Objects with too few copies. Copies on nodes that are draining do not count. If the object is kept, only copies
-        that their nodes keep count.
+        Objects with too few copies. Copies on draining nodes do not count. Of an object that nodes must never evict
+        (`Store.touch` with ``keep``), only copies count that their nodes never evict.
     mended : int
-        Endangered objects that have all their copies again.
+        Endangered objects that have all their copies now.
     nbytes : int
         Bytes that were copied.
     gone : int
         Endangered objects that were dropped, released, evicted or expired while the sweep was under way.
     left : tuple of Unmended
-        The other endangered objects, which still have too few copies.
+        Endangered objects that still have too few copies.
     """
 
     objects: int
@@ -68,7 +68,10 @@ class Repaired:
 
 
 def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
-    """Copy objects with too few copies to the first nodes of their order that lack them; see `Store.repair`."""
+    """Copy objects that have too few copies to more nodes; see `Store.repair`.
+
+    Each object is copied to the first nodes in the order for its key that do not have it yet.
+    """
     kept: dict[bytes, list[Member]] = {}
     others: dict[bytes, list[Member]] = {}
     about: dict[bytes, tuple[int, int]] = {}

@@ -32,13 +32,13 @@ class RotatedNode:
     node : str
         Its address.
     rotated : bool
-        True if the node is in the new epoch. If not, it has not confirmed it, and may still return earlier objects.
+        True if the node has confirmed the new epoch. A node that has not confirmed it may still return earlier objects.
     objects : int
-        Objects that became unreadable there.
+        Objects that became unreadable on this node.
     nbytes : int
-        Bytes of their values.
+        Bytes of the values of these objects.
     error : str
-        Reason why the node has not confirmed; empty if it has.
+        Reason why the node has not confirmed the new epoch; empty if it has.
     """
 
     node: str
@@ -55,9 +55,9 @@ class Rotation:
     Attributes
     ----------
     epoch : int
-        The tenant's epoch from now on.
+        The tenant's new epoch.
     nodes : sequence of RotatedNode
-        The nodes, in the order in which they were named.
+        Outcome for each node, in the order of the store's members.
     """
 
     epoch: int
@@ -70,7 +70,7 @@ class Rotation:
 
 
 def rotate(cluster: Cluster) -> Rotation:
-    """Begin a new epoch on each node, above all epochs that the nodes know; see `Store.rotate_tenant`."""
+    """Begin the same new epoch on all nodes, higher than any epoch a node knows; see `Store.rotate_tenant`."""
     deadline = cluster.deadline()
     # Other programs may have rotated since these nodes were met; each reply contains the node's epoch.
     cluster.tell_epoch(deadline)
@@ -91,7 +91,7 @@ class _Done:
     errors: dict[Member, Exception] = field(default_factory=dict)
 
     def note(self, ask: Ask, given: Reply | Exception) -> None:
-        """Record a member's answer; begin a later epoch if the member is in a later one already."""
+        """Record a member's answer. If the member is in a higher epoch already, choose an epoch above that one."""
         member, answer = ask.member, decoded(ask, given)
         if isinstance(answer, Exception):
             self.errors[member] = answer
@@ -106,11 +106,11 @@ class _Done:
             self.rotated.clear()
 
     def may_come(self, member: Member) -> bool:
-        """Return True if a member has not rotated, but may do so at another attempt."""
+        """Return True if a member has not begun the epoch, but may do so at another attempt."""
         return member not in self.rotated and (member not in self.errors or is_away(self.errors[member]))
 
     def outcome(self, member: Member) -> RotatedNode:
-        """Describe a member's part in the rotation."""
+        """Return the outcome of the rotation on one member."""
         rotated = member in self.rotated
         why = "" if rotated else str(self.errors.get(member, "")) or member.status()[1] or "it cannot be reached"
         return RotatedNode(member.name, rotated, *self.hidden.get(member, (0, 0)), why)

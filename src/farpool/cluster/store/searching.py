@@ -1,4 +1,7 @@
-"""Plans that find objects: ask the member of highest rank for a key, then the others (docs/store.md)."""
+"""Plans that find objects: ask the member of highest rank for a key, then the others (docs/store.md).
+
+The rank of a member for a key is its place in the order of `snapshot.py`; most objects are on the first member.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Found", "Search", "find", "measure"]
 
 Found = tuple["Member", "Reply"] | Exception | None
-"""The member that returned an object and its reply, None if there is no object, or the error if that is unknown."""
+"""The member that returned the object, and its reply; None if there is no object; or the error if the search failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """Search for one key: the members that may have it, and the answers of the others."""
+    """Search for one key: members that said that they have it, members that lack it, and members that failed."""
 
     number: int
     key: bytes
@@ -38,7 +41,7 @@ class Search:
     size: int | None = None
 
     def retry(self, view: Snapshot) -> None:
-        """Begin another attempt with the present members; members that were away count as not asked."""
+        """Begin another attempt with the present members; forget the failures of members that did not answer."""
         self.view = view
         self.failures = {member: failure for member, failure in self.failures.items() if not is_away(failure)}
 
@@ -51,12 +54,15 @@ class Search:
             self.missing.add(ask.member)
 
     def unasked(self) -> list[Member]:
-        """Return the members that have not failed and have not replied `missing`, in the order for the key."""
+        """Return the members that have neither failed nor replied `missing`, in the order for the key."""
         order = self.view.order(self.key)
         return [member for member in order if member not in self.missing and member not in self.failures]
 
     def absent(self, redundancy: Redundancy) -> bool:
-        """Return True if no member has the object: members that are away or not met cannot have all its parts."""
+        """Return True if the object does not exist, even if some members did not answer or had no contact yet.
+
+        These members are so few that they cannot have all copies of an object.
+        """
         return may_recover(self.failures.values()) and not redundancy.enough(
             len(self.failures) + len(self.view.strangers)
         )
@@ -84,7 +90,7 @@ def find(
     meta: bytes = b"",
     first: tuple[Ask, Reply | Exception] | None = None,
 ) -> Plan[list[Found]]:
-    """Ask for objects: first the member of highest rank for each key, then the members that answer that they have it.
+    """Ask for objects: first the member of highest rank for each key, then other members that have the key.
 
     Parameters
     ----------
@@ -101,7 +107,7 @@ def find(
     meta : bytes
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        Request that was already sent to the member of highest rank for the only key, and its answer.
+        If there is only one key: a request that was already sent to its member of highest rank, and the answer.
     """
     outcomes: list[Found] = [None] * len(keys)
     answers: Sequence[Reply | Exception]
@@ -168,18 +174,18 @@ def _find_sources(searches: Sequence[Search]) -> Plan[None]:
 def measure(
     searches: list[Search], sizes: list[int | Exception | None], redundancy: Redundancy, *, patient: bool
 ) -> Plan[None]:
-    """Ask the other members about keys that the member of highest rank lacks, and enter the sizes of the values.
+    """Ask the other members about keys that the member of highest rank lacks; store the sizes in `sizes`.
 
     Parameters
     ----------
     searches : list of Search
-        A search for each of these keys.
+        One search for each key that the member of highest rank lacks.
     sizes : list of int, None or Exception
-        Receives the size of each value at index `number` of its search; None stays for a key without a value.
+        Receives the size of each value, at the index `Search.number`. The entry of a key without a value stays None.
     redundancy : Redundancy
         The redundancy of the objects.
     patient : bool
-        Raise an error if it is not known whether a key has a value. False to enter the error in place of a size.
+        True to raise an error if members that failed may have the value of a key. False to store the error in `sizes`.
     """
     while searches:
         yield from _find_sources(searches)

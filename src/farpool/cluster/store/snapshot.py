@@ -1,7 +1,8 @@
 """The members of a store at one moment, and their order for a key.
 
-The members are ranked for each key by rendezvous hashing of their identities and the key. An object is put on the first
-ones that take it. So all programs find the same order, whatever addresses they use.
+For each key, rendezvous hashing of the members' identities and the key gives an order of the members; the first one has
+the highest rank. An object is stored on the first members that accept it. All programs compute the same order, whatever
+addresses they use.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """The members of a store at one moment. Immutable: a store replaces it as a whole when members change.
 
-    A call uses one snapshot for each attempt. The methods that take keys use members that have been met, because only
-    their identities are known.
+    A call uses one snapshot for each attempt. A member is *met* when its node has reported its identity; until then it
+    is a *stranger*, and has no place in the order for a key.
 
     Parameters
     ----------
@@ -34,21 +35,21 @@ class Snapshot:
     members : tuple of Member
         All members that are asked for objects, in the order of the list.
     strangers : tuple of Member
-        Members that have not been met yet.
+        Members whose identities are not known yet.
     met : tuple of Member
-        The other members: those that take new objects first, then those that are draining.
+        The other members. Members that are draining come last.
     is_settled : bool
         True if there are members and all of them have been met.
     by_identity : mapping of bytes to Member
         The members that have been met, by identity.
     first : callable
-        Returns the member of highest rank for a key; ValueError if none has been met.
+        Returns the member of highest rank for a key; raises ValueError if no member has been met.
     order : callable
-        Returns all met members in the order of their ranks for a key; those that take no new objects come last.
+        Returns all met members in the order for a key; members that are draining come last.
     places : callable
-        Returns the met members that take new objects, in the order of their ranks for a key.
+        Returns the met members that are not draining, in the order for a key.
     by_first : callable
-        Groups keys by the member of highest rank: the numbers of its keys for each member that has some.
+        Groups a list of keys by member of highest rank: returns for each such member the indexes of its keys.
     """
 
     __slots__ = ("by_first", "by_identity", "first", "is_settled", "members", "met", "order", "places", "strangers")

@@ -61,13 +61,13 @@ class NodeStatus:
     node : str
         Its address.
     failing : float
-        Seconds since it failed. Until it answers again, calls do not ask it; 0.0 if it works.
+        Seconds since the node failed; 0.0 if it works. Calls do not ask a failed node until it answers again.
     error : str
-        Error with which it failed, or because of which it cannot be asked now; empty if it works.
+        Error because of which the node has failed or cannot be asked now; empty if it works.
     mapped : bool
-        True if its objects are in mapped memory.
+        True if the memory of its objects is mapped into this process.
     stats : dict or None
-        Its counters; None if it cannot be asked.
+        The node's counters; None if the node cannot be asked.
     identity : str
         Its identity in hexadecimal; empty before the first contact.
     state : str
@@ -86,11 +86,11 @@ class NodeStatus:
 class Store(Closing):
     """Immutable values under write-once keys, kept in the memory of nodes.
 
-    Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key identifies its value: it is the
-    hash of the value (`put_content`), or names its origin. So the first value that is put under a key stays, and any
-    copy that can be read is right. A value stays until it is dropped, expires, or is evicted by a node that needs the
-    room, which is a miss for a reader. Each read verifies the bytes (CRC32C). Thread-safe. Unusable in a forked child:
-    make a new one there.
+    Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key identifies its value: the key
+    is the hash of the value (`put_content`), or names the value's origin. So the first value that is put under a key
+    stays, and any copy that can be read is right. A value stays until a program drops it, its time to live ends, or a
+    node evicts it because the node needs the memory; readers then find no value. Each read verifies the bytes (CRC32C).
+    Thread-safe. A store does not work in a forked child: make a new store there.
 
     Parameters
     ----------
@@ -101,12 +101,12 @@ class Store(Closing):
         Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them. It is
         the short form of ``redundancy=Copies(replicas)``.
     redundancy : Redundancy, optional
-        How objects survive the loss of nodes; leave out `replicas` then. Each part has to be the whole value.
+        How objects survive the loss of nodes, in place of `replicas`. Each part has to be the whole value.
     key : AccessKey or str or None
         The access key, ``NAME:SECRET`` as text; None for the access key of the environment (``FARPOOL_KEY``), if any.
     timeout : float
-        Seconds that a call may take, connecting included; at most 1e6. A call fails only after this time, or if waiting
-        cannot help.
+        Seconds that a call may take, connecting included; at most 1e6. A call fails earlier only if waiting cannot
+        help.
     transport : "auto", "mapped", "tcp" or the name of a fabric
         ``auto`` maps the memory of nodes on this host and uses TCP for others; a fabric such as ``nixl`` reads
         one-sided (docs/nixl.md).
@@ -124,7 +124,7 @@ class Store(Closing):
     Raises
     ------
     ConfigError
-        A setting is wrong. No node is asked before it is needed.
+        A setting is wrong. Making a store asks no node.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Store(Closing):
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Disable this copy of the parent's store: its connections are the parent's."""
+        """Disable this store in a forked child, because its connections belong to the parent process."""
         self._cluster = self._names = None
         self._naming = threading.Lock()
         self._why = "is the copy that a fork left in this process"
@@ -192,27 +192,30 @@ class Store(Closing):
         key : str or bytes
             1 to 256 bytes.
         value : buffer or tuple of buffers
-            Contiguous; the value is the buffers of a tuple one after the other. They must not change during the call.
+            Contiguous bytes, which must not change during the call. Buffers of a tuple are stored one after the other.
         ttl : float or None
-            Seconds after which it expires, or None for no limit. If the key has a value, the longer time counts.
+            Seconds after which the value expires, or None for no limit. If the key has a value already, the longer time
+            counts.
         check : bool
             Raise if the key has a value of another size or checksum.
 
         Returns
         -------
         PutOutcome
-            ``STORED``, or ``PRESENT`` if a node had a copy. A call that repeats a request may find its own copy.
+            ``STORED``, or ``PRESENT`` if a node had a copy already. A call that repeats a request after a lost
+            connection may find its own copy.
 
         Raises
         ------
         NodeFullError, ObjectTooLargeError, AccessDeniedError
-            The nodes refuse it.
+            The nodes refuse the value.
         KeyConflictError
             With `check`: the key has another value.
         NodeError, NodeTimeoutError
             The node cannot be reached. It may have stored the value, or may still store it.
         ReplicationError
-            With `replicas`: too few nodes have confirmed. Some may have stored the value, or may still store it.
+            With `replicas`: too few nodes have confirmed the put. Some may have stored the value, or may still store
+            it.
         """
         # Read once, because another thread may close the store.
         cluster = self._cluster or self._open()
@@ -226,7 +229,7 @@ class Store(Closing):
     def put_parts(
         self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
     ) -> PutOutcome:
-        """Store buffers, one after the other, as one value, without copying them together first; see `put`."""
+        """Store buffers, one after the other, as one value, without copying them into one buffer; see `put`."""
         return self.put(key, tuple(parts), ttl=ttl, check=check)
 
     def put_content(self, value: Value, *, ttl: float | None = None) -> str:
@@ -266,8 +269,8 @@ class Store(Closing):
         Returns
         -------
         int or None
-            Size of the value in bytes; None if there is none. The buffer's contents are unspecified then, and after an
-            error.
+            Size of the value in bytes; None if there is no value. Without a value, and after an error, the contents of
+            the buffer are unspecified.
 
         Raises
         ------
@@ -279,7 +282,7 @@ class Store(Closing):
         return read_one(self._cluster or self._open(), as_key(key), as_target(buffer))
 
     def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
-        """Read a value into buffers, one after the other, that together are at least as large; see `get_into`."""
+        """Read a value into several buffers, one after the other, that are large enough together; see `get_into`."""
         return self.get_into(key, tuple(buffers))
 
     def exists(self, key: Key) -> bool:
@@ -287,7 +290,7 @@ class Store(Closing):
         return self.lookup([key]).leading == 1
 
     def lookup(self, keys: Iterable[Key]) -> Lookup:
-        """Find out which of many keys have a value, and of which size; one request to each node.
+        """Find out which of many keys have a value, and the sizes of the values, with one request to each node.
 
         Raises
         ------
@@ -298,7 +301,7 @@ class Store(Closing):
         return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
 
     def stat(self, key: Key) -> ObjectInfo | None:
-        """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
+        """Return size, time to live and pins of a key's value, on the first node that has it; None without a value."""
         cluster, data = self._open(), as_key(key)
         (found,) = results(fetch(cluster, [data], cluster.deadline(), Op.STAT), [data])
         if found is None:
@@ -311,8 +314,9 @@ class Store(Closing):
     def drop(self, key: Key) -> bool:
         """Drop a key's value; return True if there was one.
 
-        All nodes that can be reached hide it at once, and free its memory when no program has it pinned any more. If a
-        node is away, or is no member at the moment, its copy may come back with it.
+        All nodes that can be reached hide the value at once, and free its memory when no program has the value pinned
+        any more. A node that cannot be reached, or is no member at the moment, keeps its copy: readers may find the
+        value again when the node comes back.
         """
         cluster, data = self._open(), as_key(key)
         return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
@@ -325,10 +329,10 @@ class Store(Closing):
         key : str or bytes
             The key.
         ttl : float or None
-            Seconds from now, or None for no limit. A longer time that the value already has stays.
+            Seconds from now, or None for no limit. If the value already has a longer time, it keeps that time.
         keep : bool or None
-            True: nodes never evict the value. False: they may evict it again, and `ttl` counts even if it is shorter.
-            None does not change whether they may.
+            True: nodes never evict the value. False: nodes may evict the value again, and `ttl` counts even if it is
+            shorter. None: this stays as it is.
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
@@ -351,14 +355,14 @@ class Store(Closing):
         keep : bool or None
             As for `touch`.
         seen : sequence of mapping, optional
-            The ``marks`` of an earlier touch of the same keys. Nodes then touch only these copies, and only if no
-            program has kept or released them, or given them more time to live, since. With `keep` True they also touch
-            copies that are kept by now.
+            The ``marks`` of an earlier touch of the same keys. Nodes then touch only the copies in it, and only if
+            since then no program has touched them with a `keep` of True or False, or given them more time to live. With
+            `keep` True, nodes also touch copies that some program has already told them to keep.
 
         Raises
         ------
         QuotaExceededError
-            With `keep` True: too few of the copies that a value is to have may be kept.
+            With `keep` True: the tenant's quota allows too few copies of a value that are never evicted.
         """
         return self._touch(keys, ttl, keep, copies=self.confirming if keep else 1, seen=seen)
 
@@ -377,15 +381,17 @@ class Store(Closing):
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
-        """Hold a value in memory: in the memory of a node of this host, otherwise in a copy.
+        """Hold a value in memory, and return a view of its bytes.
+
+        The view shows the memory of a node of this host if possible, otherwise a copy.
 
         Parameters
         ----------
         key : str or bytes
             The key.
         ttl : float or None
-            Seconds after which the pin ends by itself; None for as long as the program runs. After that, do not use
-            arrays or tensors that were made from its view.
+            Seconds after which the pin ends by itself; None for as long as the program runs. When the pin has ended, do
+            not use arrays or tensors that were made from its view.
 
         Raises
         ------
@@ -398,7 +404,7 @@ class Store(Closing):
         return held
 
     def pin_many(self, keys: Iterable[Key], *, ttl: float | None = None) -> Pins:
-        """Hold many values in memory, with all nodes asked at the same time.
+        """Hold many values in memory, with requests to all nodes at the same time; see `pin`.
 
         Parameters
         ----------
@@ -410,7 +416,7 @@ class Store(Closing):
         Returns
         -------
         Pins
-            For each key its `Pin`, or None if it has no value. A context manager that releases all of them.
+            For each key its `Pin`, or None if the key has no value. As a context manager, it releases all pins.
 
         Raises
         ------
@@ -450,7 +456,7 @@ class Store(Closing):
         return cast("list[int | None]", results(sizes, keys))
 
     def best_effort(self) -> BestEffort:
-        """Return the calls of this store that suit caches: one short attempt, with errors in the places of results."""
+        """Return store calls that suit caches: they make one short attempt, and return errors in place of results."""
         return BestEffort(self._open)
 
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
@@ -470,21 +476,21 @@ class Store(Closing):
         return (info.key for info in self.objects(prefix))
 
     def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
-        """Restore missing copies, beginning with the objects that have the fewest.
+        """Restore missing copies, beginning with the objects that have the fewest copies.
 
-        Copies on members that are draining count as missing, so a member that is drained and repaired can leave.
+        Copies on draining members count as missing, so a draining member can leave once its objects are repaired.
 
         Parameters
         ----------
         bandwidth : float or None
-            Bytes a second that may be copied; None for no limit.
+            Maximum bytes per second to copy; None for no limit.
         progress : callable or None
-            Is called with the number of objects that were processed, and with the number of all that lack copies.
+            Called with the number of processed objects, and with the number of all objects that lack copies.
 
         Returns
         -------
         Repaired
-            Numbers of objects.
+            Outcome of the sweep.
 
         Raises
         ------
@@ -499,17 +505,17 @@ class Store(Closing):
         """Publish a value, or tensors, as the next version of a name.
 
         The name holds its objects: nodes never evict them, and they do not expire. Objects that the nodes have already
-        are not sent again. Readers keep the version that they have open; the previous version stays for a minute.
+        are not sent again. The previous version stays for a minute, and longer for readers that have it open.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes of printable text.
         value : buffer, iterable of buffers, or mapping of str to tensors
-            A value; the parts of one, each of which is sent before the iterable makes the next; or tensors such as
+            A value; or its parts, each of which is sent before the iterable makes the next part; or tensors such as
             ``model.state_dict()``, each of which becomes one object.
         expect : int, optional
-            The version that the name has to have now; 0 for none yet.
+            The version that the name must have now; 0 if nothing was published under it yet.
 
         Returns
         -------
@@ -519,20 +525,21 @@ class Store(Closing):
         Raises
         ------
         NameHeldError
-            Another writer is at work.
+            Another writer holds the name.
         NameMovedError
             The name has another version than `expect`.
         QuotaExceededError
-            The tenant would keep more than it may.
+            The objects would exceed the tenant's quota of bytes that are never evicted.
         RegistryAwayError
-            The name could not be moved. With `uncertain` it may have been moved, or may still be.
+            The registry could not make the new version current. If the error's `uncertain` is True, it may have done so
+            or may still do so.
         NodeError
             The objects could not be stored.
         """
         return self._open_names().publish(name, value, expect=expect)
 
     def open(self, name: str, version: int | None = None) -> OpenedName:
-        """Open a name for reading; its objects stay until it is closed. A context manager.
+        """Open a name for reading; its objects stay until the opened name is closed. A context manager.
 
         Parameters
         ----------
@@ -544,11 +551,11 @@ class Store(Closing):
         Raises
         ------
         NameMissingError
-            Nothing is published under it, or that version is not held any more.
+            Nothing is published under the name, or that version is not held any more.
         NameLostError
             No node has one of its objects any more.
         RegistryAwayError
-            The registry is away, and this program has not read the name before.
+            The registry does not answer, and this program has not read the name before.
         """
         return self._open_names().open(name, version)
 
@@ -570,14 +577,14 @@ class Store(Closing):
         Raises
         ------
         NameMissingError
-            Nothing is published under it.
+            Nothing is published under the name.
         NameHeldError, NameMovedError, RegistryAwayError
             As raised by `publish`.
         """
         return self._open_names().unpublish(name, expect=expect)
 
     def _open_names(self) -> Names:
-        """Return the names over this store, for which the registry is opened at the first use."""
+        """Return the `Names` of this store; the first call opens the registry."""
         self._open()
         # Two threads must not open the registry twice, and `close` must find the names that one of them opens.
         with self._naming:
@@ -586,23 +593,23 @@ class Store(Closing):
             return self._names
 
     def rotate_tenant(self) -> Rotation:
-        """Make all objects that the tenant of the access key has put so far unreadable, for all programs.
+        """Make all earlier objects of the access key's tenant unreadable, for all programs.
 
-        Values that are pinned stay in memory until their unpin. An object whose put is under way may stay readable. A
-        node that cannot be reached is asked again until the call's time is used up, and may still return old objects
-        until a program sends it the new epoch (docs/store.md): see `Rotation.complete`.
+        Pinned values stay in memory until they are released. An object whose put is under way may stay readable. The
+        call asks a node that cannot be reached again until its timeout. Such a node may still return old objects until
+        a program sends it the new epoch (docs/store.md); `Rotation.complete` is False then.
 
         Raises
         ------
         AccessDeniedError
             The access key lacks the right ``admin`` or ``publish``.
         NodeError
-            No node has confirmed. Some may have rotated nevertheless.
+            No node has confirmed the new epoch. Some nodes may be in it nevertheless.
         """
         return rotate(self._open())
 
     def largest(self) -> int:
-        """Return the size in bytes of the largest value that one of the nodes can hold."""
+        """Return the size in bytes of the largest value that any of the nodes can hold."""
         cluster = self._open()
         met = cluster.reachable(cluster.deadline()).met
         return max(member.channel.welcome.largest for member in met if member.channel.welcome is not None)
@@ -626,8 +633,8 @@ class Store(Closing):
     def close(self) -> None:
         """Close all connections and all open names. Idempotent.
 
-        With `replicas`, it first restores missing copies of objects that this program has read, for `timeout` seconds
-        at most. If pins were not released, the nodes end them after a grace period.
+        With `replicas`, the store first restores missing copies of objects that this program has read, for at most
+        `timeout` seconds. Nodes end pins that the program has not released after a grace period.
         """
         with self._naming:
             cluster, self._cluster = self._cluster, None
@@ -647,7 +654,7 @@ class Store(Closing):
 
 
 def _membership_of(nodes: tuple[str | Membership, ...]) -> Membership:
-    """Return the given membership, or one of the given addresses."""
+    """Return the given membership, or make a membership from the given addresses."""
     given = [node for node in nodes if isinstance(node, Membership)]
     if given and len(nodes) > 1:
         raise ConfigError(f"nodes is {nodes!r}, expected addresses or one Membership", setting="nodes")

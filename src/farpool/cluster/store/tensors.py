@@ -1,7 +1,7 @@
 """PyTorch tensors in a store: published under a name, read into new memory, or mapped without a copy.
 
-This module does not import paged tensors: a program that only maps weights would wait longer for their operator rules
-than for the weights.
+This module does not import paged tensors. Importing their operator rules would take a program that only maps weights
+longer than the mapping itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "tensor_source"]
 
 _BATCH_BYTES = 4 << 20
-"""Bytes of tensors that a call pins if it is the first, or if the previous call had to copy objects. They are few,
-because the timeout applies to each call."""
+"""Bytes of tensors in the first call that pins objects, and in each call after one that copied objects. The number is
+small because copying must not exceed the timeout of the call."""
 _MAPPED_BATCH_BYTES = 256 << 20
-"""Bytes that a call pins if all objects of the previous call are mapped, and so need no memory for copies."""
+"""Bytes of tensors in each call that pins objects after a call whose objects were all mapped, without copies."""
 
 
 def publish_tensors(
@@ -52,7 +52,10 @@ def publish_tensors(
 
 
 class _Source:
-    """A plain or paged tensor as a source of bytes to publish; a plain copy, if any, lives only while it is sent."""
+    """Source of bytes to publish, made from a tensor.
+
+    If a plain copy of a paged tensor is necessary, it exists only while it is sent.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -117,8 +120,8 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     Parameters
     ----------
     store : Store
-        The store to map from. Mapped bytes stay as they are, and their version is held, for as long as a tensor lives,
-        unless the store is closed.
+        The store to map from. The mapped bytes do not change, and their version is held, until the last tensor is
+        deleted or the store is closed.
     name : str
         Name under which they are published.
     version : int, optional
@@ -158,14 +161,14 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
 
 
 class _Held:
-    """Object that mapped tensors share; when the last tensor is deleted, it closes the opened version."""
+    """Object that all mapped tensors of a version share; the version is closed when the last tensor is deleted."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
 
 def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
-    """Take the next tensors, until they have `room` bytes; return an empty list at the end."""
+    """Return the next tensors until they have at least `room` bytes together; an empty list if there are none."""
     batch: list[TensorEntry] = []
     for entry in entries:
         batch.append(entry)
@@ -178,7 +181,10 @@ def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
 def _over_pins(
     pins: Pins, opened: OpenedName, entries: Sequence[TensorEntry], held: _Held
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Verify pinned objects, and yield a tensor for each entry; `pins` has an object for each entry with bytes."""
+    """Verify pinned objects, and yield a tensor for each entry.
+
+    `pins` has one item for each entry that is not empty.
+    """
     try:
         pins.verify()
         left = iter(pins)
@@ -196,7 +202,7 @@ def _over_pins(
 
 
 def _over(pin: Pin, opened: OpenedName, entry: TensorEntry, held: _Held) -> torch.Tensor:
-    """Make a tensor over a verified object, or a copy of one that is not mapped."""
+    """Make a tensor over the bytes of a verified object; copy the bytes if the object is not mapped."""
     dtype = _dtype_of(entry)
     if pin.view.nbytes != entry.nbytes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Background upkeep: keep the other copies of a read object warm, and restore the missing ones.
+"""Background upkeep: after a read, mark the object's other copies as used, and restore missing copies.
 
 A hit counts as a use on one node only. Without upkeep the other copies would look unused, their nodes would evict them,
 and the object would be lost with the first node.
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["Mended", "Upkeep", "mend"]
 
 _PAUSE_S = 0.005
-"""Time in which hits are collected. It is short, because a small cache is full of other objects a little later."""
+"""Seconds for which hits are collected. The time is short, because other objects soon fill a small cache."""
 _HITS_MAX = 65536
-"""Maximum number of keys whose hits are collected in one pause. A hit of a further key is ignored, and the copies of
-that key are checked after its next hit."""
+"""Maximum number of keys whose hits are collected in one pause. A hit of a further key is ignored; the copies of that
+key are checked after a later hit."""
 _UNKEPT_MS = 60_000
-"""Time after the call's deadline for which a copy of a kept object lives if it is not kept after all."""
+"""Milliseconds from the call's deadline until a new copy expires, unless its node was told to keep the copy."""
 
 
 class Upkeep:
-    """Background thread that keeps the other copies of read objects; it runs only while there is work.
+    """Thread that marks the other copies of read objects as used, and restores missing copies; idle without reads.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Upkeep:
                     self._thread = worker
 
     def finish(self, deadline: float) -> None:
-        """Finish the work for all hits so far, until the deadline by the monotonic clock. Idempotent.
+        """Finish the work for all hits so far, or stop at the deadline (monotonic clock). Idempotent.
 
         So a program that reads and ends at once leaves as many copies behind as one that stays.
         """
@@ -138,10 +138,10 @@ class Mended:
     copies : int
         Number of target nodes that have the object now.
     reasons : tuple of str
-        Why the other targets do not have it, or why no holder returned it.
+        Why the other target nodes do not have the object, or why no holder returned it.
     gone : bool
-        True if no holder has it any more, or the source was kept and is not any more: the object was dropped,
-        released, evicted or expired.
+        True if the object was dropped, released, evicted or expired: no holder has it any more, or the source's node
+        does not keep its copy any more.
     """
 
     copies: int
@@ -152,9 +152,10 @@ class Mended:
 def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Sequence[Member], deadline: float) -> Mended:
     """Copy an object from the first holder that returns it to other nodes.
 
-    The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped a
-    short time ago takes no copy, because the drop may have come after the source was read. A node that is in a later
-    epoch than the source takes none either; the head of the object contains its epoch.
+    The copies get the remaining time to live. If the source's node keeps its copy (never evicts it), the new nodes keep
+    theirs. A node where the key was dropped a short time ago refuses the copy, because the drop may have come after the
+    source was read. A node in a later epoch than the source also refuses the copy; the head of the object contains its
+    epoch.
     """
     reasons: list[str] = []
     for holder in holders:
@@ -193,7 +194,9 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Seque
 def _keep(
     cluster: Cluster, key: bytes, holder: Member, members: Sequence[Member], deadline: float
 ) -> tuple[list[Reply | Exception], bool]:
-    """Have nodes keep new copies of an object if the holder keeps its copy; also return True if the holder does not.
+    """Tell nodes to keep new copies of an object if the holder keeps its copy.
+
+    Return the nodes' answers, and True if the holder does not keep its copy.
 
     A sweep may release the object at the same time, and must leave no copy kept. So we note the marks of the new copies
     first, and then have the holder keep its own copy again, which gives it another mark. A sweep that has not released
@@ -215,7 +218,7 @@ def _keep(
 
 
 def _unkept_ms(deadline: float) -> int:
-    """Return the time to live of a copy that its node does not keep yet.
+    """Return the milliseconds until a new copy expires, unless its node is told to keep the copy.
 
     That time begins with the first byte that the node receives. It includes the time until the deadline, so that a copy
     which takes minutes to send has not expired when it is complete.
@@ -224,7 +227,7 @@ def _unkept_ms(deadline: float) -> int:
 
 
 def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
-    """Return True if a node has stored or touched its copy."""
+    """Return True if a node has stored or touched a copy, or already had it."""
     return not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT)
 
 
@@ -234,7 +237,7 @@ def _is_missing(cluster: Cluster, holder: Member, key: bytes, deadline: float) -
 
 
 def _reason(ask: Ask, answer: Reply | Exception) -> str:
-    """Return why a node has not returned, taken or kept an object."""
+    """Return why a node has not returned, stored or kept an object."""
     if not isinstance(answer, Exception) and answer.status == Status.UNKNOWN:
         return f"{ask.member.name}: it does not keep its copy, because another program has released the object"
     if not isinstance(answer, Exception) and answer.status == Status.MISSING:

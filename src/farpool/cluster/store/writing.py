@@ -31,7 +31,7 @@ _DONE, _PRESENT = Status.DONE, Status.PRESENT  # because each put would look up 
 
 @dataclass(slots=True)
 class _Put:
-    """State of a put under way: the members that may take a part, and the answers so far."""
+    """State of a put under way: the members that may store a part of the object, and the answers so far."""
 
     key: bytes
     payload: Payload
@@ -45,7 +45,7 @@ class _Put:
     has_more: bool = False  # other members may take a part if the ones that are asked now do not
 
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
-        """Offer each part that is not confirmed to the next member of the order; return the parts' numbers, too."""
+        """Return a request for each unconfirmed part, to the next member in the order, with the number of the part."""
         lacking = self.redundancy.missing(self.confirmed)
         order = targets(self.key, self.view, self.redundancy)
         waiting = [one for one in order if one.identity not in self.answered and one not in self.away]
@@ -58,9 +58,9 @@ class _Put:
         return [(part, Ask(member, Op.PUT, head + self.key, 0, parts[part])) for part, member in asks]
 
     def is_waiting(self) -> bool:
-        """Return True if too few members have confirmed the put, but members that are not reached may confirm it.
+        """Return True if too few members have confirmed the put, but unreachable members may still confirm it.
 
-        These are the members that are away and the members that have not been met.
+        Unreachable members did not answer this put, or had no contact with this store yet.
         """
         confirmed = len(self.confirmed)
         return not self.redundancy.enough(confirmed) and self.redundancy.enough(
@@ -68,7 +68,7 @@ class _Put:
         )
 
     def retry(self, view: Snapshot) -> None:
-        """Begin another attempt: with the present members, except those that have answered."""
+        """Begin another attempt with the present members, except the members that have answered already."""
         self.view = view
         self.away.clear()
 
@@ -122,7 +122,7 @@ class _Put:
 
 
 def targets(key: bytes, view: Snapshot, redundancy: Redundancy) -> list[Member]:
-    """Return the members that take new objects: those that get the parts of a key, then the others by their ranks."""
+    """Return the members that accept new objects, in the order in which parts of a key are offered to them."""
     ranked = view.places(key)
     chosen = redundancy.place(key, ranked)
     if chosen == ranked[: len(chosen)]:
@@ -139,7 +139,7 @@ def put(
     check: bool = False,
     patient: bool = True,
 ) -> list[PutOutcome | Exception]:
-    """Write the parts of each object to the first members of its order that take them.
+    """Write the parts of each object to the first members, in the order for its key, that accept them.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def put(
 
 
 def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
-    """Have the other members take the parts for which the first requests, in the order of the puts, have failed."""
+    """Send parts whose first requests failed to other members; `first` is in the order of `puts`."""
     count = len(first) // max(1, len(puts))  # the same for each, because there are as many members for each
     for number, one in enumerate(puts):
         for part, (ask, answer) in enumerate(first[number * count : (number + 1) * count]):
@@ -304,6 +304,9 @@ def _everywhere(
 
 
 def _names(view: Snapshot, expected: Iterable[bytes], answered: Collection[Member]) -> set[str]:
-    """Return the addresses of expected nodes that did not answer; the identity of a node that is no member any more."""
+    """Return the expected nodes that did not answer.
+
+    A member is named by its address, a node that is no member any more by its identity.
+    """
     known = {identity: view.by_identity.get(identity) for identity in expected}
     return {one.name if one else identity.hex() for identity, one in known.items() if one not in answered}

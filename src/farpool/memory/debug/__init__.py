@@ -1,7 +1,7 @@
-"""Debug mode: finds operations that use arena memory without having pinned it, soon after they do so.
+"""Debug mode: soon finds operations that used arena memory without a pin.
 
-A pool made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Other pools
-import nothing of this.
+A pool that is made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Other pools do
+not import this package.
 """
 
 from farpool.memory.debug.memory import DeviceMemory, HostMemory, Memory

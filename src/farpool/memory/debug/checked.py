@@ -1,9 +1,12 @@
-"""Checks the order of transfers, moves and accesses: none may touch a range of the arena that another still needs.
+"""Checks that no transfer, move or access touches a range of the arena too early.
 
-The pager promises a range to its next owner before the last owner has left it, and names in `Transfer.after` the
-transfers that have to end first. `CheckedExecutor` stands before another executor and records the transfers and
-accesses under way. It raises an error if a new command or access overlaps one of them and does not wait for it. It
-looks only at commands and completions, so it needs no knowledge of the pager that it checks.
+It is too early while another transfer, move or access still needs the bytes of the range.
+
+The pager gives a range to its next block before the previous block's bytes have left the range, and lists in
+`Transfer.after` the transfers that have to end first. `CheckedExecutor` wraps another executor and records the
+transfers and accesses under way. It raises an error if a new command or access overlaps a recorded one and does not
+wait for it. `CheckedExecutor` looks only at commands and completions, so it does not depend on the pager that it
+checks.
 """
 
 from __future__ import annotations
@@ -27,29 +30,29 @@ class Span(NamedTuple):
 
 
 class CheckedExecutor(Executor):
-    """Executor that checks commands before it passes them on to another one.
+    """Executor that checks commands before it passes them on to another executor.
 
     Parameters
     ----------
     inner : Executor
-        Carries them out.
+        Carries the commands out.
     """
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self._open: dict[int, Transfer] = {}
-        """Transfers whose end has not been polled, but for those that an earlier failure cancels."""
+        """Transfers whose end has not been polled, except transfers that an earlier failure cancels."""
         self._pinned: dict[Hashable, tuple[Span, ...]] = {}
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def pin(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
-        """Record that an access has been granted these ranges.
+        """Record that an access has been granted these ranges of the arena.
 
         Raises
         ------
         OrderError
-            A transfer into them is under way; or a transfer out of them is, and the access may write.
+            A transfer into a range is under way, or a transfer out of a range that the access may write.
         """
         for span in spans:
             for transfer in self.under_way(span.place, span.nbytes):
@@ -71,12 +74,12 @@ class CheckedExecutor(Executor):
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
-        """Check all commands, then have them carried out. If one is out of order, none of them is carried out.
+        """Check all commands, then pass them on. If a command is out of order, none of them is passed on.
 
         Raises
         ------
         OrderError
-            A command is out of order. The message names it, and the transfer or access that it would disturb.
+            A command is out of order. The message names the command, and the transfer or access that it would disturb.
         """
         added: list[int] = []
         try:
@@ -115,7 +118,7 @@ class CheckedExecutor(Executor):
                         )
 
     def is_own(self, move: Move) -> bool:
-        """Return True if an access copies between ranges that it holds itself, which disturbs no other access."""
+        """Return True if one access holds both ranges of a move and may write the target: no other is disturbed."""
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
@@ -145,7 +148,7 @@ class CheckedExecutor(Executor):
                     )
 
     def _closure(self, transfer: Transfer) -> set[int]:
-        """Return the transfers under way that end before this one starts."""
+        """Return the transfers under way that end before the given transfer starts."""
         found: set[int] = set()
         todo = list(transfer.after)
         while todo:
@@ -174,7 +177,7 @@ class CheckedExecutor(Executor):
         return finished
 
     def _end(self, number: int, *, failed: bool) -> None:
-        """End a transfer. Those after a failed one never start: forget them before they are reported as cancelled."""
+        """Record the end of a transfer. If it failed, also forget the transfers after it, because they never start."""
         if self._open.pop(number, None) is None or not failed:
             return
         for other in [other.id for other in self._open.values() if number in other.after]:

@@ -1,9 +1,9 @@
 """Checks that copies to and from a device wait for the work that must end first, and never share host memory.
 
-Three rules. A copy is given a fence that was made after the last use of its range of the arena. A copy does not end
-before the work in front of its fence has ended; this check finds a device that ignores a fence, if ignoring it makes a
-difference. The host's memory (staging memory or a tier's own) is not given to a transfer while a copy, or the tier's
-part of another transfer, still uses it.
+Three rules are checked. First, each copy has a fence that was made after the last use of its range of the arena.
+Second, a copy does not end before the work that precedes its fence; this finds a device that ignores a fence, if
+ignoring it makes a difference. Third, no transfer receives host memory (staging memory or a tier's own) while a copy,
+or another transfer between a tier and host memory, still uses this memory.
 
 Errors are kept, not raised, because the thread that drives the copies has to go on.
 """
@@ -24,7 +24,7 @@ __all__ = ["CheckedDevice"]
 class _Fence:
     point: object
     uses: int
-    """Number of accesses that had been released when the fence was made."""
+    """Number of accesses that were already released when the fence was made."""
 
 
 class _CheckedCopy:
@@ -47,7 +47,7 @@ class _CheckedCopy:
 
 
 class CheckedDevice:
-    """Device that checks copies before it has another one make them.
+    """Device that checks copies before another device makes them.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class CheckedDevice:
         self._lock = threading.Lock()
         self._uses = 0
         self._last_use: dict[tuple[int, int], int] = {}
-        """The last use of each range that accesses have used."""
+        """For each range that accesses have used, the number of its last use."""
         self._copies: list[_CheckedCopy] = []
         self._at_tier: dict[int, tuple[int, int]] = {}
 
@@ -77,7 +77,7 @@ class CheckedDevice:
     # ---- the program's work -----------------------------------------------------------------------------------------
 
     def used(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Record the ranges, ``(place, bytes)``, that an access has used; it is about to be released."""
+        """Record the ranges, ``(place, bytes)``, that an access has used. Called just before the access is released."""
         with self._lock:
             self._uses += 1
             for place, nbytes in ranges:
@@ -153,12 +153,12 @@ class CheckedDevice:
     # ---- the tier's end of staging memory ---------------------------------------------------------------------------
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """Record that a transfer begins between its tier and the staging memory at this address."""
+        """Record that the part of a transfer between its tier and host memory begins; `host` is the address."""
         self._check_host(f"transfer {transfer}", host, nbytes)
         with self._lock:
             self._at_tier[transfer] = (host, nbytes)
 
     def tier_leg_ended(self, transfer: int) -> None:
-        """Record that a transfer between its tier and staging memory has ended."""
+        """Record that the part of a transfer between its tier and host memory has ended."""
         with self._lock:
             self._at_tier.pop(transfer, None)

@@ -1,4 +1,4 @@
-"""The executor of a pool in debug mode: checks the order of commands, and reports each to the watch."""
+"""The executor of a pool in debug mode: checks the order of commands, and reports them to the watch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class _Follower(Protocol):
 
 
 class WatchedExecutor(CheckedExecutor):
-    """Checking executor that notifies a follower before commands are started, after each move, and of each end.
+    """Checking executor that also notifies a follower.
+
+    It does so before commands are started, after each move, and when a transfer has ended. Moves within the ranges of
+    one access are not reported, because they do not change the pager's map.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The bytes of an arena as debug mode sees them: poisoned, compared with poison, summed up."""
+"""The bytes of an arena for debug mode, which poisons them, looks for changed poison, and computes checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farpool.memory.tiers.device import HostArena
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
 
 POISON = b"\xdb\xff"
-"""Content of free bytes, from even offsets: NaN in each floating-point type of two bytes or more."""
+"""Content of free bytes, repeated from even offsets: a NaN in each floating-point type of at least two bytes."""
 _CHUNK_BYTES = 1 << 20
 _POISONED = POISON * (_CHUNK_BYTES // 2 + 1)
 
@@ -20,21 +20,21 @@ class Memory(Protocol):
     """Interface to the bytes of an arena; offsets are from its start."""
 
     readable: bool
-    """True if the bytes can be looked at without waiting for the device."""
+    """True if the program can read the bytes without waiting for the device."""
 
     def fill(self, place: int, nbytes: int) -> None:
-        """Poison a range, in order with the program's work."""
+        """Poison a range, after the work that the program has already started."""
         ...
 
     def checksum(self, place: int, nbytes: int) -> int: ...
 
     def first_change(self, place: int, nbytes: int) -> int:
-        """Offset of the first byte of a poisoned range that is not poison, -1 if there is none."""
+        """Return the offset of the first byte in a poisoned range that is not poison; -1 if there is none."""
         ...
 
 
 class HostMemory:
-    """Bytes of an arena of host memory."""
+    """Bytes of an arena in host memory."""
 
     readable = True
 
@@ -66,14 +66,14 @@ def _expected(start: int, stop: int) -> bytes:
 
 
 class DeviceMemory:
-    """Bytes of an arena on a device, which are only poisoned.
+    """Bytes of an arena on a device. Debug mode poisons them but never reads them.
 
-    Looking at the bytes would wait for the device, and so hide the missing waits that debug mode looks for.
+    Reading the bytes would wait for the device, and so hide the missing waits that debug mode looks for.
 
     Parameters
     ----------
     fill : callable
-        Fills a range, place and bytes, with a pattern of two bytes.
+        Fills a range, given by place and number of bytes, with a pattern of two bytes.
     """
 
     readable = False

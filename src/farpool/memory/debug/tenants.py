@@ -1,7 +1,8 @@
 """Tracks where in the arena each block's bytes are stored, from the pager's map and its commands.
 
-The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs the place of the bytes
-now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.
+A block that has a range of the arena is a *tenant* of the range. The pager changes its map when it makes a command,
+before the bytes are moved. Debug mode needs the place where the bytes are now. So it keeps a map of its own, and
+updates this map when commands are about to be started.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Tenant:
     Attributes
     ----------
     filled : bool
-        True if the range holds its content: the block has been fetched, or an access has written it.
+        True if the range contains the block's content: the block has been fetched, or an access has written it.
     """
 
     block: int
@@ -38,11 +39,11 @@ class Left:
     Attributes
     ----------
     moved : Move or None
-        The last command that still moves its bytes; None if no command does.
+        The last command that still moves the block's bytes; None if no command does.
     written : bool
-        True if its bytes are written back, from the target of `moved` if there is such a move.
+        True if a transfer writes the block's bytes back, from the target of `moved` if there is such a move.
     free : list of (int, int)
-        Parts of the range, as place and bytes, that no command or block needs before the commands are started.
+        Parts of the range, as place and number of bytes, that no block or command needs until the commands are started.
     """
 
     tenant: Tenant
@@ -52,12 +53,12 @@ class Left:
 
 
 class Tenants:
-    """Map of the arena: each block and where its bytes are now.
+    """Map of the arena: each block in it, and the place of the block's bytes now.
 
     Attributes
     ----------
     generation : Counter
-        Number of times that each block got, changed or lost its place.
+        For each block, how often it got, changed or lost its place.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -77,12 +78,12 @@ class Tenants:
         return self._here.get(block)
 
     def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
-        """Take over the latest changes of the pager's map. Its `commands` for them are about to be started.
+        """Copy the latest changes of the pager's map. The `commands` for these changes are about to be started.
 
         Returns
         -------
         list of Left
-            Blocks that lost their range.
+            The blocks that lost their ranges.
         """
         owners = self._owners()
         final, moves = self._follow_moves(commands)
@@ -117,7 +118,7 @@ class Tenants:
         return self._pager.rounded(tenant.nbytes)
 
     def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
-        """Return the place of each block's bytes after the commands, and the last move of those that are moved."""
+        """Return the place of each block's bytes after the commands, and the last move of each block that is moved."""
         places = {tenant.block: tenant.place for tenant in self}
         last: dict[int, Move] = {}
         for command in commands:
@@ -131,7 +132,10 @@ class Tenants:
         return places, last
 
     def _displace(self, places: dict[int, int], move: Move, moved: int) -> None:
-        """Forget the blocks in the target range of a move: they left without a command, and may return elsewhere."""
+        """Remove the blocks in a move's target range from `places`.
+
+        Such a block has lost its range without a command. It may get another range later.
+        """
         low, high = move.target, move.target + move.nbytes
         for block, place in [*places.items()]:
             if block != moved and place < high and low < place + self._here[block].nbytes:
@@ -146,7 +150,7 @@ class Tenants:
     def _write_back_of(self, block: int) -> Transfer | None:
         """Return a block's write-back under way, or None.
 
-        The pager may keep a block during its write-back and then evict it after all, with the same write.
+        The pager may decide during a write-back to keep the block, then evict it after all; this needs no second write.
         """
         transfers: list[Transfer] = self._pager.transfers()
         for transfer in transfers:
@@ -168,7 +172,10 @@ class Tenants:
         self._here[tenant.block] = tenant
 
     def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
-        """Record the end of a write-back, before the pager learns of it; return the block whose range is now free."""
+        """Record the end of a write-back, before the pager learns of it.
+
+        Return the block whose range is free now, or None if no range became free.
+        """
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None
@@ -181,7 +188,7 @@ class Tenants:
         return tenant
 
     def fetched(self, transfer: Transfer) -> Tenant | None:
-        """Record the end of a fetch; return the block whose content is in the arena now, or None if it is gone."""
+        """Record the end of a fetch; return the block, or None if the block is not in that range any more."""
         tenant = self._here.get(transfer.block)
         if tenant is None or not all(
             tenant.place <= piece.place < tenant.place + tenant.nbytes for piece in transfer.pieces
@@ -191,14 +198,15 @@ class Tenants:
         return tenant
 
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return parts ``(place, bytes)`` of a range that no block has, not even one whose transfer was only started.
+        """Return the parts ``(place, bytes)`` of a range that no block has and no started transfer uses.
 
-        The pager may have given them to a block already; no bytes are moved there before its commands are started.
+        The pager may have given such a part to a block already, but no bytes are moved there before its commands are
+        started.
         """
         return gaps(self._taken(), place, place + nbytes)
 
     def about_to_be_taken(self) -> list[tuple[int, int]]:
-        """Return parts ``(place, bytes)`` that were free until now and that the pager has just given to a block."""
+        """Return the parts ``(place, bytes)`` that were free until now and that the pager has just given to a block."""
         coming = [
             (place, place + self._pager.block(block).size)
             for block, place in self._owners().items()
@@ -215,7 +223,7 @@ class Tenants:
         ]
 
     def free(self) -> list[tuple[int, int]]:
-        """Return parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
+        """Return the parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
         return gaps(self._taken(), 0, self._pager.capacity)
 
     def _taken(self) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Watches a pool's arena: free ranges hold poison, and each block has a generation and a checksum.
 
 Three invariants: a block does not change between two accesses; every byte outside all blocks holds poison; a block has
-the same content wherever it is moved. If one is broken, something used memory outside its access: a tensor that
-outlived its operation, a copy that did not wait, or a kernel that wrote outside its operand.
+the same content wherever it is moved. If an invariant is broken, the program used memory outside an access: by a tensor
+that outlived its operation, a copy that did not wait, or a kernel that wrote outside its operand.
 
 All methods are called with the pool's lock held. An error found in the middle of the pool's own work is kept. It is
 raised when that work is complete, and again by every later access, because the pool's bytes cannot be trusted any more.
@@ -29,7 +29,8 @@ from farpool.memory.pager.use import Use
 __all__ = ["Watch"]
 
 _COMPARED_BYTES = 1 << 18
-"""Free bytes that are compared with poison at each release; each release goes on after the bytes of the last one."""
+"""Free bytes that are compared with poison at each release of an access. The next release compares the bytes after
+them."""
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Watch:
     memory : Memory
         The arena.
     device : CheckedDevice, optional
-        Makes the executor's copies, and receives the ranges that the program has used.
+        Makes the executor's copies; the watch reports to it the ranges that the program has used.
     """
 
     def __init__(
@@ -81,30 +82,30 @@ class Watch:
         self._device = device
         self._tenants = Tenants(pager)
         self._content: dict[int, int] = {}
-        """Checksum of each block whose content is known and that no access may be writing."""
+        """Checksum of each block whose content is known and which no access may write at the moment."""
         self._granted: dict[Grant, _Granted] = {}
         self._writers: Counter[int] = Counter()
         self._writings: Counter[int] = Counter()
-        """Number of times that a block was granted for writing, or released after that."""
+        """For each block, how often an access that may write it was granted or released."""
         self._last_op: dict[int, str] = {}
         self._capacity = 0
         self._looked = 0
         self._in_vain: list[Move] = []
-        """Moves that are still made although their blocks have lost their places since."""
+        """Moves that are still carried out although their blocks have lost their places since."""
         self._findings: list[FarpoolError] = []
         self.follow(())
 
     # ---- findings -----------------------------------------------------------------------------------------------
 
     def raise_findings(self) -> None:
-        """Raise the first error that was found so far, if any, as a new exception."""
+        """Raise the first error found so far, if any, as a new exception."""
         findings = self._findings or (self._device.findings if self._device is not None else ())
         if findings:
             first = findings[0]
             raise type(first)(*first.args)
 
     def look(self) -> None:
-        """Check everything that can be checked now: all blocks that no access writes, and all that is free."""
+        """Check all accesses, all free bytes, and all blocks that no access or transfer may be changing now."""
         self.follow(())
         for granted in self._granted.values():
             self._check_generations(granted)
@@ -150,7 +151,7 @@ class Watch:
         self._memory.fill(place, nbytes)
 
     def moved(self, move: Move) -> None:
-        """Record that a block has been moved, and poison the range that it left behind."""
+        """Record that a block has been moved, and poison its old range."""
         for index, other in enumerate(self._in_vain):
             if other is move:  # it has left since
                 del self._in_vain[index]
@@ -186,7 +187,7 @@ class Watch:
             )
 
     def collected(self) -> None:
-        """Record that dropped storages have been collected: their blocks' numbers may be given to others now."""
+        """Record that the pool has freed the blocks of dropped storages; new blocks may reuse their numbers now."""
         self.follow(())
         for block in self._content.keys() - self._pager.blocks():
             del self._content[block]
@@ -199,7 +200,7 @@ class Watch:
             self._content[tenant.block] = self._memory.checksum(tenant.place, tenant.nbytes)
 
     def _verify(self, tenant: Tenant, op: str, names: dict[int, str] | None = None) -> None:
-        """Compare a block's bytes with the checksum from the last look at them."""
+        """Compare a block's bytes with their last checksum; record an error if they have changed."""
         known = self._content.get(tenant.block)
         if known is None or not tenant.filled or self._memory.checksum(tenant.place, tenant.nbytes) == known:
             return
@@ -213,7 +214,7 @@ class Watch:
         return f"; the last access before was {self._last_op[block]}" if block in self._last_op else ""
 
     def _check_free(self, most: int) -> None:
-        """Compare `most` free bytes with poison, beginning where the last look ended."""
+        """Compare at most `most` free bytes with poison, beginning where the previous call ended."""
         if not self._memory.readable:
             return
         free = self._tenants.free()
@@ -238,12 +239,12 @@ class Watch:
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """Check and record an access that has been granted. If anything is wrong, the access is given up.
+        """Check and record an access that has been granted. If an error is found, the access is released at once.
 
         Raises
         ------
         LifetimeError, OrderError
-            Error that was found, now or before.
+            The first error that was found, in this call or earlier.
         """
         try:
             self.follow(())
@@ -295,7 +296,7 @@ class Watch:
         return frozen
 
     def released(self, grant: Grant) -> None:
-        """Check an access that is about to be released. Errors are kept: see `raise_findings`."""
+        """Check an access that is about to be released. Errors are kept, and `raise_findings` raises them later."""
         granted = self._granted.pop(grant, None)
         if granted is None:
             return
@@ -332,11 +333,11 @@ class Watch:
         self._check_free(_COMPARED_BYTES)
 
     def _undisturbed(self, granted: _Granted, block: int) -> bool:
-        """Return True if no other access could write to the block during this one."""
+        """Return True if no other access could write to the block during the given access."""
         return self._writings[block] == granted.writings[block] and self._writers[block] == (block in granted.writes)
 
     def _check_generations(self, granted: _Granted) -> list[int]:
-        """Return the blocks of an access that are where they were when it was granted; note an error for the others."""
+        """Return the blocks of an access that have kept their places since the grant; record errors for the others."""
         in_place = []
         for block, generation in granted.generations.items():
             now = self._tenants.generation[block]
@@ -363,7 +364,7 @@ def _names(uses: Sequence[Use]) -> dict[int, str]:
 
 
 def _range_of(use: Use, tenants: Tenants) -> tuple[int, int]:
-    """Return where in the arena the bytes of a granted use begin and end."""
+    """Return the offsets in the arena at which the bytes of a granted use begin and end."""
     storage: Storage = use.storage
     index, inside = divmod(use.start, storage.block_bytes)
     place = tenants[storage.first + index].place + storage.offset + inside

@@ -33,7 +33,7 @@ class ChunkHeader(NamedTuple):
     stored: int
     """Bytes of the payload in the file."""
     nbytes: int
-    """Bytes once it is decompressed."""
+    """Bytes of the payload after decompression."""
     checksum: int
 
     @classmethod
@@ -41,7 +41,7 @@ class ChunkHeader(NamedTuple):
         return cls(*_CHUNK.unpack_from(data), *_CHECKSUM.unpack_from(data, _CHUNK.size))
 
     def verified(self, payload: bytes) -> bool:
-        """Return True if header and payload are those that were written."""
+        """Return True if the checksum proves that header and payload are as they were written."""
         fields = _CHUNK.pack(self.kind, self.number, self.stored, self.nbytes)
         return crc32c(payload, crc32c(fields)) == self.checksum
 
@@ -53,7 +53,7 @@ def pack_header() -> bytes:
 
 
 def check_header(data: bytes, path: str) -> None:
-    """Raise unless a header belongs to a tape file that this farpool can read.
+    """Raise TapeFileError unless the header belongs to a tape file that this farpool can read.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def decompress(header: ChunkHeader, stored: bytes) -> bytes:
     Raises
     ------
     ValueError
-        It does not match the header.
+        The decompressed payload does not match the header.
     """
     if header.nbytes > _PAYLOAD_BYTES_MAX:
         raise ValueError(f"{header.nbytes} bytes, at most {_PAYLOAD_BYTES_MAX} are read")

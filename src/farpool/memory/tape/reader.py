@@ -27,8 +27,8 @@ __all__ = ["TapeFile"]
 class TapeFile:
     """A tape file to read. Iterate over it, as often as needed, for its records in the order of the program.
 
-    Iterating ends with `TapeTruncatedError` after the last whole chunk if the file was not closed, and raises
-    `TapeFileError` at a damaged chunk; all records before it have been delivered by then.
+    If the writer did not close the file, iterating raises `TapeTruncatedError` after the records of the last whole
+    chunk. At a damaged chunk it raises `TapeFileError`, after all records of earlier chunks.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class TapeFile:
     Raises
     ------
     TapeFileError
-        There is no such file, it is no tape file, or one of a newer version.
+        There is no such file, it is not a tape file, or it has a newer version.
     TapeTruncatedError
-        It ends before the first chunk does.
+        The file ends before the end of its first chunk.
 
     Attributes
     ----------

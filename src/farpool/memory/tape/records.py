@@ -1,4 +1,4 @@
-"""Metadata and records of a tape file, as a reader gets them and a writer gives them."""
+"""Metadata and records of a tape file, as the reader returns them and the writer accepts them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from farpool.memory.tiers import TierInfo
 __all__ = ["TICK", "Access", "Content", "Create", "Free", "Metadata", "Record", "Run"]
 
 TICK = 1e-7
-"""Resolution of times, in seconds: all are multiples of it."""
+"""Resolution of times, in seconds. All times are multiples of it."""
 
 
 class Content(IntEnum):
-    """Content of blocks when they are created, or when the recording begins."""
+    """Where the content of a block is stored when the block is created, or when the recording begins."""
 
     NONE = 0
     POOL = 1
-    """Bytes that only the pool has."""
+    """Only the pool has the bytes."""
     FILE = 2
-    """A clean copy in a source file."""
+    """A source file has the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Metadata:
     budget : int
         Bytes of the fast tier.
     cut : Cut
-        Sizes, in bytes, by which the pool cut storages into blocks.
+        Sizes in bytes that the pool used to cut storages into blocks.
     tiers : tuple of TierInfo
         Lower tiers from fast to slow.
     classes : tuple of str
@@ -58,22 +58,22 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Record of consecutive blocks that were created, or were there when the recording began.
+    """Record of consecutive blocks that were created, or that existed when the recording began.
 
     Attributes
     ----------
     first, count : int
-        The blocks.
+        Number of the first block, and number of blocks.
     block_bytes, last_bytes : int
         Bytes of each block, and of the last one.
     cls : str
-        Their class.
+        Class of the blocks.
     name : str
-        Name of the storage; of the first one, if several share the block. May be empty.
+        Name of the storage, which may be empty. If several storages share the block, name of the first storage.
     content : Content
         Content of the blocks at that time.
     label : int
-        Number under which the pool's own tape knows the first block. Labels do not depend on timing, block numbers may.
+        Number of the first block in the pool's own tape. Labels do not depend on timing; block numbers may.
     """
 
     first: int
@@ -86,7 +86,7 @@ class Create:
     label: int
 
     def sizes(self) -> list[int]:
-        """Bytes of each block."""
+        """Return the bytes of each block."""
         return [self.block_bytes] * (self.count - 1) + [self.last_bytes]
 
 
@@ -100,23 +100,23 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks that an operation has accessed. A file may name more of them than a pager can have."""
+    """Consecutive blocks that an operation has accessed. The count may be larger than any pager allows."""
 
     first: int
     count: int
     mode: Mode
     table: int = -1
-    """First block of the table, for a run of rows that are picked by data; -1 for any other."""
+    """First block of the table, if these blocks hold table rows that an operand with indexes selected; otherwise -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Record of one operation's access to its operands, which it needs at once.
+    """Record of one operation's access to its operands, all of which it needs at the same time.
 
     Attributes
     ----------
     thread : int
-        Ordinal of the thread.
+        Number of the thread, in the order of first accesses.
     op : str
         The operation.
     runs : tuple of Run

@@ -57,7 +57,7 @@ _DIGITS = 7
 
 
 class Encoder:
-    """Turns records into payloads; keeps the texts that the file has so far."""
+    """Turns records into payloads. It remembers the texts that the file contains so far, and repeats none."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._classes = {cls: index for index, cls in enumerate(classes)}
@@ -100,7 +100,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads into records; keeps the texts that came so far.
+    """Turns payloads into records. It remembers all texts so far, because later records refer to them by number.
 
     Its methods raise `ValueError` for a payload that cannot be a record; msgspec's own errors are `ValueError` too.
     """

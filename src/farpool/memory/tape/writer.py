@@ -22,13 +22,13 @@ class TapeWriter:
     Parameters
     ----------
     path : path
-        The file. It is made, or overwritten if it is a tape file.
+        The file. It is created, or overwritten if it is a tape file.
     metadata : Metadata
 
     Raises
     ------
     TapeFileError
-        There is another file, another writer is on it, or it cannot be written.
+        The path has a file that is not a tape file, another writer writes to the file, or it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
@@ -56,12 +56,12 @@ class TapeWriter:
         Raises
         ------
         OSError
-            It cannot be written; the file then ends with the previous chunk.
+            The chunk cannot be written. The file then ends with the previous chunk.
         """
         self._append(DATA, self._encoder.records(records))
 
     def finish(self) -> None:
-        """Mark the file as complete. Raises as `write` does."""
+        """Mark the file as complete. Raises the errors of `write`."""
         self._append(DONE, self._encoder.map(self._encoder.totals))
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ __all__ = ["require_buffer"]
 
 
 def require_buffer(extent: Extent, buffer: memoryview, *, writable: bool) -> memoryview:
-    """View `buffer` as the bytes of `extent`.
+    """Check that `buffer` fits `extent`, and return a view of its bytes.
 
     Parameters
     ----------
     extent : Extent
         The bytes to transfer.
     buffer : memoryview
-        Memory for them.
+        Memory that receives these bytes, or contains them.
     writable : bool
         True if the transfer writes into the buffer.
 
@@ -30,7 +30,8 @@ def require_buffer(extent: Extent, buffer: memoryview, *, writable: bool) -> mem
     Raises
     ------
     ValueError
-        The buffer has not exactly ``extent.nbytes`` bytes, is not contiguous, or is read-only and must not be.
+        The buffer does not have exactly ``extent.nbytes`` bytes, is not contiguous, or is read-only although the
+        transfer writes into it.
     """
     view = memoryview(buffer)
     if view.nbytes != extent.nbytes:

@@ -1,7 +1,7 @@
 """The fast tier in host memory: one preallocated arena that computation reads.
 
-On a machine without a GPU it is a budgeted part of DRAM. Address space is reserved for growth, memory only for the
-budget.
+On a machine without a GPU, the arena is a budgeted part of DRAM. The arena reserves address space for later growth, but
+memory only for the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class HostArena:
     kind = "dram"
     page_locked = 0
     alignment = 64
-    """Alignment in bytes, as of torch's own memory: with another, other kernels run and compute other bits."""
+    """Alignment in bytes, equal to that of torch's own memory. With another alignment, torch would select other
+    kernels, whose results may differ in the last bits."""
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -48,16 +49,16 @@ class HostArena:
         return self.nbytes
 
     def view(self) -> memoryview:
-        """The whole address range, writable; only the first `nbytes` bytes are to be used."""
+        """The whole address range, writable. Use only the first `nbytes` bytes."""
         return memoryview(self._memory)
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes that are backed with memory; bytes beyond go back to the operating system.
+        """Change the number of bytes that are backed with memory; return the rest to the operating system.
 
         Raises
         ------
         ConfigError
-            More than the machine's memory.
+            The machine has less memory than `nbytes`.
         """
         if nbytes > self.limit:
             raise ConfigError(
@@ -71,5 +72,5 @@ class HostArena:
         self.nbytes = nbytes
 
     def release(self) -> None:
-        """Give the memory back; it must not be accessed any more."""
+        """Return the memory to the operating system; the arena must not be accessed after that."""
         self._memory.release()

@@ -1,8 +1,9 @@
 """The DRAM tier, which keeps bytes in host memory.
 
 The whole capacity is one range of address space of exactly that size (never rounded up to a power of two). The
-operating system backs a page when it is first written, and the tier keeps it until it is closed. Otherwise a loop that
-frees and reserves the same extents would pay for page faults on every pass, at a fraction of memory's speed.
+operating system backs a page with memory at the first write, and the tier keeps the page until the tier is closed.
+Otherwise a loop that frees and reserves the same extents would have page faults on every pass, and reach only a
+fraction of the memory's speed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Dram(PortTier):
     Raises
     ------
     ConfigError
-        The capacity is no size, or less than 64 bytes.
+        The capacity is not a valid size, or is less than 64 bytes.
     """
 
     def __init__(self, capacity: int | str, name: str = "dram") -> None:

@@ -1,4 +1,4 @@
-"""Fault injection into a tier for tests, reproducible by seed or exactly at the n-th operation."""
+"""Fault injection into a tier for tests: at random, reproducible by a seed, or at chosen operations."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Fault(StrEnum):
 class Faulty(WrapperTier):
     """Wrapper that makes operations of a tier fail, corrupt the bytes they move, or stall.
 
-    Reads and writes are counted together from 0, in the order in which they start. `seed` and n alone decide if the
-    n-th has a fault.
+    Reads and writes are counted together from 0, in the order in which they start. Without a `script`, `seed`, the
+    probabilities and n alone decide whether operation n has a fault.
 
     Parameters
     ----------
@@ -47,9 +47,10 @@ class Faulty(WrapperTier):
     stall_seconds : float
         Seconds by which a stalled operation completes late. :meth:`close` ends stalls at once.
     full : bool
-        Every reservation raises TierFullError. May be changed at any time.
+        True if every reservation raises TierFullError. May be changed at any time.
     script : mapping of int to str
-        Fault of the n-th operation: ``"fail"``, ``"corrupt"`` or ``"stall"``; wins over the probabilities.
+        Fault of operation n, by n: ``"fail"``, ``"corrupt"`` or ``"stall"``. The probabilities do not apply to these
+        operations.
 
     Raises
     ------
@@ -100,12 +101,12 @@ class Faulty(WrapperTier):
 
     @property
     def operations(self) -> int:
-        """Reads and writes started so far."""
+        """Number of reads and writes that have started so far."""
         return self._operations
 
     @property
     def injected(self) -> list[tuple[int, Fault]]:
-        """The faults so far, each as the ordinal of the operation and the kind of fault."""
+        """The faults so far; each is the number n of its operation and the kind of fault."""
         with self._lock:
             return list(self._injected)
 

@@ -1,8 +1,8 @@
-"""The registry of tier kinds: the built-in ones, and those that installed packages offer as entry points.
+"""The registry of tier kinds: built-in kinds, and kinds that installed packages offer as entry points.
 
 A kind is a subclass of `TierSpec`. Its module is imported when a tier of that kind is asked for, so a package that
-cannot be imported only affects pools that use its kind. Built-in kinds are found without reading the metadata of the
-installed packages, which takes milliseconds; so a package cannot replace one.
+cannot be imported only affects pools that use its kind. Reading the metadata of the installed packages takes
+milliseconds, so it is not read for built-in kinds. So a package cannot replace a built-in kind.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _Spec = TypeVar("_Spec", bound=Struct)
 
 
 def kind_names() -> list[str]:
-    """Names of all kinds that are built in or installed; imports none of them."""
+    """Names of all kinds that are built in or installed. The kinds are not imported."""
     return sorted({*_BUILT_IN, *entry_points(group=GROUP).names})
 
 
 def is_kind(name: str) -> bool:
-    """True if a kind of this name is built in or installed; does not import it."""
+    """True if a kind of this name is built in or installed. The kind is not imported."""
     return name in _BUILT_IN or bool(entry_points(group=GROUP, name=name))
 
 
 def offers(name: str) -> list[EntryPoint]:
-    """All entry points that offer a kind, the built-in one first. It is an error if there are several."""
+    """Return all entry points that offer a kind, the built-in one first. There should be only one."""
     installed = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     built_in = [_BUILT_IN[name]] if name in _BUILT_IN else []
     return [*built_in, *(installed[value] for value in sorted(installed))]
@@ -59,7 +59,7 @@ def load_kind(name: object, what: str) -> type[TierSpec]:
     name : object
         Name of the kind.
     what : str
-        The setting that names it, for errors.
+        The setting that names the kind, for errors.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def load_kind(name: object, what: str) -> type[TierSpec]:
 
 
 def short_type(spec: type[TierSpec]) -> Any:
-    """Type of the value that gives a tier in its short form.
+    """Return the type of the value in the kind's short form, such as ``dram="64MiB"``.
 
     Raises
     ------
@@ -97,12 +97,12 @@ def short_type(spec: type[TierSpec]) -> Any:
 
 
 def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
-    """Make the spec of a table such as ``{"kind": "dram", "size": "64MiB"}``.
+    """Make a spec from a table such as ``{"kind": "dram", "size": "64MiB"}``.
 
     Parameters
     ----------
     table : mapping
-        The kind, and the attributes of its spec by name; wrappers are tables themselves.
+        The kind, and the attributes of its spec by name. The settings of a wrapper are a table inside this table.
     what : str
         Name of the table, for errors.
 

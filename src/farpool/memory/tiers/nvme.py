@@ -1,7 +1,8 @@
 """A tier in a file, on NVMe or any other medium with a file system.
 
-Transfers bypass the page cache (O_DIRECT) if the file system allows that, and use io_uring if the kernel has it.
-`pool_file` has the format of the file. The lock belongs to the open file, so a child that this process forks shares it.
+Transfers bypass the page cache (O_DIRECT) if the file system allows that, and use io_uring if the kernel has it. The
+module `pool_file` describes the format of the file. The lock belongs to the open file, so a forked child shares the
+lock.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Nvme(PortTier):
     Parameters
     ----------
     path : str or path-like
-        The file to create; its folder must exist. The tier takes over a pool file that a killed process left there, and
-        removes the file when it is closed.
+        The file to create; its folder must exist. The tier reuses a pool file that a killed process left at this path.
+        It removes the file when it is closed.
     capacity : int or str
-        Bytes, or a size such as ``"64GiB"``; rounded down to a multiple of 4096. All of it is allocated at open.
+        Bytes, or a size such as ``"64GiB"``; rounded down to a multiple of 4096. All bytes are allocated at open.
     name : str
         Name of the tier.
     direct : bool, optional
@@ -54,7 +55,7 @@ class Nvme(PortTier):
     Raises
     ------
     ConfigError
-        The capacity is no size, or less than 4096 bytes.
+        The capacity is not a valid size, or is less than 4096 bytes.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Nvme(PortTier):
         )
 
     def _take_over(self, fd: int) -> bool:
-        """Return True if the locked file is a stale pool file, False if it is empty; else raise PoolFileError."""
+        """Return True if the locked file is an old pool file, False if it is empty; else raise PoolFileError."""
         if os.fstat(fd).st_size == 0:
             return False
         PoolFileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), self._path, self._info.name)
@@ -273,8 +274,8 @@ class NvmeSpec(TierSpec, frozen=True, kw_only=True):
     Attributes
     ----------
     path : str, optional
-        The file; the path becomes absolute. Without one each tier gets a new file in a folder for temporary files that
-        is on disk.
+        The file; the path becomes absolute. Without a path each tier gets a new file in a folder for temporary files on
+        disk.
     direct : bool, optional
         As in `Nvme`.
     ring : bool

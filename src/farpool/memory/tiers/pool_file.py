@@ -1,6 +1,7 @@
-"""Format of pool files, whose header distinguishes a tier's file from any other.
+"""Format of pool files, whose header distinguishes a tier's file from any other file.
 
-A pool file holds what one process has moved out of memory, and nothing that outlives it. Integers are little-endian.
+A pool file holds bytes that one process has moved out of memory. They are useless after that process has ended.
+Integers are little-endian.
 
 ====== ===== ==============================================================
 offset bytes field

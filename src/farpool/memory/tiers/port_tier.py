@@ -21,15 +21,15 @@ __all__ = ["PortTier", "port_of"]
 
 
 def port_of(tier: Tier) -> Port:
-    """Return the native port of an open tier; a tier without one gets a port that calls its methods."""
+    """Return the native port of an open tier; if it has none, return a port that calls the tier's methods."""
     return tier.port if isinstance(tier, HasPort) else PythonPort(tier)
 
 
 class PortTier(Tier):
     """A tier that is read and written through a native port.
 
-    Subclasses take their resources in :meth:`_open_port` and give them back in :meth:`_close_port`; this class keeps
-    the state, and closes only when the transfers of callers in Python have ended.
+    Subclasses acquire their resources in :meth:`_open_port` and release them in :meth:`_close_port`. This class keeps
+    the open or closed state, and closes the tier only when all transfers called from Python have ended.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,10 @@ class PortTier(Tier):
                 self._idle.notify_all()
 
     def _wait_for_close(self) -> None:
-        """Wait until no other thread is closing the tier; `close` gives the lock up while it waits for transfers."""
+        """Wait until no other thread is closing the tier.
+
+        The lock alone does not ensure this, because `close` releases the lock while it waits for transfers.
+        """
         while self._closing and os.getpid() == self._process:
             self._idle.wait()
 
@@ -112,12 +115,12 @@ class PortTier(Tier):
 
     @abstractmethod
     def _open_port(self) -> Port:
-        """Acquire the tier's resources and return its port; on failure nothing is kept."""
+        """Acquire the tier's resources and return its port. On failure, keep no resources."""
 
     @abstractmethod
     def _close_port(self) -> None:
-        """Release the tier's resources; no transfer is under way."""
+        """Release the tier's resources. Called while no transfer is under way."""
 
     @abstractmethod
     def _check_extent(self, extent: Extent) -> None:
-        """Raise ValueError unless `extent` may be transferred; the tier is open."""
+        """Raise ValueError unless `extent` may be transferred. Called while the tier is open."""

@@ -41,31 +41,31 @@ class Remote(PortTier):
     """A tier in memory that nodes lend (``farpool node``).
 
     The bytes are spread over all nodes in stripes of 1 MiB. At open, either all nodes lend their parts or none does. At
-    close they get the parts back; if the program ends without a close, they get them back soon afterwards. A node that
-    is restarted still has its part, unless it is ephemeral: then the bytes are lost, and reading them is an error. The
-    tier verifies its reads, so a pool does not wrap it in `Verified`.
+    close, the nodes get their parts back; if the program ends without a close, they get them back soon afterwards. A
+    node that is restarted still has its part. If the node is ephemeral, a restart loses the bytes, and reading them is
+    an error. The tier verifies its reads, so a pool does not wrap it in `Verified`.
 
     Over a `Membership` the tier follows the list while it is open. A member that moves keeps its part. If a member
-    drains or leaves, its part is copied to another member while transfers go on, and `nodes` shows it then; if none has
-    room for it, the part stays, and `notes` and a warning report that. A member that joins only receives the parts of
-    members that leave: the tier keeps its size and its number of parts until it is closed.
+    drains or leaves, its part is copied to another member while transfers go on, and `nodes` then shows the new member.
+    If no member has room for the part, it stays, and `notes` and a warning report that. A member that joins only
+    receives the parts of members that leave: the tier keeps its size and its number of parts until it is closed.
 
     Parameters
     ----------
     *nodes : str or Membership
         Addresses, for example ``"tcp://10.0.0.7:7471"``, or one `Membership`, such as `farpool.StaticMembers`.
     size : int or str, optional
-        Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes
-        as many bytes from each node as the node with the least free memory has free. The tier asks the nodes when it
-        first needs this number.
+        Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. With None,
+        the node with the least free memory lends all of it, and each other node lends as many bytes. The tier asks the
+        nodes for this number when it first needs it.
     name : str
         Name of the tier.
     key : AccessKey or str, optional
-        Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the key in the environment
+        Access key for nodes that require one; a string is ``NAME:SECRET``. None takes the key in the environment
         variable ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
         Seconds within which a node must answer: at open, and for each piece of a transfer. At open a node gets one
-        additional second for each 512 MiB, because it backs them with memory before it answers.
+        additional second for each 512 MiB, because it backs its part with memory before it answers.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
         if that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
@@ -105,7 +105,7 @@ class Remote(PortTier):
 
     @property
     def info(self) -> TierInfo:
-        """Description of the tier; without a configured size, the nodes are asked for their free memory, once.
+        """Description of the tier. If no size is configured, the first use asks the nodes for their free memory.
 
         Raises
         ------
@@ -131,16 +131,16 @@ class Remote(PortTier):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Addresses of the nodes: of the ones that have a part while the tier is open, else of all that would get one.
+        """Addresses of the nodes that have a part. While the tier is closed, of all nodes that would get a part.
 
-        A member that drains may be stopped once it is not among them any more.
+        A draining member may be stopped when its address is not listed here any more.
         """
         parts = self._parts
         return tuple(part.channel.name for part in parts) or tuple(info.addresses[0] for info in self._present())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each part that should move to another member and cannot; `Pool.explain` shows them."""
+        """One sentence for each part that should move to another member but cannot; `Pool.explain` shows them."""
         return tuple(note for contact in self._contacts for note in contact.notes)
 
     @property
@@ -224,7 +224,7 @@ class Remote(PortTier):
         return self._verified
 
     def _parts_of(self, members: list[MemberInfo], channels: list[Channel], leases: list[Lease]) -> list[Part]:
-        """Make the parts; each one can move to another node if the nodes are members of a list."""
+        """Make the parts. If the tier follows a list of members, parts can move to other nodes."""
         parts: list[Part] = []
         for info, channel, lease in zip(members, channels, leases, strict=True):
             port = port_to(channel, lease, self._name, self._timeout)
@@ -264,13 +264,13 @@ class Remote(PortTier):
         return self._space
 
     def _present(self) -> list[MemberInfo]:
-        """The nodes, as a list of members describes them."""
+        """The nodes that may lend memory now, as entries of a list of members."""
         if self._membership is not None:
             return usable(self._membership, self._name)
         return [MemberInfo((str(address),)) for address in self._addresses]
 
     def _connect(self) -> Callable[[str], Channel]:
-        """Make the function that returns a channel to an address. It has no reference to the tier."""
+        """Make the function that returns a channel to an address. The function has no reference to the tier."""
         # A bound method would keep the tier alive through its contact's thread, so it would never be collected.
         return partial(_channel_to, client_key(self._key), self._transport)
 
@@ -284,7 +284,7 @@ class Remote(PortTier):
         return channels
 
     def _free_share(self, channels: Sequence[Channel]) -> int:
-        """Bytes of whole stripes that fit into the free memory of each node."""
+        """Bytes that each node can lend: the smallest free memory of a node, rounded down to whole stripes."""
         free = free_bytes(channels, self._name, time.monotonic() + self._timeout)
         if free < STRIPE:
             raise ConfigError(
@@ -344,7 +344,7 @@ def _checked_size(size: int | str, name: str) -> int:
 
 
 def _share(nbytes: int, nodes: int) -> int:
-    """Bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
+    """Return the bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
     return -(-nbytes // (nodes * STRIPE)) * STRIPE
 
 
@@ -354,9 +354,9 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     Attributes
     ----------
     nodes : sequence of str or str
-        Addresses of the nodes, or one text with commas between them; becomes a tuple of full addresses.
+        Addresses of the nodes, as a sequence or as one text with commas; becomes a tuple of full addresses.
     size : int, str or None
-        As in `Remote`: None takes the memory that the nodes have free.
+        As in `Remote`; None for as much memory as the nodes have free.
     key : str, optional
         As in `Remote`; not shown in the spec's text.
     timeout : float

@@ -1,4 +1,4 @@
-"""Members of a remote tier: followed while the tier is open, and its bytes moved when a member leaves."""
+"""Members of a remote tier: a thread follows their list, and moves the bytes of members that leave."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def usable(membership: Membership, tier: str) -> list[MemberInfo]:
     Raises
     ------
     ConfigError
-        There is none.
+        No member may lend memory.
     """
     members = [info for info in membership.members() if info.state in _LENDING]
     if not members:
@@ -45,7 +45,10 @@ def usable(membership: Membership, tier: str) -> list[MemberInfo]:
 
 
 def find_address(channel: Channel, info: MemberInfo, timeout: float) -> None:
-    """Make contact with a member that has several addresses at the first one that works, if there is one."""
+    """Connect to a member with several addresses at the first address that works, if any works.
+
+    Nothing happens if the member has only one address.
+    """
     for _ in info.addresses[1:]:
         with contextlib.suppress(NodeError):
             _reach(channel, info, timeout)
@@ -69,13 +72,13 @@ class MemberPart(Part):
     Parameters
     ----------
     channel : Channel
-        Way to the node; it expects the node's identity.
+        Channel to the node, which accepts only a node with the expected identity.
     lease : Lease
         The memory that the node lends.
     port : ReplaceablePort
-        Reads and writes it.
+        Reads and writes this memory.
     info : MemberInfo
-        Description of the member in the list.
+        Entry for the member in the list.
     """
 
     port: ReplaceablePort
@@ -86,23 +89,23 @@ class MemberPart(Part):
         self.is_listed = True
         self.is_away = False
         self.address = channel.name
-        """Address of the node that the port's errors name."""
+        """The node's address, as errors of the port name it."""
 
     def is_on(self, info: MemberInfo) -> bool:
-        """True if the list describes this part's node: by identity if the list knows it, else by address."""
+        """True if a list entry describes this part's node, by identity if the entry has one, else by address."""
         if info.identity:
             return info.identity == self.channel.expected
         own = {self.channel.name, *_addresses(self.info)}
         return not own.isdisjoint(_addresses(info))
 
     def follow(self, info: MemberInfo) -> None:
-        """Take over what the list says about the node; its address may be another one."""
+        """Replace the entry for the node by a newer one, which may have another address."""
         self.info, self.is_listed = info, True
         if self.channel.name not in _addresses(info):
             self.channel.move(info.addresses[0])
 
     def replace(self, channel: Channel, lease: Lease, info: MemberInfo) -> None:
-        """Note that another node has the bytes now."""
+        """Record that another node has the bytes now."""
         self.channel, self.lease, self.info = channel, lease, info
         self.is_listed, self.is_away = True, False
         self.address = channel.name
@@ -111,9 +114,9 @@ class MemberPart(Part):
 class Following(Contact):
     """A thread that follows the list of a tier's members.
 
-    A node that has moved is found by its identity, and its part goes on at the new address. The bytes of a member that
-    drains or left the list are copied to another member: to one without a part if there is one, else to one that has
-    room for a second part. If no member takes them, they stay, and the thread tries again.
+    A node that has moved is found by its identity, and the tier then uses its part at the new address. The bytes of a
+    member that drains or left the list are copied to another member: preferably to a member without a part, else to a
+    member that has room for a second part. If no member accepts the bytes, they stay, and the thread tries again.
 
     Parameters
     ----------
@@ -153,7 +156,7 @@ class Following(Contact):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each part whose bytes should move and cannot."""
+        """One sentence for each part whose bytes should move but cannot."""
         return tuple(self._notes.copy().values())
 
     def _run(self) -> None:
@@ -223,7 +226,9 @@ class Following(Contact):
                 self._vacate(part, listed)
 
     def _find_moved(self, strangers: Sequence[MemberInfo]) -> list[str]:
-        """Look for nodes that do not answer or are not listed at the addresses that have no part.
+        """Look for lost nodes at the addresses of members without a part.
+
+        A node is lost if it has a part, but does not answer or is not in the list.
 
         Returns
         -------
@@ -245,7 +250,7 @@ class Following(Contact):
         return silent
 
     def _identity_at(self, info: MemberInfo) -> bytes:
-        """Return the identity of the node at the member's addresses; empty if it does not answer."""
+        """Return the identity of the node at a member's addresses; empty if no node answers."""
         channel = self._connect(info.addresses[0])
         try:
             find_address(channel, info, min(self._timeout, PERIOD_S))
@@ -256,7 +261,7 @@ class Following(Contact):
             channel.close()
 
     def _vacate(self, part: MemberPart, listed: Sequence[MemberInfo]) -> None:
-        """Move a part to another member, or note why it stays."""
+        """Move a part to another member, or record in `notes` why the part stays."""
         state = "is draining" if part.is_listed else "is no longer in the list of members"
         about = f"{format_size(part.lease.nbytes)} on {part.channel.name}, which {state}"
         try:
@@ -275,12 +280,12 @@ class Following(Contact):
         self._note(part, f"{about}, stay there, so keep that node running: no other member takes them ({why})")
 
     def _require_readable(self, part: MemberPart) -> None:
-        """Raise the error with which the part cannot be read, so that no member backs memory for nothing."""
+        """Raise an error if the part cannot be read; otherwise another member would provide memory in vain."""
         buffer = bytearray(1)
         part.port.read(0, buffer_address(buffer), 1)
 
     def _targets(self, part: MemberPart, listed: Sequence[MemberInfo]) -> list[MemberInfo]:
-        """Members that may take a part: the ones without a part first, and the ones that may be down last."""
+        """Members that may receive a part: members without a part first, members that may be down last."""
         targets = [info for info in listed if info.state in _LENDING and not part.is_on(info)]
         return sorted(
             targets,
@@ -288,7 +293,9 @@ class Following(Contact):
         )
 
     def _move(self, part: MemberPart, info: MemberInfo) -> None:
-        """Copy a part to a member while transfers go on, and give the old memory back; nothing if the tier closes.
+        """Copy a part to a member while transfers go on, then give the old memory back.
+
+        If the tier closes during the copy, the part stays where it is.
 
         Raises
         ------
@@ -320,7 +327,7 @@ class Following(Contact):
         old_channel.close()
 
     def _copied(self, part: MemberPart) -> bool:
-        """Copy a part's bytes and use the new memory from then on; return False if the tier closes before that."""
+        """Copy a part's bytes, then switch to the new memory; return False if the tier closes before the switch."""
         while part.port.copy_chunks():
             if self._ended:
                 return False
@@ -341,7 +348,7 @@ class Following(Contact):
 
 
 def _reach(channel: Channel, info: MemberInfo, timeout: float) -> None:
-    """Make contact unless there is contact; after a failure the next attempt is made at the member's next address."""
+    """Connect to a member if the channel is not connected; after a failure, select the member's next address."""
     try:
         channel.connect(time.monotonic() + timeout)
     except NodeError as error:

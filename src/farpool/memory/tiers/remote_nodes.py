@@ -24,12 +24,12 @@ __all__ = ["PERIOD_S", "Contact", "Part", "borrow", "free_bytes", "give_back", "
 PERIOD_S = 1.0
 """Seconds between two checks that the nodes can be reached; far less than a node's grace period."""
 _BACKED_PER_SECOND = 512 << 20
-"""Bytes that a node surely backs with zeroed pages within a second, which it does before it answers."""
+"""Bytes that any node can back with zeroed pages within a second. A node does this before it answers."""
 _Result = TypeVar("_Result")
 
 
 def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
-    """Free bytes of the node that has the least free memory.
+    """Return the free bytes of the node that has the least free memory.
 
     Raises
     ------
@@ -45,9 +45,9 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 
 
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
-    """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
+    """Borrow `nbytes` bytes from each node; if a node cannot lend them, no lease is kept.
 
-    It takes up to `timeout` seconds, and one more for each 512 MiB, because the nodes back them with memory first.
+    This takes at most `timeout` seconds, and one more for each 512 MiB, because nodes back the bytes with memory first.
 
     Raises
     ------
@@ -81,11 +81,11 @@ class Part:
     Parameters
     ----------
     channel : Channel
-        Way to the node.
+        Channel to the node.
     lease : Lease
         The memory that the node lends.
     port : Port
-        Reads and writes it.
+        Reads and writes this memory.
     """
 
     def __init__(self, channel: Channel, lease: Lease, port: Port) -> None:
@@ -102,17 +102,17 @@ def port_to(channel: Channel, lease: Lease, tier: str, timeout: float) -> Port:
 
 
 class Contact:
-    """A thread that keeps the program's sessions at its nodes alive, by reconnecting soon after contact was lost.
+    """A thread that keeps the program's sessions at its nodes alive: it reconnects soon after a connection broke.
 
     A restarted node gives the memory that it had lent back to sessions that return within its grace period. Without
-    this thread, a program that computes for longer than that between two transfers would return too late.
+    this thread, a program that computes for longer than the grace period between two transfers would return too late.
 
     Parameters
     ----------
     owner : object
-        Object on whose behalf contact is kept. If it is collected without `end`, contact and session end.
+        Object that needs the sessions. If it is garbage-collected without a call of `end`, the sessions end.
     parts : sequence of Part
-        The parts whose nodes to reach.
+        The parts whose nodes the thread connects to.
     timeout : float
         Seconds that reaching a node may take.
     """
@@ -134,7 +134,7 @@ class Contact:
         return ()
 
     def end(self) -> None:
-        """Stop keeping contact; waits for the attempt under way."""
+        """End the thread, after it has finished its present attempt to connect."""
         self._ended = True
         self._woken.set()
         self._thread.join()
@@ -155,7 +155,7 @@ class Contact:
                 part.channel.close()
 
     def _keep(self) -> None:
-        """Reach each node once."""
+        """Try once to connect to each node that is not connected."""
         for part in self._parts:
             if self._ended:
                 break

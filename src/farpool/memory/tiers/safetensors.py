@@ -1,8 +1,8 @@
 """A read-only tier over an existing safetensors file, so that weights are read from their own file.
 
-The format: eight bytes with the length of the header (little-endian), the header as JSON, then the data. The header
-maps each tensor's name to its dtype, shape and the begin and end of its bytes, counted from the first byte after the
-header.
+The file begins with eight bytes that give the length of the header (little-endian); the header as JSON and then the
+data follow. The header maps each tensor's name to its dtype, its shape, and the offsets at which its bytes begin and
+end, counted from the first byte after the header.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SafetensorsFile(PortTier):
     """A read-only tier over a safetensors file.
 
     The header is read and checked at open. Reads raise TierError after another program truncated the file or wrote to
-    it. A file that is replaced by renaming another one over it is read as it was at open.
+    it. If another file is renamed over this path, reads still return the old file's bytes.
 
     Parameters
     ----------

@@ -48,7 +48,7 @@ class TensorEntry:
     Attributes
     ----------
     dtype : str
-        Name in the format, for example ``BF16``.
+        Element type as the format names it, for example ``BF16``.
     shape : tuple of int
         Its dimensions; empty for a scalar.
     extent : Extent
@@ -67,7 +67,7 @@ class SafetensorsHeader:
     Attributes
     ----------
     tensors : mapping of str to TensorEntry
-        In the order of the header.
+        Entries by the names of the tensors, in the order of the header.
     metadata : mapping of str to str
         The ``__metadata__`` entry, empty if there is none.
     """
@@ -91,8 +91,9 @@ def parse_header(data: bytes, file_bytes: int, path: str) -> SafetensorsHeader:
     Raises
     ------
     ConfigError
-        The header is not as the format demands: no JSON, an unknown dtype, a size that does not match dtype and shape,
-        bytes outside of the file, overlaps or gaps. The message names the tensor.
+        The header does not follow the format: it is not JSON, a dtype is unknown, a size does not match dtype and
+        shape, bytes are outside of the file, or tensors overlap or have gaps between them. The message names the
+        tensor.
     """
     try:
         header = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)

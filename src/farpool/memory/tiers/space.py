@@ -11,7 +11,7 @@ from farpool.errors import TierFullError
 __all__ = ["CACHE_LINE_BYTES", "ExtentSpace"]
 
 CACHE_LINE_BYTES = 64
-"""Alignment in bytes of extents in memory, chosen for vector instructions and device copies."""
+"""Alignment in bytes of extents in memory; vector instructions and device copies need it to be fast."""
 
 
 class ExtentSpace:
@@ -30,7 +30,7 @@ class ExtentSpace:
     def __init__(self, name: str, capacity: int, alignment: int) -> None:
         self._name = name
         self._allocator = ExtentAllocator(capacity, alignment)
-        """Allocator of the ranges; the tag of each is the bytes that were asked for."""
+        """Allocator of the ranges. The tag of a range is the number of bytes that the caller asked for."""
         self._lock = threading.Lock()
 
     @property
@@ -40,7 +40,7 @@ class ExtentSpace:
             return self._allocator.used
 
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an extent; TierFullError if there is no hole for it, ValueError if `nbytes` is less than 1."""
+        """Reserve an extent. Raises TierFullError if no hole is large enough, ValueError if `nbytes` is less than 1."""
         if nbytes < 1:
             raise ValueError(f"{self._name}: an extent has at least 1 byte, got {nbytes}")
         with self._lock:
@@ -55,7 +55,7 @@ class ExtentSpace:
         return Extent(offset, nbytes)
 
     def free(self, extent: Extent) -> int:
-        """Give an extent back; returns the bytes that it took, alignment included. ValueError if it is not reserved."""
+        """Free an extent, and return its size in bytes, alignment included. Raises ValueError if it is not reserved."""
         with self._lock:
             self._require(extent)
             return self._allocator.free(extent.offset)

@@ -37,7 +37,7 @@ class ThrottledSpec(Struct, frozen=True, kw_only=True):
                 force_setattr(self, name, parse_rate(value, name))
 
     def wrap(self, tier: Tier) -> Tier:
-        """Wrap a tier in such a link."""
+        """Return the tier in a `Throttled` wrapper with these settings."""
         return Throttled(tier, self.read_bandwidth, self.write_bandwidth, latency=self.latency, shared=self.shared)
 
 
@@ -68,23 +68,25 @@ class TierSpec(Struct, frozen=True, kw_only=True):
         Class variable: the attribute that the kind's short form sets, so that ``Pool(dram="64MiB")`` means
         ``tiers=[DramSpec(size="64MiB")]``. It is ``size`` by default; with an empty one there is no short form.
     typical_latency : float
-        Class variable: seconds that a small transfer typically takes. It only orders tiers that are given in short
-        form, which have no order of their own. A kind that does not set it comes last.
+        Class variable: seconds that a small transfer typically takes. Used only to order tiers that are given in short
+        form, because keyword arguments state no order. A kind that does not set it comes last.
     size : int, str or None
-        Capacity of the tier, which becomes bytes. None only for a tier that can ask how much memory there is.
+        Capacity of the tier, which becomes bytes. None only for a kind of tier that can find out how much memory is
+        free.
     name : str
         Name of the tier; the name of the kind unless given.
     throttled : ThrottledSpec, optional
-        Puts the tier behind a slower link.
+        Settings of a slower link through which all transfers of the tier go.
     traced : TracedSpec, optional
-        Records the operations on the tier, outside of the link.
+        Settings for a record of all operations on the tier; times include the slower link.
     verified : bool
-        True to keep checksums, outside of both. A pool keeps them without this for tiers whose bytes leave the process.
+        True to verify all reads by checksums, with a wrapper around the other two. A pool does so without this setting
+        for tiers whose bytes leave the process.
 
     Raises
     ------
     ConfigError
-        No tier can be made with these settings. The message names the wrong one.
+        No tier can be made with these settings. The message names the wrong setting.
     """
 
     kind: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Striping: one tier over several, which work at the same time."""
+"""Striping: one tier over several inner tiers, which work at the same time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["STRIPE", "Striped"]
 
 STRIPE = 1 << 20
-"""Bytes of a stripe unless given."""
+"""Default size of a stripe in bytes."""
 
 
 class Striped(WrapperTier):
@@ -42,7 +42,8 @@ class Striped(WrapperTier):
     Raises
     ------
     ConfigError
-        There is no tier or one twice, one is smaller than a stripe, or the stripe is no multiple of an alignment.
+        There is no tier, a tier is given twice, a tier is smaller than a stripe, or the stripe is not a multiple of a
+        tier's alignment.
     """
 
     def __init__(self, tiers: Iterable[Tier], stripe: int | str = STRIPE, name: str | None = None) -> None:
@@ -59,7 +60,7 @@ class Striped(WrapperTier):
         self._space: ExtentSpace | None = None
         self._striped: StripedPort | None = None
         self._pieces: dict[int, list[tuple[Tier, Extent]]] = {}
-        """For each extent, by offset, the extents in inner tiers that hold its pieces."""
+        """For each extent, by its offset, the extents in the inner tiers that hold its pieces."""
 
     @property
     def stripe(self) -> int:
@@ -126,7 +127,7 @@ class Striped(WrapperTier):
         self._space.require(extent)
 
     def _cut(self, extent: Extent) -> Iterator[tuple[int, int]]:
-        """Cut an extent at the ends of stripes: the number of the inner tier and the bytes of each piece."""
+        """Cut an extent at the ends of stripes; return each piece as the number of its inner tier and its bytes."""
         done = 0
         while done < extent.nbytes:
             stripe, inside = divmod(extent.offset + done, self._stripe)
@@ -169,6 +170,9 @@ class Striped(WrapperTier):
 
 
 def _together(rates: list[float | None]) -> float | None:
-    """Bytes per second of all inner tiers together: each has as many bytes to move as the slowest one."""
+    """Return the bytes per second of all inner tiers together; None if a rate is unknown.
+
+    The slowest tier limits the others, because all tiers move equally many bytes.
+    """
     known = [rate for rate in rates if rate is not None]
     return min(known) * len(rates) if len(known) == len(rates) else None

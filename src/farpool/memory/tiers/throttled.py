@@ -1,4 +1,4 @@
-"""Simulation of slower hardware: a tier behind a link of a given rate and latency."""
+"""Simulation of slower hardware: transfers of a tier go through a link of a given rate and latency."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Throttled(WrapperTier):
     """Wrapper that delays transfers so that none ends earlier than over a link of a given rate and latency.
 
     A link carries one transfer after another, in the order in which they begin. A transfer occupies the link for its
-    bytes over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The inner tier
-    really moves the bytes during that time; if it takes longer than the link, the transfer ends together with it.
+    bytes divided by the rate, and ends `latency` after that, so latencies of transfers from several threads overlap.
+    The inner tier really moves the bytes during that time; if it needs longer, the transfer ends when the inner tier
+    has finished.
 
     Parameters
     ----------
@@ -32,9 +33,9 @@ class Throttled(WrapperTier):
     read_bandwidth, write_bandwidth : float or str, optional
         Bytes per second, or a rate such as ``"2GB/s"``; None sets no limit.
     latency : float
-        Seconds by which each transfer ends later.
+        Seconds from the moment that a transfer leaves the link until it ends.
     shared : bool
-        True if reads and writes share one link (half duplex) instead of having one each.
+        True if reads and writes share one link (half duplex); False if each direction has its own link.
 
     Raises
     ------

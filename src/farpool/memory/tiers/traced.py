@@ -37,7 +37,7 @@ class TraceRecord:
     op : str
         ``reserve``, ``free``, ``read`` or ``write``.
     time : float
-        Begin, in seconds on the monotonic clock.
+        Time when the operation began, in seconds of the monotonic clock.
     duration : float
         Seconds from begin to end.
     offset : int or None
@@ -45,7 +45,7 @@ class TraceRecord:
     nbytes : int
         Bytes of the extent.
     error : str or None
-        Type and message of the error that it raised.
+        Type and message of the error that the operation raised; None if it succeeded.
     """
 
     tier: str
@@ -60,15 +60,15 @@ class TraceRecord:
 class Traced(WrapperTier):
     """Wrapper that records each operation on a tier: in memory, for a callback, or in a file.
 
-    It records transfers in Python, so a pool calls it with the interpreter lock, and everything is slower.
+    It records transfers in Python. So a pool needs the interpreter lock for each transfer, and everything is slower.
 
     Parameters
     ----------
     inner : Tier
         The inner tier.
     callback : callable, optional
-        Called with each `TraceRecord`, in the thread that ends the operation. It must not use the tier. An exception
-        that it raises is logged and does not affect the operation.
+        Called with each `TraceRecord`, in the thread that ends the operation. The callback must not use the tier. An
+        exception in the callback is logged and does not affect the operation.
     path : str or path-like, optional
         File for the records, one JSON object a line. Overwritten when the tier is opened.
     keep : int
@@ -97,7 +97,7 @@ class Traced(WrapperTier):
         self._lock = threading.Lock()
 
     def records(self) -> tuple[TraceRecord, ...]:
-        """The last records, in the order in which the operations ended."""
+        """Return the last records, in the order in which the operations ended."""
         with self._lock:
             return tuple(self._kept)
 

@@ -1,4 +1,4 @@
-"""Checksums of a tier's extents, so that a read gives the bytes that were written, or an error."""
+"""Checksums of a tier's extents, so that a read either returns the written bytes or raises an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Verified(WrapperTier):
     """Wrapper that computes the CRC32C of each extent when it is written and compares it when it is read.
 
     A read raises ChecksumError if its bytes differ from the bytes that were written, or if the extent was never
-    written. The checksums are in this process's memory, so corruption inside the tier cannot hide itself. Works
+    written. The checksums are in this process's memory, where corruption inside the tier cannot change them. Works
     natively, without the interpreter lock, if the inner tier does.
 
     Parameters

@@ -77,7 +77,7 @@ class WrapperTier(PortTier):
             super().write_from(extent, data)
 
     def _wrap(self, *ports: Port) -> Port:
-        """Make the wrapper's port from the ports of the inner tiers; they are open."""
+        """Make the wrapper's port from the ports of the inner tiers. Called while the inner tiers are open."""
         return PythonPort(self)
 
     def _open_port(self) -> Port:
