@@ -127,7 +127,7 @@ class Recording:
         Raises
         ------
         TapeFileError
-            The file could not be written up to its end, for example because the disk is full. Its first part is readable.
+            The file could not be written up to its end (a full disk, for example). Its first part is readable.
         """
         self.end()
         error, self._error = self._error, None
