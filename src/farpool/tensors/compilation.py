@@ -29,7 +29,7 @@ _warned = False
 
 
 def apply() -> None:
-    """Patch torch's compiler and exporter as soon as the program imports them; importing them here would take seconds."""
+    """Patch torch's compiler and exporter when the program imports them; importing them here would take seconds."""
     when_imported("torch._dynamo.convert_frame", _step_aside_in)
     when_imported("torch.export._trace", _refuse_exports_in)
 
