@@ -106,7 +106,7 @@ class StepInBackward:
         self._hooks: dict[int, Any] = {}
         """Hook of each parameter, by the parameter's identity."""
         self._where: dict[int, tuple[int, int]] = {}
-        """Group and index of each parameter in the optimizer, by the parameter's identity. A cache, checked at each use."""
+        """Group and index of each parameter in the optimizer, by its identity. A cache, checked at each use."""
         self._passes = 0
         """Backward passes since the last step."""
         self._stepped: set[int] | None = None

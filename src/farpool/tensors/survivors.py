@@ -22,7 +22,7 @@ from farpool.tensors.calls import calls
 __all__ = ["in_use", "look_for_survivors", "note", "without_survivors"]
 
 in_use = False
-"""True once a pool in debug mode has been made."""
+"""True after the first pool in debug mode was made."""
 
 
 class _Local(threading.local):
