@@ -71,7 +71,7 @@ class Space(Protocol):
     """Interface through which the pager reserves room in a lower tier. Its methods are quick and do no I/O."""
 
     def reserve(self, nbytes: int, cls: str) -> int | None:
-        """Reserve room for a block of class `cls`; return its offset in the tier, or None if the tier has no room."""
+        """Reserve room for a block of class `cls`; return the offset in the tier, or None if the tier has no room."""
         ...
 
     def free(self, offset: int, nbytes: int, cls: str) -> None: ...

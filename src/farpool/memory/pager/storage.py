@@ -153,7 +153,7 @@ def _table_block_bytes(row_bytes: int, limit: int) -> int:
 
 
 class StorageOwner(Protocol):
-    """Interface that tensors use of the pool of their storage; `BlockPool` implements it."""
+    """Interface of a pool as its storages and tensors use it; `BlockPool` implements it."""
 
     @property
     def arena(self) -> Any:

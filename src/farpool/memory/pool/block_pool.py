@@ -97,7 +97,7 @@ class BlockPool:
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         """The storages in use."""
         self._births = itertools.count()
-        """Counter that gives a storage a number when it is made, and a loose storage another one at its first use."""
+        """Counter. A storage gets a number when it is made, and a loose storage gets another at its first use."""
         self.ledger = ledger
         self._lower = lower
         self._device = device

@@ -93,7 +93,7 @@ class Pool:
     device : str, optional
         ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
     prefetch : bool, optional
-        True, the default, to record accesses and fetch blocks before the next accesses that the record predicts.
+        True, the default, to record accesses, and to fetch blocks before accesses that the record predicts.
     timeout : float, optional
         Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
     debug : bool, optional

@@ -30,12 +30,12 @@ __all__ = ["StagedExecutor"]
 _IDLE_INTERVAL_S = 0.05
 """Seconds after which the idle thread checks for work even if no other thread woke it."""
 _TIER_INTERVAL_S = 0.2e-3
-"""Seconds between two checks while only tiers work. A tier wakes the thread when it ends; a new command does not."""
+"""Seconds between two checks while only tiers work. The end of a leg wakes the thread; a new command does not."""
 _COPY_INTERVAL_S = 50e-6
 """Seconds between two polls of copies under way, because a device gives no signal when a copy has ended."""
 _COPY_BYTES_MAX = 32 << 20
-"""While copies of this many bytes are under way in one direction, only copies that an access waits for are started. So
-many bytes keep the link busy from one poll to the next, and a copy that an access waits for is not delayed by more."""
+"""While copies of this many bytes are under way in one direction, only copies that an access waits for are started.
+These bytes keep the link busy from one poll to the next, and they are all that such a copy may have to wait for."""
 _TROUBLE_INTERVAL_S = 10e-3
 """Seconds between two polls of copies while the device raises errors when it is polled."""
 
