@@ -1,4 +1,9 @@
-"""PyTorch on a pool: paged tensors, and moving modules and weights in and out."""
+"""PyTorch on a pool: paged tensors, and moving modules and weights into a pool and out of it.
+
+A *paged* tensor stores its bytes in a pool, and a *plain* tensor is any other tensor of torch. A *real* tensor is a
+view of the arena that stands for a paged tensor while an operation runs. A *table* is a tensor whose rows are picked by
+data, such as the weight of an embedding. The *moments* of a parameter are the tensors that an optimizer keeps for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real tensors over the arena: short-lived views that an operation runs on while its blocks are pinned."""
+"""Real tensors: views of the arena on which an operation runs while its blocks are pinned, and not longer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["ArenaViews", "arena_views", "device_of", "is_device"]
 
 
 class ArenaViews:
-    """Views of a pool's whole arena, one for each dtype, made at first use.
+    """Views of a pool's whole arena, one for each dtype; a view is made when it is first needed.
 
-    A view covers all addresses that are reserved for the arena, so it stays valid when the budget changes.
+    Each view covers all addresses that are reserved for the arena, so it stays valid when the budget changes.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class ArenaViews:
     device : torch.device
         The arena's device.
     debug : bool
-        True if no tensor made here may outlive its operation: see `farpool.tensors.survivors`.
+        True to check that the tensors made here do not outlive their operation (`farpool.tensors.survivors`).
     """
 
     __slots__ = ("_bytes", "_typed", "debug", "device", "start", "stop", "storage")
@@ -62,7 +62,10 @@ class ArenaViews:
         return view
 
     def memory(self, start: int, stop: int) -> torch.UntypedStorage:
-        """Bytes ``[start, stop)`` of the arena as a separate storage, which cannot be resized over its neighbours."""
+        """Bytes ``[start, stop)`` of the arena as a separate torch storage.
+
+        A tensor on this storage cannot be resized into the bytes next to it.
+        """
         memory: torch.UntypedStorage = self.storage[start:stop]
         if self.debug:
             note(memory)
@@ -85,7 +88,7 @@ class ArenaViews:
         return view
 
     def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """Overlapping items ``[any, *size]`` of the arena: the item at index ``i`` begins at its element ``i``."""
+        """View the arena as overlapping items ``[any, *size]``: item ``i`` begins at element ``i`` of the arena."""
         typed = self.typed(dtype)
         extent = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         view = torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))
@@ -108,7 +111,10 @@ def device_of(pool: StorageOwner) -> torch.device:
 
 
 def is_device(asked: Any, device: torch.device) -> bool:
-    """Return True if a call names this device; a name without an index means the current device of its type."""
+    """Return True if the device `asked` for in a call is `device`.
+
+    A name without an index means the current device of its type.
+    """
     named = torch.device(asked)
     if named.type != device.type or device.index is None:
         return named.type == device.type
@@ -120,7 +126,7 @@ _views: weakref.WeakKeyDictionary[StorageOwner, ArenaViews] = weakref.WeakKeyDic
 
 
 def arena_views(pool: StorageOwner) -> ArenaViews:
-    """The views of a pool's arena, made at first use."""
+    """The views of a pool's arena, made when they are first needed."""
     views = _views.get(pool)
     if views is None:
         views = _views[pool] = ArenaViews(pool)

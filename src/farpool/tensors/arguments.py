@@ -1,4 +1,4 @@
-"""Checks of arguments: one of the wrong type raises an error that names it and the call that was probably meant."""
+"""Checks of arguments. The error for a wrong type names the argument and the call that was probably meant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Rules that run before autograd, in front of an operator's native code.
+"""Registers rules that torch calls instead of an operator's native code, before autograd records the operation.
 
-They are registered for a dispatch key that only tensor subclasses have, so that calls with plain tensors cost nothing.
+The rules are registered for a dispatch key that only tensor subclasses have, so that calls with plain tensors cost
+nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped
 
 
 def register(name: str, rule: Callable[..., Any]) -> None:
-    """Make torch call a rule instead of an operator of ``aten``, with the dispatch keys as the first argument."""
+    """Make torch call `rule` instead of the operator ``aten::name``. The rule's first argument is the dispatch keys."""
     _library.impl(name, rule, _KEY.name, with_keyset=True)
 
 
 def keys_after(keys: Any) -> Any:
-    """Return the dispatch keys with which a rule redispatches a call, so that torch does not call the rule again."""
+    """Return the dispatch keys with which a rule calls the operator, so that torch does not call the rule again."""
     return keys.remove(_KEY)
 
 
 def rules_included() -> Any:
-    """A context in which torch calls the rules although an operation is being handled in Python."""
+    """A context in which torch calls these rules even while it handles another operation in Python."""
     return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

@@ -1,7 +1,7 @@
-"""The native dispatcher of operations on paged tensors, which runs most of them without Python.
+"""The native dispatcher, which runs most operations on paged tensors without Python.
 
-torch calls `calls.dispatch` for each operation. It passes operations that it cannot run to `farpool.tensors.dispatch`,
-which registers each operator that the native dispatcher may run from then on.
+torch calls `calls.dispatch` for each operation. The native dispatcher passes operations that it cannot run to
+`farpool.tensors.dispatch`. That module registers operators with the native dispatcher, which then runs them itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Leave code that computes with paged tensors uncompiled, and refuse ``torch.export`` of such code.
+"""Keeps torch from compiling code that computes with paged tensors, and refuses ``torch.export`` of such code.
 
-A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has no address. Without
-this module, torch would break the graph at each operation with a paged argument and trace into farpool's own code. So
-we examine each call that the compiler is about to trace. If it can reach paged tensors, the interpreter runs it, with
-everything that it calls. We decide for this call only, so that the same code is compiled for plain modules, and for
-this module after it is restored. An export cannot fall back to the interpreter, so it is refused.
+Compiled code reads a parameter at an address that never changes, and a paged tensor has no such address. Without this
+module, torch would break the graph at each operation with a paged argument and trace into farpool's own code. So we
+examine each call that the compiler is about to trace. If the call can reach paged tensors, the interpreter runs it with
+everything that it calls. We decide for each call separately, so that the same code is compiled for plain modules, and
+for a module that was restored. An export cannot fall back to the interpreter, so it is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _warned = False
 
 
 def apply() -> None:
-    """Patch torch's compiler and exporter as soon as the program imports them (importing them takes seconds)."""
+    """Patch torch's compiler and exporter when the program imports them; importing them here would take seconds."""
     when_imported("torch._dynamo.convert_frame", _step_aside_in)
     when_imported("torch.export._trace", _refuse_exports_in)
 
 
 def _step_aside_in(compiler: Any) -> None:
-    """Make the compiler skip each frame that can reach paged tensors."""
+    """Make the compiler skip each frame (a call of a Python function) that can reach paged tensors."""
     entry: Any = compiler.CatchErrorsWrapper
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
@@ -97,7 +97,10 @@ def _warn(paged: PagedTensor) -> None:
 
 
 def _paged_in_reach(frame: Any) -> PagedTensor | None:
-    """A paged tensor among the arguments and globals that the frame's code names, or in modules among them."""
+    """Find a paged tensor that a frame can reach; None if it can reach none.
+
+    We search the frame's arguments and the globals that its code names, and modules and optimizers among these.
+    """
     found = _first_paged(frame.f_locals.values(), _LEVELS_MAX)
     if found is None:
         names = frame.f_globals
@@ -136,8 +139,8 @@ def _paged_in(module: torch.nn.Module) -> PagedTensor | None:
 def invalidate_guards(module: torch.nn.Module) -> None:
     """Make compiled code check its guards on the module's tensors again.
 
-    It skips these checks while the dicts that hold the tensors are unmodified, and `farpool.offload` changes the
-    tensors in place.
+    Compiled code skips these checks until the dicts that hold the tensors are modified, and `farpool.offload` changes
+    only the tensors. So we assign each tensor to its dict again.
     """
     for part in module.modules():
         groups: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)

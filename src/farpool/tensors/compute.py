@@ -1,7 +1,7 @@
-"""Runs an operation on paged arguments: acquires the bytes that they view, computes on real tensors, and releases.
+"""Runs an operation on paged arguments: pins the bytes that they view, computes on real tensors, and unpins the bytes.
 
-All bytes are acquired in one call, so two threads cannot wait for each other. The common case, a few paged arguments
-of different storages, is handled by the native core (`farpool.tensors.calls`); this module handles all others.
+All bytes are pinned in one call, so two threads cannot wait for each other. The native core (`farpool.tensors.calls`)
+handles the common case of a few paged arguments of different storages; this module handles all other cases.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["compute", "explain", "wrap_results"]
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on real tensors over the arena that stand for its paged arguments."""
+    """Run an operation on real tensors over the arena, which replace its paged arguments."""
     result = calls.compute(func, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -42,7 +42,7 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Raise a better error if the message of an operator's error would mislead; otherwise return.
+    """Raise a better error if the message of an operator's error would mislead the user; otherwise return.
 
     Raises
     ------
@@ -58,7 +58,10 @@ def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews, result: Any) -> Any:
-    """Wrap an operation's results that alias the arena; `pairs` are its paged arguments with their real tensors."""
+    """Replace results of an operation that share memory with the arena by paged views or copies.
+
+    `pairs` are the operation's paged arguments with their real tensors.
+    """
     with lazy_bits():
         return Operands.of(pairs, arena).wrap_all(result)
 
@@ -149,7 +152,10 @@ def _stand_in(value: Any) -> Any:
 
 
 def _compute_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: dict[str, Any]) -> Any:
-    """Run an ``out=`` form into plain tensors first, because resizing an output could overwrite the arena around it."""
+    """Run an operation with ``out=`` into plain tensors, and copy these to the paged outputs.
+
+    The operation may resize its outputs, and a real tensor that grows would overwrite the bytes next to it.
+    """
     plain = {name: _stand_in(value) for name, value in outputs.items()}
     result = func(*args, **{**kwargs, **plain})
     replaced: dict[int, Any] = {}

@@ -1,8 +1,7 @@
-"""Runs an operator that may keep its operands on private copies, which it may keep as long as it likes.
+"""Runs an operator that may keep its operands: it receives private plain copies, so keeping them does no harm.
 
 Each copy has the strides of its operand and the same distance from an aligned address, so that kernels take the same
-path and give the same bits. Copies are plain temporaries: they do not count against the budget, and an operand may be
-larger than the fast tier.
+path and give the same bits. Copies do not count against the budget, and an operand may be larger than the fast tier.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["compute_on_copies", "private_copy"]
 
 
 def private_copy(tensor: PagedTensor) -> torch.Tensor:
-    """A plain copy of a paged tensor with the same strides and alignment, which shares memory with nothing."""
+    """A plain copy of a paged tensor with the same strides and alignment, in memory of its own."""
     # The operator may keep the copy, and a copy made in inference mode would remain an inference tensor.
     with torch.inference_mode(False), torch.no_grad():
         start, stop = tensor.byte_range()
@@ -41,13 +40,13 @@ def private_copy(tensor: PagedTensor) -> torch.Tensor:
 
 
 def compute_on_copies(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on copies of its paged arguments, and write back the copies that it has changed.
+    """Run an operator on copies of its paged arguments, and write the changed copies back to the arguments.
 
     Raises
     ------
     UnsupportedError
-        Its result would view a paged argument, two arguments share memory that it writes to, or it changes the shape of
-        an argument that it writes to.
+        The operator's result would view a paged argument, it writes to memory that two arguments share, or it changes
+        the shape of an argument.
     """
     operands = Operands()
     for position, value in enumerate(args):
@@ -94,7 +93,7 @@ def _check(
 
 
 def _own(operands: Operands, result: Any) -> Any:
-    """Wrap the result of an operator on copies: an operand, or a strided view of one, becomes paged again."""
+    """Replace results that are a copy, or a strided view of a copy, by the paged operand or a paged view of it."""
     if type(result) is tuple or type(result) is list:
         return type(result)(_own(operands, item) for item in result)
     if not isinstance(result, torch.Tensor):

@@ -1,11 +1,15 @@
 """Dispatch of operations with paged arguments that the native core does not run itself.
 
-The first of these that applies runs the operation: a rule written for it; the rule for views; its decomposition into
-other operations, which are dispatched instead; and otherwise a computation on real tensors (`farpool.tensors.compute`).
-If the real tensors do not fit into the fast tier, the operation's fallback runs.
+The first of these ways that applies runs an operation:
 
-Some operators need only pinned blocks and real tensors, or a view that was made before. At their first call they are
-registered with the native core, which runs them from then on (`farpool.tensors.calls`).
+- a rule, which is a function written for this operation;
+- for an operation that returns views, the code that makes paged views;
+- the operation's decomposition into other operations, which are dispatched instead;
+- a computation on real tensors (`farpool.tensors.compute`). If these do not fit into the fast tier together, the
+  operation's fallback runs, which is a rule that needs less room.
+
+Some operators need only pinned blocks and real tensors, or a view whose geometry is cached. At its first call, such an
+operator is registered with the native core, which runs all later calls (`farpool.tensors.calls`).
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ __all__ = ["Rule", "dispatch", "fallback", "family_rule", "general_fallback", "r
 
 Kind = Calls.Kind
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Function that handles an operator overload; if it returns NotImplemented, the general path runs the call."""
+"""Function that handles an operator overload. If it returns NotImplemented, the next way of the list above is tried."""
 
 _rules: dict[Any, Rule] = {}
 _for_sparse: set[Any] = set()
@@ -44,7 +48,7 @@ _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
 _general_fallbacks: list[tuple[Callable[[Any], bool], Rule]] = []
 _handlers: dict[Any, Rule] = {}
-"""Handlers of operator overloads, filled at their first calls."""
+"""The handler of each operator overload that was called before."""
 _OWN_ATTRIBUTES = frozenset(("_storage", "_arena", "_footprint"))
 """Attributes that a paged tensor has and a plain one lacks."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -62,7 +66,7 @@ def rule(*overloads: Any, sparse: bool = False) -> Callable[[Rule], Rule]:
     ----------
     *overloads : torch._ops.OpOverload
     sparse : bool
-        The rule handles only calls with a tensor that is not strided.
+        True if the rule handles only calls with a tensor that is not strided.
     """
 
     def register(function: Rule) -> Rule:
@@ -76,7 +80,7 @@ def rule(*overloads: Any, sparse: bool = False) -> Callable[[Rule], Rule]:
 
 
 def family_rule(*prefixes: str) -> Callable[[Rule], Rule]:
-    """Register a rule for all aten operations whose names begin with one of `prefixes` and that have no ``out=``."""
+    """Register a rule for all operations of aten without ``out=`` whose names begin with one of `prefixes`."""
 
     def register(function: Rule) -> Rule:
         _families.update(dict.fromkeys(prefixes, function))
@@ -96,7 +100,10 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 
 def general_fallback(handles: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
-    """Register a fallback for all overloads for which `handles` returns True; it runs after their own fallback."""
+    """Register a fallback for all overloads for which `handles` returns True.
+
+    It runs if an overload has no own fallback or its own fallback returns NotImplemented.
+    """
 
     def register(function: Rule) -> Rule:
         _general_fallbacks.append((handles, function))
@@ -139,7 +146,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 
 def _handler_of(func: Any) -> Rule:
-    """Choose an overload's handler at its first call; register it with the native core if that can run it alone."""
+    """Choose an overload's handler at its first call, and register overloads that the native core can run alone."""
     signature = signature_of(func)
     general = _TREATMENTS[signature.treatment]
     fallbacks = _fallbacks_of(func)
@@ -172,7 +179,7 @@ def _handler_of(func: Any) -> Rule:
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule that is written for an overload, if there is one."""
+    """The rule that is written for an overload; None if there is no such rule."""
     chosen = _rules.get(func)
     if chosen is None:
         signature = signature_of(func)

@@ -39,7 +39,7 @@ def allocate(
     cls: str = "weights",
     name: str = "",
 ) -> PagedTensor:
-    """A paged tensor of a dense geometry with a new storage; its values are unspecified."""
+    """Make a paged tensor with unspecified values in a new storage. Size and stride must be dense."""
     elements = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     row_bytes = row_bytes_of(size, stride, dtype.itemsize)
     storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes, name=name)
@@ -47,10 +47,10 @@ def allocate(
 
 
 def class_of_moments(parameter: PagedTensor) -> str:
-    """The class of blocks for an optimizer's state of a parameter, or for a tensor made like another paged one.
+    """The class of blocks for a parameter's moments, and for other tensors that are made like a paged tensor.
 
-    Moments of a table are cut into blocks like the table, so that a sparse gradient changes only the rows that it
-    names. If the gradients are known to be dense, this is not needed.
+    The moments of a table are cut into blocks like the table, so that a step with a sparse gradient reads and writes
+    only blocks with rows that the gradient names. If the gradients are known to be dense, this is not needed.
     """
     cls = parameter._storage.cls
     if cls == "embedding":
@@ -60,7 +60,7 @@ def class_of_moments(parameter: PagedTensor) -> str:
 
 
 def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
-    """The shape from a factory's arguments, which are separate sizes or one sequence of them."""
+    """The shape from a factory's arguments, which are separate sizes or one sequence of sizes."""
     if len(shape) == 1 and isinstance(shape[0], Sequence):
         return tuple(shape[0])
     return tuple(shape)  # type: ignore[arg-type]
@@ -72,11 +72,11 @@ def empty(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | 
     Parameters
     ----------
     pool : StorageOwner
-        Pool that holds its bytes.
+        Pool that holds the tensor's bytes.
     *shape : int or sequence of int
-        Separate sizes, or one sequence of them.
+        Separate sizes, or one sequence of sizes.
     dtype : torch.dtype, optional
-        By default the default dtype of torch.
+        By default, torch's default dtype.
     """
     size = shape_of(shape)
     return allocate(pool, size, contiguous_strides(size), dtype or torch.get_default_dtype())
@@ -108,7 +108,7 @@ def full(
 
 
 def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:
-    """A paged copy of a plain or paged tensor, without history. Dense strides are kept.
+    """A paged copy of a plain or paged tensor, without history. If the tensor is dense, the copy has the same strides.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain copy of a paged tensor, without history; a plain tensor is returned detached.
+    """A plain copy of a paged tensor, without history. For a plain tensor, returns the tensor itself, detached.
 
     The copy is made block by block, so it may be larger than the fast tier.
     """

@@ -1,7 +1,7 @@
-"""Footprints: the part of a storage that a paged tensor views, with cached uses, real tensors and views of it.
+"""Footprints. A footprint is the part of a storage that a paged tensor views, with cached objects for operations on it.
 
-Computing these again for each operation would cost more than a small operation itself. Views of a footprint are cached
-in it, so the geometry of ``weight.t()`` is computed once.
+It caches its uses, its real tensors and the footprints of its views, because making these for each operation would cost
+more than a small operation itself. So the geometry of ``weight.t()``, for example, is computed once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from farpool.tensors.arena import ArenaViews
 __all__ = ["Footprint"]
 
 _VIEWS_MAX = 64
-"""Maximum number of views cached in one footprint, so that a loop over the rows of a table does not fill the memory."""
+"""Maximum number of views cached in one footprint, so that a loop over a table's rows does not fill the memory."""
 # The native method, because `farpool.tensors.integration` puts a guard in front of ``torch.Tensor.set_``.
 _set = torch._C.TensorBase.set_
 
 
 class Footprint(NativeFootprint):
-    """An immutable geometry (size, strides, offset, dtype) over a storage, with cached real tensor and views.
+    """An immutable geometry (size, strides, offset, dtype) over a storage, with a cached real tensor and cached views.
 
     Attributes
     ----------
@@ -32,13 +32,13 @@ class Footprint(NativeFootprint):
     dtype : torch.dtype
     size, stride : tuple of int
     offset : int
-        Distance from the storage's start, in elements.
+        Elements from the start of the storage to the first element.
     conj, neg : bool
         True if the values are still to be conjugated or negated.
     start, stop : int
-        Bytes of the storage that the elements touch.
+        The elements are in bytes ``[start, stop)`` of the storage.
     views : dict
-        Footprints of its views, by the operation and arguments that made them.
+        Footprints of views, by the operation and arguments that made the view.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class Footprint(NativeFootprint):
     arena: ArenaViews
 
     def real(self, memory: torch.UntypedStorage, origin: int, *, requires_grad: bool) -> torch.Tensor:
-        """A real tensor over memory that begins with byte `origin` of the storage."""
+        """Make a real tensor over `memory`, whose first byte is byte `origin` of the storage."""
         if torch.is_inference_mode_enabled():
             # The tensor is cached, and may be used again outside of inference mode.
             with torch.inference_mode(False):
@@ -64,7 +64,7 @@ class Footprint(NativeFootprint):
         return real  # type: ignore[no-any-return]
 
     def real_at(self, place: int, requires_grad: bool) -> torch.Tensor:
-        """The real tensor whose first byte is at `place` in the arena; the cached one if it is there."""
+        """The real tensor whose first byte is at `place` in the arena. It is made unless it is cached."""
         kept = self.kept_real(place, requires_grad)
         if kept is not None:
             return kept
@@ -76,7 +76,7 @@ class Footprint(NativeFootprint):
         return real
 
     def remember_view(self, key: Any, view: Footprint | tuple[Footprint, ...]) -> None:
-        """Cache the footprint, or footprints, of a view under its key."""
+        """Cache the footprint of a view, or the footprints of several views, under the key of the operation."""
         if len(self.views) >= _VIEWS_MAX:
             self.views.clear()
         self.views[key] = view

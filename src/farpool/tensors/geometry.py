@@ -26,7 +26,7 @@ _meta_bases: dict[torch.dtype, torch.Tensor] = {}
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Return True if blocks can hold a plain tensor: it is strided, has memory, and is not nested or quantized."""
+    """Return True if a plain tensor can be paged: it is strided, has memory, and is not nested or quantized."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -37,7 +37,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def element_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Elements ``[first, last + 1)`` of the underlying storage that a view touches; empty views give ``(0, 0)``."""
+    """Range ``(first, last + 1)`` of the storage's elements that a view touches; ``(0, 0)`` for an empty view."""
     if tensor.numel() == 0:
         return 0, 0
     first = int(tensor.storage_offset())
@@ -74,7 +74,7 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
 def dense_strides(
     tensor: torch.Tensor, memory_format: torch.memory_format | None = torch.preserve_format
 ) -> tuple[int, ...]:
-    """The strides that a copy of `tensor`, or a tensor like it, has in a memory format."""
+    """The strides that torch gives to a copy of `tensor`, or to a new tensor like it, in a memory format."""
     memory_format = memory_format or torch.preserve_format
     if memory_format is torch.preserve_format and is_dense(tensor):
         return tuple(tensor.stride())
@@ -83,7 +83,7 @@ def dense_strides(
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on which operations can be tried for the shape and strides of their results."""
+    """A tensor of the same geometry, to find out shape and strides of an operation's result without computing it."""
     if tensor.numel():
         return meta_view(tensor)
     # The meta device gives empty tensors other strides than the CPU does.

@@ -14,7 +14,7 @@ __all__ = ["forget_gradients_of", "page_gradients_of"]
 
 
 def page_gradients_of(tensor: PagedTensor) -> None:
-    """Register the hook that replaces each plain gradient of a leaf by a paged one; a second call changes nothing."""
+    """Register a hook that replaces each plain gradient of a leaf by a paged one. A second call changes nothing."""
     if tensor.is_leaf and tensor.requires_grad and "_gradient_hook" not in tensor.__dict__:
         tensor.__dict__["_gradient_hook"] = tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             _page
@@ -22,7 +22,7 @@ def page_gradients_of(tensor: PagedTensor) -> None:
 
 
 def forget_gradients_of(tensor: torch.Tensor) -> None:
-    """Remove the hook that `page_gradients_of` registered, if there is one."""
+    """Remove the hook that `page_gradients_of` has registered, if it has."""
     hook = tensor.__dict__.pop("_gradient_hook", None)
     if hook is not None:
         hook.remove()

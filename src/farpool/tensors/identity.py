@@ -36,7 +36,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
-    """Implement ``tensor.data = value``: a paged value is shared, a plain one copied into the pool."""
+    """Implement ``tensor.data = value``: a paged value shares its storage with `tensor`, a plain value is copied."""
     if type(value) is not PagedTensor:
         storage = tensor._storage
         value = from_tensor(storage.pool, value, cls=storage.cls, name=storage.name)
@@ -45,9 +45,10 @@ def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
 
 
 def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
-    """Implement ``copy.deepcopy``: copies of tensors that share a storage share a storage, too.
+    """Implement ``copy.deepcopy``. If two tensors share a storage, their copies share a storage, too.
 
-    As in torch, the copy of a Parameter has no gradient and no attributes; the copy of another leaf has both.
+    As in torch, the copy of a Parameter has no gradient and no attributes of the program; the copy of any other leaf
+    has both.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
@@ -69,7 +70,10 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
 
 
 def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
-    """A paged copy without history; tensors that share a storage share its copy, which `memo` keeps by storage."""
+    """A paged copy without history.
+
+    `memo` keeps the copy of each storage, so that the copies of tensors that share a storage share a storage, too.
+    """
     old = tensor._storage
     new = memo.get(id(old))
     if new is None:
@@ -90,7 +94,7 @@ def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
 
 
 def shallow_copy(tensor: PagedTensor) -> PagedTensor:
-    """Implement ``copy.copy``: another leaf over the same bytes."""
+    """Implement ``copy.copy``: make another leaf that views the same bytes."""
     with torch.no_grad():
         result: PagedTensor = tensor.detach()  # type: ignore[assignment]
     result.requires_grad_(tensor.requires_grad)
@@ -99,7 +103,10 @@ def shallow_copy(tensor: PagedTensor) -> PagedTensor:
 
 
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
-    """Pickle as a plain tensor, which a program without farpool can load; its bytes are read while writing."""
+    """Pickle as a plain tensor, which a program without farpool can load.
+
+    The bytes are read from the pool only while the pickle is written.
+    """
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) can be pickled: use t.detach() first"
@@ -139,7 +146,10 @@ def reduce(tensor: PagedTensor, protocol: Any) -> Any:
 
 
 def reduce_for_process(tensor: PagedTensor) -> Any:
-    """Pickle for another process by value: torch would share the memory of a plain copy, which would soon be gone."""
+    """Pickle for another process, with all values.
+
+    torch would only pass a reference to the memory of a plain copy, and that memory would soon be freed.
+    """
     file = io.BytesIO()
     torch.save(tensor, file)
     return _from_bytes, (file.getvalue(),)
@@ -150,12 +160,12 @@ def _from_bytes(content: bytes) -> torch.Tensor:
 
 
 def check_swappable(tensor: torch.Tensor, name: str) -> None:
-    """Raise if native code or an autograd graph holds the tensor, so that its contents cannot be exchanged.
+    """Raise if the contents of a tensor cannot be exchanged, because native code or an autograd graph holds it.
 
     Raises
     ------
     UnsupportedError
-        Something holds it; nothing was changed.
+        Native code or a graph holds the tensor; nothing was changed.
     """
     references = tensor._use_count()  # type: ignore[attr-defined]
     # The Python object itself has one reference.
@@ -195,8 +205,8 @@ def _poisoned(gradients: Any) -> None:
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange the contents of two tensors; `tensor` keeps its identity, weak references, hooks and attributes.
 
-    `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors`` this allows weak references, which
-    recurrent modules keep to their weights, because the referenced object stays the same.
+    `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors``, this accepts a tensor with weak
+    references, such as recurrent modules keep to their weights: they still refer to the same object.
     """
     for one in (tensor, other):
         if one._use_count() > 1 and one.is_leaf and one.requires_grad:  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Replaces functions of other libraries by name, now or as soon as the program imports them.
+"""Patches other libraries as soon as the program imports them, or now if they are imported already.
 
-Importing them here would take seconds, and most programs need none of them.
+Importing these libraries here would take seconds, and most programs need none of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 __all__ = ["replace", "when_imported"]
 
 Patch = Callable[[Any], None]
-"""Function that is given an imported module and changes it."""
+"""Function that changes the imported module that it receives."""
 
 
 def when_imported(name: str, patch: Patch) -> None:
-    """Call `patch` with the module `name`: now if it is imported already, else right after its import."""
+    """Call `patch` with the module `name`: now if the module is imported already, otherwise right after its import."""
     module = sys.modules.get(name)
     if module is not None:
         patch(module)
@@ -32,9 +32,9 @@ def when_imported(name: str, patch: Patch) -> None:
 
 
 def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function `name` by ``make(function)``, also in modules that have imported it by name.
+    """Replace the function `name` of a module by ``make(function)``, also in modules that have imported it by name.
 
-    A function that the module does not have, or has imported from elsewhere, is left alone.
+    Nothing is changed if the module does not define this function itself.
     """
     original = vars(module).get(name)
     if getattr(original, "__module__", None) != module.__name__:
@@ -47,12 +47,12 @@ def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Import hook that calls a function with each pending module right after its import; it finds no modules itself.
+    """Import hook that calls a function with each pending module right after its import. Other hooks find the modules.
 
     Attributes
     ----------
     pending : dict of str to callable
-        Functions to call, by the names of the modules.
+        Function to call for each module that is not imported yet, by the module's name.
     """
 
     def __init__(self) -> None:

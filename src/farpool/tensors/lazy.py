@@ -1,4 +1,4 @@
-"""Lazy conjugation and negation, which torch switches off while an operation is handled in Python."""
+"""Switches on lazy conjugation and negation, which torch switches off while Python code handles an operation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _LAZY = torch._C.DispatchKeySet(_CONJUGATE) | torch._C.DispatchKeySet(_NEGATIVE)
 
 
 def lazy_bits() -> Any:
-    """Let operations conjugate and negate lazily, as they do for plain tensors.
+    """Context in which operations respect lazy conjugation and negation, as they do for plain tensors.
 
-    While an operation is handled in Python torch excludes these dispatch keys, so a computation would read the values
-    of a conjugated tensor as if it were not conjugated.
+    ``conj()`` only sets a bit on a tensor, and the next operation conjugates the values. While Python code handles an
+    operation, torch ignores this bit, so a computation would read the values as if they were not conjugated. The same
+    holds for negation.
     """
     return torch._C._ForceDispatchKeyGuard(
         torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _LAZY
@@ -29,7 +30,7 @@ def lazy_bits() -> Any:
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation with lazy conjugation and negation, in half the time that the guard of `lazy_bits` takes."""
+    """Run an operation as inside `lazy_bits`, with half of its overhead."""
     if not _is_excluded(_CONJUGATE):
         return func(*args, **kwargs)
     _set_excluded(_CONJUGATE, False)

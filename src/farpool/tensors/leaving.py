@@ -1,9 +1,9 @@
-"""Closes a pool that has live tensors: they become plain tensors, or the pool stays open.
+"""Makes the live tensors of a pool plain before the pool is closed; if that fails, the pool stays open.
 
-A program that calls ``close()`` gets an error that names a live tensor, and can go on. A program that leaves a ``with``
-block cannot go back, so there the tensors become plain even if an autograd graph holds them. The graph keeps the paged
-tensors, and a backward pass through it raises. Weights, gradients and moments are safe, and only the forward pass has
-to be repeated.
+If an autograd graph holds a tensor, ``close()`` raises an error that names the tensor, and the program can continue. At
+the end of a ``with`` block the program cannot continue with the pool, so there the tensors become plain even if a graph
+holds them. The graph keeps the paged tensors, and a backward pass through it raises. Weights, gradients and moments are
+safe, and only the forward pass has to be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
 _MEMORY_SHARE_MAX = 0.8
-"""Fraction of the available memory that tensors may take; the program needs the rest."""
+"""Fraction of the available memory that the plain tensors may take; the program needs the rest."""
 
 
 def _living(pool: StorageOwner) -> list[PagedTensor]:
@@ -40,7 +40,7 @@ def _living(pool: StorageOwner) -> list[PagedTensor]:
 
 
 def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
-    """Paged gradients of the leaves among the tensors, by identity; they become plain with their leaf."""
+    """Paged gradients of the leaves among `tensors`, by identity. A gradient becomes plain together with its leaf."""
     found = (tensor.grad for tensor in tensors if tensor.is_leaf)
     return {id(grad): grad for grad in found if type(grad) is PagedTensor}
 
@@ -83,10 +83,10 @@ def take_along(pool: StorageOwner) -> str:
     BudgetError
         The tensors do not fit into four fifths of the memory that is available; nothing was changed.
     UnsupportedError
-        A tensor has history and no leaf shares its storage; nothing was changed.
+        A tensor has history and no leaf of the autograd graph shares its storage; nothing was changed.
     FarpoolError
-        A tier failed. Tensors that were read before are plain, the others still live in the pool; a note has the
-        numbers.
+        A tier failed. Tensors that were read before are plain, and the others still live in the pool. A note of the
+        error has the numbers of both.
     """
     found = _living(pool)
     if not found:

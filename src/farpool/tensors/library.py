@@ -1,4 +1,4 @@
-"""Functions that a pool calls to make tensors and, when it is closed, to turn them plain: a `TensorLibrary`."""
+"""Functions that a pool calls to make tensors, and to make them plain when it is closed: a `TensorLibrary`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading safetensors files into a pool, where the file itself serves as the clean copy below the fast tier."""
+"""Loads safetensors files into a pool. The file itself serves as the clean copy below the fast tier."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ _DTYPES: dict[str, torch.dtype] = {
 def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, PagedTensor]:
     """Load the tensors of a safetensors file as paged tensors.
 
-    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: it is evicted
-    without a write, and read from the file again. The file must stay as it is while the pool is open.
+    A tensor's bytes are read when they are first used. A tensor that the program never writes to takes no room in the
+    lower tiers: it is evicted without a write, and read from the file again. The file must not change while the pool is
+    open.
 
     Parameters
     ----------

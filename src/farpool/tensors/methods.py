@@ -1,7 +1,7 @@
-"""Functions behind the methods of a paged tensor: copying, pickling, printing, paging its gradients.
+"""Functions that implement methods of `PagedTensor`, such as copying, pickling and printing.
 
-They need the class, so the class cannot import them; it receives this module as its
-`farpool.tensors.paged_tensor.Methods`.
+These functions need the class `PagedTensor`, so the class's module cannot import them. Instead, this module is passed
+to `farpool.tensors.paged_tensor.use_methods`.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def paged(pool: Pool) -> AbstractContextManager[Any]:
     """A context manager inside which new tensors live in a pool.
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
-    paged, and so are the parameters of modules that are made inside. Random tensors have the bits of plain torch with
-    the same seed. Models that ``from_pretrained`` of transformers loads inside are paged as by
-    `farpool.from_pretrained`. Only the thread that enters it is affected.
+    paged, and so are the parameters of modules that are made inside. Random tensors have the same bits as in plain
+    torch with the same seed. Models that ``from_pretrained`` of transformers loads inside are paged as with
+    `farpool.from_pretrained`. The context affects only the thread that enters it.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Moves the tensors of a module or an optimizer into a pool and back, in place.
 
-The tensor objects stay the same, so an optimizer, a tied layer or a weak reference that was made before keeps working.
-Tensors that shared memory share a storage. Tensors that are no parameter or buffer of the module do not change.
+The tensor objects stay the same, so optimizers, tied layers and weak references that were made before keep working.
+Tensors that shared memory share a storage. Only parameters, buffers and gradients of the module are moved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class _Shared:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
-    """Yield name and tensor for each place that holds a tensor, and True if the tensor is an embedding table."""
+    """Yield each parameter and buffer of a module: name, tensor, and True if it is an embedding table.
+
+    A tensor that several parts of the module have is yielded for each of them.
+    """
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
@@ -74,9 +77,10 @@ def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bo
 
 
 def _detach_computed(module: torch.nn.Module) -> None:
-    """Detach weights that are computed again before each forward pass, so that their graphs hold no parameters.
+    """Detach computed weights from their autograd graphs, because a graph holds the parameters that will be exchanged.
 
-    The older weight and spectral norms and pruning keep them as attributes.
+    torch's older weight norm, spectral norm and pruning keep such weights as attributes of a module, and compute them
+    again before each forward pass.
     """
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
@@ -183,7 +187,10 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
 
 
 def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict[str, torch.Tensor]:
-    """Replace plain tensors in a mapping by paged copies without history; those that share memory share a storage."""
+    """Replace plain tensors in a mapping by paged copies without history.
+
+    The copies of tensors that share memory share a storage.
+    """
     shared: dict[int, _Shared] = {}
     for name, tensor in tensors.items():
         if type(tensor) is not PagedTensor:
@@ -200,13 +207,13 @@ def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict
 def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
     """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
-    Parameters and buffers keep their identity, ties and aliases. Their gradients are paged, too, both existing and
-    later ones. Tensors that are already in this pool stay there. Parameters and buffers of lazy modules
-    (``torch.nn.LazyLinear``) have no bytes yet; their module's first forward pass moves them.
+    Parameters and buffers keep their identity, ties and aliases. Their existing gradients are paged, too, and so is
+    each later gradient. Tensors that are already in this pool do not change. Parameters and buffers of lazy modules
+    (``torch.nn.LazyLinear``) have no bytes yet; the first forward pass of a lazy module moves its tensors.
 
-    An optimizer's moments need no call: new moments are made in the pool, ``load_state_dict`` moves the moments that it
-    loads, and the optimizer's next step moves moments that are older than this call. Pass the optimizer to move them
-    now.
+    You need not call this function for an optimizer: new moments of paged parameters are made in the pool,
+    ``load_state_dict`` moves the moments that it loads, and the optimizer's next step moves moments that existed before
+    the module was offloaded. Pass the optimizer if you want to move these moments now.
 
     Parameters
     ----------
@@ -227,16 +234,17 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     ArgumentError
         The arguments are swapped, or have other types.
     UnsupportedError
-        A tensor cannot be paged, or native code or a graph holds it; the message names it. Or no parameter of the
-        optimizer is in the pool.
+        A tensor cannot be paged, or native code or an autograd graph holds it; the message names the tensor. Or no
+        parameter of the optimizer is in the pool.
     PoolMixError
-        A tensor is in another pool, or its lazy module goes into another one at its first forward pass.
+        A tensor is in another pool, or will be moved into another pool by its lazy module's first forward pass.
     PoolFullError
-        The pool has no room. A lazy module's first forward pass may raise this, too; call it again once there is room.
+        The pool has no room. The first forward pass of a lazy module may raise this, too; once the pool has room, run
+        it again.
 
     Notes
     -----
-    If it fails, the module or the optimizer is as it was before.
+    If `offload` raises, the module or the optimizer is as it was before the call.
     """
     require_movable(module, "offload")
     blocks = inside_of(pool, "offload")
@@ -285,7 +293,7 @@ def _offload_optimizer(
 def restore(module: _Owner) -> _Owner:
     """Undo `offload`: make the paged tensors of a module (and their gradients) or of an optimizer plain, in place.
 
-    The module's optimizer keeps its moments in the pool until you pass it, too.
+    The moments of the module's optimizer stay in the pool until you pass the optimizer, too.
 
     Parameters
     ----------
@@ -299,11 +307,11 @@ def restore(module: _Owner) -> _Owner:
     Raises
     ------
     ArgumentError
-        The argument is neither.
+        The argument is neither a module nor an optimizer.
     UnsupportedError
         A tensor is held by an autograd graph; nothing was changed.
     PoolClosedError
-        The pool is closed, and the bytes are gone.
+        The pool is closed, so the bytes of the tensors are gone.
     """
     require_movable(module, "restore")
     if isinstance(module, torch.optim.Optimizer):
@@ -326,7 +334,8 @@ def restore(module: _Owner) -> _Owner:
 def move_out(tensors: list[PagedTensor]) -> None:
     """Make leaves and their gradients plain, in place; tensors that shared a storage then share memory.
 
-    Storages are moved one by one, each completely or not at all: after an error some are plain, the others still paged.
+    Storages are moved one by one. After an error, the tensors of the storages moved so far are plain, and all other
+    tensors are still paged.
     """
     groups: dict[int, list[PagedTensor]] = {}
     for tensor in tensors:
@@ -347,7 +356,7 @@ def move_out(tensors: list[PagedTensor]) -> None:
 
 
 def _move_group_out(group: list[PagedTensor]) -> None:
-    """Make leaves of one storage plain. Release that storage at once, because the next one may need its room."""
+    """Make leaves of one storage plain. Release the storage at once, because the next storage may need its room."""
     # All copies exist before the first tensor changes, so a tier that fails leaves the whole group paged.
     plain = _plain_group(group)
     gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]

@@ -21,7 +21,7 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
-    """The paged tensors among the arguments and in lists among them, in order."""
+    """The paged tensors among the arguments and in lists among the arguments, in order."""
     found = []
     for value in (*args, *kwargs.values()):
         if type(value) is PagedTensor:
@@ -32,12 +32,13 @@ def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTe
 
 
 class Operands:
-    """The paged arguments of one operation, each once, with the real tensors that stand for them while it runs."""
+    """The paged arguments of one operation, each once, with the real tensors that replace them while it runs."""
 
     __slots__ = ("arena", "modes", "reals", "tensors")
 
     arena: ArenaViews
-    """Views of the pool's arena, stored with the first operand, because another thread may take tensors out later."""
+    """Views of the pool's arena. Set when the first operand is added, because another thread may later move the tensors
+    out of the pool."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, PagedTensor] = {}
@@ -46,7 +47,7 @@ class Operands:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews) -> Self:
-        """Make operands from paged tensors whose real tensors exist already."""
+        """Make operands from pairs of a paged tensor and its real tensor."""
         operands = cls()
         operands.arena = arena
         for tensor, real in pairs:
@@ -88,7 +89,7 @@ class Operands:
         return item if real is None else real
 
     def build(self, tensor: PagedTensor, memory: torch.UntypedStorage, origin: int) -> None:
-        """Make the real tensor of `tensor` over memory that begins with byte `origin` of its storage."""
+        """Make the real tensor of `tensor` over `memory`, whose first byte is byte `origin` of the tensor's storage."""
         self.reals[id(tensor)] = tensor._footprint.real(memory, origin, requires_grad=_requires_grad(tensor))
 
     def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
@@ -119,7 +120,7 @@ class Operands:
         return result
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """Wrap a result: make a paged view or a copy if it aliases the arena, which no plain tensor may view."""
+        """Replace a result that shares memory with the arena by the paged operand, a paged view of it, or a copy."""
         for key, real in self.reals.items():
             if result is real:
                 return self.tensors[key]

@@ -1,10 +1,9 @@
-"""Moves the optimizer state of paged parameters into their pool if it was made outside.
+"""Moves the moments of paged parameters into the parameters' pool if they are plain.
 
-An optimizer makes moments "like" their parameter, so moments of a paged parameter are made in the pool. Moments that
-existed before `offload`, or that ``load_state_dict`` loads, are plain tensors: this module pages the former at the next
-step and the latter while they are loaded. Other state stays plain: step counters, tensors of another shape than the
-parameter, and everything but plain floating-point tensors with their own memory (quantized moments, slices of a flat
-buffer).
+An optimizer makes moments "like" their parameter (``zeros_like``), so moments of a paged parameter are made in the
+pool. Moments that existed before `offload` are plain, and this module pages them at the next step. Moments that
+``load_state_dict`` loads are plain, too, and are paged while they are loaded. Other state of an optimizer stays plain:
+step counters, tensors of another shape than the parameter, quantized moments, and slices of a flat buffer.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _NORM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK_ATTRIBUTE = "_farpool_offloads"
 _offloads = 0
-"""Number of modules offloaded so far. `page_moments_of` stores it on each optimizer that it checks, and checks the
-optimizer again only after it has grown."""
+"""Number of modules offloaded so far. `page_moments_of` stores this number on each optimizer that it checks, and checks
+the optimizer again only when the number has changed."""
 
 
 def note_offload() -> None:
@@ -75,7 +74,7 @@ def _plain_moments(optimizer: Optimizer) -> Iterator[tuple[PagedTensor, torch.Te
 
 
 def page_moments(parameter: torch.Tensor, state: Any) -> None:
-    """Move the moments of one parameter that are still plain into its pool."""
+    """Move the plain moments of one parameter into the parameter's pool."""
     for paged, value in list(_plain_moments_of(parameter, state)):
         swap(value, _paged(paged, value))
 
@@ -101,7 +100,7 @@ def offload_state(
     UnsupportedError
         No parameter of the optimizer is paged.
     PoolMixError
-        A parameter is in another pool.
+        A parameter of the optimizer is in another pool.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is PagedTensor]
     if not parameters:
@@ -124,7 +123,7 @@ def offload_state(
 
 
 def page_moments_of(optimizer: Optimizer) -> None:
-    """Page the moments that an optimizer still has outside the pool, unless it was checked since the last `offload`."""
+    """Page an optimizer's plain moments. Do nothing if the optimizer was checked after the last `offload`."""
     if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK_ATTRIBUTE) == _offloads:
         return
     for parameter, value in list(_plain_moments(optimizer)):
@@ -133,9 +132,9 @@ def page_moments_of(optimizer: Optimizer) -> None:
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
-    """The tensors that operations of a step need resident as a whole: one tuple for each operation.
+    """The tensors that an optimizer step needs resident as a whole: one tuple for each such operation.
 
-    For optimizers that take norms, and for fused SGD.
+    Optimizers that compute norms have such operations, and so has fused SGD. All other operations work block by block.
     """
     grad = parameter.grad
     if isinstance(optimizer, _NORM_OPTIMIZERS):
@@ -150,18 +149,18 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
 
 
 def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
-    """Raise the `BudgetError` before a step that would otherwise raise it half-way, with some tensors changed already.
+    """Raise `BudgetError` before a step that would otherwise raise it after changing some tensors.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     gradients_follow : bool
-        True if parameters without a gradient will get one before they are stepped.
+        True if parameters that have no gradient now will get one before the step.
 
     Raises
     ------
     BudgetError
-        An operation of the optimizer needs tensors as a whole that do not fit into the fast tier together.
+        An operation of the optimizer needs whole tensors that do not fit into the fast tier together.
     """
     if torch.compiler.is_compiling():
         return

@@ -1,7 +1,8 @@
 """Storage objects that stand for a paged tensor's bytes: they have a size and an identity, but no memory.
 
-Savers use it to find out which tensors share memory. ``torch.save`` gets another object, whose bytes are read when its
-record is written, so that a file larger than memory is written storage by storage.
+Programs that save tensors use the identity to find out which tensors share memory. ``torch.save`` receives a
+`SavedStorage`, whose bytes are read from the pool when they are written to the file. So a file larger than memory is
+written storage by storage.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ __all__ = ["PagedStorage", "SavedStorage", "storage_of"]
 
 
 class PagedStorage(torch.UntypedStorage):
-    """The ``untyped_storage()`` of paged tensors, the same for all views of the same bytes, without accessible memory.
+    """The ``untyped_storage()`` of paged tensors: one object for all views of the same bytes, without its memory.
 
-    For native code it is a storage without memory, on the meta device, so native code cannot read or write through it.
+    Native code sees a storage on the meta device, which has no memory, so it cannot read or write the bytes.
     """
 
     _bytes: PagedTensor
 
     @classmethod
     def over(cls, tensor: PagedTensor) -> PagedStorage:
-        """The whole storage of which `tensor` is a view."""
+        """Make the object for the whole storage that `tensor` views."""
         storage = tensor._storage
         self = cls(storage.nbytes, device="meta")
         with torch.no_grad():
@@ -96,7 +97,7 @@ class SavedStorage(PagedStorage):
     """A storage to be written by ``torch.save``; its bytes are read from the pool only when its record is written."""
 
     def data_ptr(self) -> int:
-        """A number that identifies the storage; ``torch.save`` uses it to refuse a storage saved under two dtypes."""
+        """A number that identifies the storage. ``torch.save`` uses it to refuse one storage with two dtypes."""
         return self._cdata
 
     def __reduce__(self) -> Any:
@@ -114,7 +115,7 @@ _known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictio
 
 
 def storage_of(tensor: PagedTensor) -> PagedStorage:
-    """The storage that ``tensor.untyped_storage()`` returns: one object for all views while the program holds it."""
+    """The object that ``tensor.untyped_storage()`` returns: one object for all views, while the program holds it."""
     key = id(tensor._storage)
     storage = _known.get(key)
     if storage is None:

@@ -1,8 +1,8 @@
 """`PagedTensor`, the tensor that programs use: a geometry and a storage in a pool, without its own memory.
 
-It is a wrapper subclass with size, strides, offset, dtype and everything that autograd needs. Operations go to
-`farpool.tensors.dispatch`. This class overrides only methods that never reach the dispatcher: access to raw memory,
-printing, copying, pickling, and changes of a tensor's identity.
+A `PagedTensor` is a wrapper subclass of torch's tensor with size, strides, offset, dtype and everything that autograd
+needs. torch passes operations on it to `farpool.tensors.dispatch`. This class overrides only methods that torch does
+not pass there: access to raw memory, printing, copying, pickling, and changes of a tensor's identity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE_DATA", "Methods", "PagedTensor", "describe", "use_methods"]
 
 NATIVE_DATA: Any = torch._C.TensorBase.data
-"""Native property ``data`` of all tensors, which is overridden for paged ones and guarded for plain ones."""
+"""torch's own property ``data``. We override it for paged tensors, and check the values set to it for plain tensors."""
 
 
 def describe(tensor: PagedTensor) -> str:
@@ -45,7 +45,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 
 class Methods(Protocol):
-    """Functions that implement methods of a paged tensor; `use_methods` sets them, because they need the class."""
+    """Functions that implement methods of a paged tensor. They need the class, so `use_methods` sets them later."""
 
     def deep_copy(self, tensor: PagedTensor, memo: dict[int, Any], /) -> PagedTensor: ...
     def materialize(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
@@ -70,9 +70,10 @@ def use_methods(methods: Methods) -> None:
 class PagedTensor(torch.Tensor):
     """A tensor whose bytes live in a pool.
 
-    Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by
-    its constructor. Views share the storage. Copies (``clone()``, ``to(dtype)``, ``zeros_like``) are paged, and so are
-    results of arithmetic on gradients and moments that are larger than the budget. All other results are plain tensors.
+    Programs get paged tensors from `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory
+    methods of a pool, never from the constructor. Views share the storage. Copies (``clone()``, ``to(dtype)``) and
+    tensors made like a paged one (``zeros_like``) are paged, and so are results of arithmetic on gradients and moments
+    that are larger than the budget. All other results are plain tensors.
     """
 
     _footprint: Footprint
@@ -138,7 +139,11 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> PagedTensor:
-        """A view of the same bytes without history. Setting it rebinds; a plain value is copied to the pool."""
+        """A view of the same bytes without history.
+
+        If a paged value is set, this tensor becomes a view of the value's bytes. A plain value is copied into the pool
+        first.
+        """
         return NATIVE_DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -147,7 +152,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """True if autograd accumulates gradients into this tensor; these are paged, too."""
+        """True if autograd accumulates a gradient in this tensor; the gradient is paged, too."""
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @requires_grad.setter
@@ -155,7 +160,7 @@ class PagedTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Switch accumulation of gradients into this tensor on or off."""
+        """Make autograd accumulate a gradient in this tensor, or stop that."""
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
             _methods.page_gradients_of(self)
@@ -187,23 +192,26 @@ class PagedTensor(torch.Tensor):
     # -- raw memory -------------------------------------------------------------------------------------------------
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage's size and identity, as one object for all its views; the memory itself is not accessible."""
+        """An object with the storage's size and identity, the same for all views. It gives no access to the memory."""
         return _methods.storage_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy as a NumPy array, with ``force=True``; an array cannot share memory with the tensor.
+        """Copy the values to a NumPy array. Requires ``force=True``, because the array does not share memory.
 
         Raises
         ------
         UnsupportedError
-            `force` is False. The array would be a copy, and writes to it would not reach the tensor.
+            `force` is False. Writes to the array, which is a copy, would not change the tensor.
         """
         if not force:
             _refuse("numpy() without force=True or cpu()")(self)
         return self.detach().cpu().numpy()
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """A plain copy in host memory, even of a tensor on the CPU; ``to("cpu")`` keeps such a tensor in its pool."""
+        """A plain copy in host memory, even if the tensor is on the CPU.
+
+        ``to("cpu")`` returns a tensor that is on the CPU as it is, in its pool.
+        """
         plain = _methods.to_cpu(self)
         return plain if memory_format is torch.preserve_format else plain.contiguous(memory_format=memory_format)
 

@@ -1,20 +1,20 @@
 """Elementwise operations on tensors larger than the fast tier, computed in pieces with bit-identical results.
 
-torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's
-share one by one. Both ways give the same bits nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits,
-and a compiler may contract operations in one and not in the other. So a cut must not change how an element is computed.
+torch divides a tensor among threads; the part of one thread is its *share*. torch's kernels for the CPU compute the
+elements of a share in vector registers, and its last few elements one by one. Nearly always both ways give the same
+bits, but a NaN in bfloat16 gets other bits, and a compiler may contract operations in one way and not in the other. So
+an element must be computed in the same way when we cut the tensor into pieces.
 
-- Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at
-  the beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are
-  whole vectors again.
-- Fused optimizers divide a tensor at cache lines, so only its very last elements are computed one by one. Cuts are made
-  at whole vectors.
+- Operations on one tensor (also in a ``_foreach_`` list) have equal shares. We cut at the beginning of each share and
+  at whole vectors after it. Each piece is computed in calls in which the shares of the piece are whole vectors, too.
+- Fused optimizers divide a tensor at cache lines, so only the very last elements of the tensor are computed one by one.
+  We cut at whole vectors.
 
 `tests/tensors/test_pieces.py` checks this for each operator with NaNs whose bits show how they were computed.
 
-On a GPU torch has two kernels for most operations, one for aligned vectors and one for the rest, and a compiler need
-not contract both alike. Fused optimizers choose by the address and by whether the number of elements is a multiple of
-four. So a tensor of whole vectors, cut at whole vectors, is computed by the first kernel in pieces, too;
+On a GPU torch has two kernels for most operations, one for aligned vectors and one for everything else, and a compiler
+need not contract both alike. Fused optimizers use the first kernel if the address is aligned and the number of elements
+is a multiple of four. So if a tensor of whole vectors is cut at whole vectors, its pieces use the first kernel, too;
 `tests/gpu/test_pieces.py` compares the bits. Other operations are computed in pieces on a GPU only if they round once.
 """
 
@@ -39,7 +39,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GRAIN_ELEMENTS = 32768
 """Fewest elements that a thread gets when torch divides a tensor among threads (``GRAIN_SIZE`` of ATen)."""
 _VECTOR_ELEMENTS = 64
-"""A multiple of the elements that a kernel takes at once, which fill two registers of at most 64 bytes."""
+"""A multiple of the number of elements that a kernel computes at once, which fill two registers of at most 64 bytes."""
 _ROUNDING_OPERATORS = frozenset(
     (
         *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal"),
@@ -48,9 +48,9 @@ _ROUNDING_OPERATORS = frozenset(
     )
 )
 _TRUTH_OPERATORS = frozenset(("where", "gt", "lt", "eq"))
-"""Operations that mix booleans and numbers, and do not round."""
+"""Operations that have operands or results of both booleans and numbers. They do not round."""
 _EXACT_DTYPES = (torch.float32, torch.float64)
-"""Data types that kernels compute in directly; others are computed in float32 and rounded again."""
+"""Data types that kernels compute in directly. For other types, kernels compute in float32 and round the result."""
 
 
 class _Operand:
@@ -64,7 +64,7 @@ class _Operand:
 
 
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
-    """Return True if the operation is known to give the same bits in pieces and at once on this device."""
+    """Return True if the operation is known to give the same bits in pieces as on the whole tensor on this device."""
     if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT_DTYPES:
         return (
             False  # on the CPU, torch's own implementation gives other bits in half-precision moments from run to run
@@ -78,14 +78,14 @@ def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """An identifier of the memory that a tensor views, and the position at which the view begins in it."""
+    """An identifier of the memory that a tensor views, and the position in that memory at which the view begins."""
     if type(tensor) is PagedTensor:
         return id(tensor._storage), tensor.byte_range()[0]
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
 
 
 def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _Operand]:
-    """The tensor arguments to divide into pieces, by their ids, each with its access mode."""
+    """The tensor arguments to divide into pieces, each with its access mode; keys are the ids of the tensors."""
     signature = signature_of(func)
     operands: dict[int, _Operand] = {}
     named = [(position in signature.writes, value) for position, value in enumerate(args)]
@@ -100,7 +100,7 @@ def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int
 
 
 def _alike(operands: Sequence[_Operand], dtypes: Sequence[torch.dtype]) -> bool:
-    """Return True if all operands have the same layout and device, and writing to one changes no other."""
+    """Return True if all operands have the same layout and device, and a write to one does not change another."""
     first = operands[0].tensor
     pool = next(operand.tensor for operand in operands if type(operand.tensor) is PagedTensor)._storage.pool
     starts: dict[int, int] = {}
@@ -125,7 +125,7 @@ def _replace(value: Any, instead: dict[int, torch.Tensor]) -> Any:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[int, torch.Tensor]) -> Any:
-    """Call the operation with other tensors in place of its arguments; returns its only result."""
+    """Call the operation with its tensor arguments replaced by the tensors in `instead`; return its only result."""
     result = func(
         *[_replace(value, instead) for value in args],
         **{name: _replace(value, instead) for name, value in kwargs.items()},
@@ -134,13 +134,13 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[
 
 
 def _share(count: int) -> int:
-    """Elements that each thread gets of a tensor of `count` elements."""
+    """Number of elements in each thread's share of a tensor of `count` elements."""
     threads = min(torch.get_num_threads(), -(-count // _GRAIN_ELEMENTS))
     return -(-count // threads)
 
 
 def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[tuple[int, int]]:
-    """Element ranges that touch few blocks of each tensor and are cut at whole vectors of a share."""
+    """Element ranges of the pieces. They touch few blocks of each tensor and are cut at whole vectors of a share."""
     cuts = {0, count, *range(0, count, share)}
     for cut in block_cuts(tensors, tensors[0]._storage.pool.fast):
         within = cut % share
@@ -149,7 +149,10 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
 
 
 def _calls(count: int) -> Iterator[slice]:
-    """Parts of a piece for one call each. One thread computes a part, or each thread computes whole vectors of it."""
+    """The parts of a piece that are computed in one call each.
+
+    In each call, either one thread computes the whole part, or the share of each thread is whole vectors.
+    """
     threads = torch.get_num_threads()
     body = count if threads == 1 else count // (threads * _GRAIN_ELEMENTS) * (threads * _GRAIN_ELEMENTS)
     if body:
@@ -174,10 +177,10 @@ def compute_in_pieces(
     args, kwargs
         Arguments of the operation. Lists of tensors have one element.
     make_result : callable
-        Makes the tensor that takes the result of an operation that is not in place, from a description of it on the
-        meta device.
+        Makes the tensor for the result of an operation that is not in place. The argument is a tensor on the meta
+        device with the geometry and dtype of the result.
     fused : bool
-        The operation is a fused optimizer, which is divided among threads in another way.
+        True if the operation is a fused optimizer, which divides tensors among threads in another way.
 
     Returns
     -------

@@ -1,13 +1,13 @@
-"""Loading models of the transformers library from their checkpoints straight into a pool.
+"""Loads models of the transformers library from their checkpoints directly into a pool.
 
-transformers builds a model without memory, matches the tensors of its checkpoint with the parameters (renamed,
-converted to another dtype, fused), initializes what the checkpoint does not have, and ties. transformers still does all
-of that. We wrap four of its functions, which behave as before unless the calling thread loads into a pool:
+transformers builds a model without memory, assigns the tensors of its checkpoint to the parameters (after renaming,
+conversion to another dtype, or fusing), initializes missing parameters, and ties parameters. transformers still does
+all of that. We wrap four of its functions, which behave as before unless the calling thread loads into a pool:
 
-- ``_load_pretrained_model`` receives the tensors of the safetensors files as paged tensors, so nothing is read;
-- ``spawn_materialize``, which reads ahead with threads, does not read paged tensors ahead;
-- ``convert`` fuses weights on plain copies, one fused weight at a time, and pages each result at once;
-- ``_finalize_model_loading`` ends with `offload`, for tensors that no file has: buffers and new parameters.
+- ``_load_pretrained_model`` receives the tensors of the safetensors files as paged tensors, so it reads no bytes;
+- ``spawn_materialize``, which reads tensors in threads before they are needed, does not do so for paged tensors;
+- ``convert`` fuses plain copies of weights, one fused weight at a time, and its results are paged at once;
+- ``_finalize_model_loading`` ends with `offload`, which moves the tensors that no file has: buffers and new parameters.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ _wrapped = False
 
 
 def is_loading() -> bool:
-    """Return True while transformers loads a model in the calling thread. Its tensors must not be paged one by one."""
+    """Return True while transformers loads a model in the calling thread.
+
+    `farpool.paged` does not page the tensors that are made during that time.
+    """
     return _thread.loading > 0
 
 
@@ -129,11 +132,11 @@ def from_pretrained(
     model_class : type
         A model class of transformers, such as ``AutoModelForCausalLM`` or ``LlamaForCausalLM``.
     path : str or path-like
-        The folder that ``save_pretrained`` wrote, or a name that ``from_pretrained`` of the class knows.
+        The folder that ``save_pretrained`` wrote, or a model name that the class's ``from_pretrained`` accepts.
     pool : Pool
         Pool that holds the tensors.
     progress : callable, optional
-        Called after each parameter with the bytes in the pool and the total.
+        Called after each parameter with the bytes loaded so far and the total.
     **options
         Options of the class's ``from_pretrained``: ``dtype``, ``config``, ``attn_implementation`` and so on.
 
@@ -149,7 +152,7 @@ def from_pretrained(
     ConfigError
         The path has no checkpoint, or a file of the checkpoint is not a safetensors file.
     UnsupportedError
-        An option or the checkpoint asks for weights that a pool cannot hold; the message names it and a remedy.
+        An option or the checkpoint requires weights that a pool cannot hold. The message names the cause and a remedy.
     PoolFullError
         The pool has no room for tensors that are not read from files.
     """
@@ -196,7 +199,7 @@ def _require_model_class(value: Any) -> None:
 
 
 def wrap_transformers() -> None:
-    """Wrap the functions of transformers that load checkpoints, if it is imported; a second call changes nothing."""
+    """If transformers is imported, wrap its functions that load checkpoints. A second call changes nothing."""
     # While another thread imports the module, it is in `sys.modules` already but has no class yet.
     if not _wrapped and hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
         with _lock:
@@ -304,7 +307,7 @@ def _convert(self: Any, original: Any, layer_name: str, *args: Any, fused: bool,
 
 
 def _check(model: Any, load_config: Any) -> None:
-    """Refuse models and options that would not give strided tensors on the pool's device."""
+    """Raise if the model or the options would give tensors that are not strided or not on the pool's device."""
     if load_config.hf_quantizer is not None:
         raise UnsupportedError(f"{type(model).__name__}: {_REFUSED_OPTIONS['quantization_config']}")
     if load_config.device_map is not None and {str(device) for device in load_config.device_map.values()} != {"cpu"}:
@@ -331,7 +334,7 @@ def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTenso
 
 
 def _tables_of(model: Any) -> set[str]:
-    """Names, as in checkpoint files, of embedding tables that are tied to no other weights."""
+    """The names that checkpoint files use for embedding tables that are not tied to other weights."""
     kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
     tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     for target, source in model.all_tied_weights_keys.items():
@@ -343,7 +346,7 @@ def _tables_of(model: Any) -> set[str]:
 
 
 def _bytes_of(model: Any) -> int:
-    """Bytes of the model's parameters and buffers once it is loaded and tied."""
+    """Bytes that the model's parameters and buffers will have when it is loaded and its parameters are tied."""
     tied = set(model.all_tied_weights_keys)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sum(tensor.nbytes for name, tensor in named.items() if name not in tied)

@@ -1,4 +1,4 @@
-"""Text of paged tensors for printing; large ones are summarised by torch's printer, which reads only their edges."""
+"""Text of paged tensors for printing. torch's printer summarizes a large tensor, and reads only its edges for that."""
 
 from __future__ import annotations
 

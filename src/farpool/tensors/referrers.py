@@ -1,4 +1,4 @@
-"""Find the variable or attribute that refers to a tensor, for messages that ask the program to drop it."""
+"""Finds the variable or attribute that refers to a tensor, for messages that ask the user to drop that tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["referrer_of"]
 
 
 def referrer_of(tensor: torch.Tensor) -> str:
-    """Name the variable or attribute that refers to a tensor, for a message, if the garbage collector knows it."""
+    """Name the variable or attribute that refers to a tensor, or say that it is unknown, as text for a message."""
     for referrer in gc.get_referrers(tensor):
         if isinstance(referrer, FrameType):
             found = _in_frame(referrer, tensor)

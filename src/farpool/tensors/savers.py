@@ -1,9 +1,9 @@
 """Changes checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
 
-Savers take the address of each tensor, to find out which tensors share memory and to write the bytes at the address. A
-paged tensor has no address. So functions that compare addresses receive positions in the pool instead, and functions
-that write receive the bytes of one tensor after another. Without a paged tensor among its arguments, each function
-behaves as before.
+A saver is a function that writes tensors to a file. Savers use the address of each tensor to find out which tensors
+share memory, and to write the bytes at the address. A paged tensor has no address. So we make functions that compare
+addresses compare positions in the pool, and pass the bytes of one tensor after another to functions that write. Without
+a paged tensor among its arguments, each function behaves as before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPARE_PLACES = (
 
 
 def apply() -> None:
-    """Patch the savers that are imported already, and the others as soon as they are imported."""
+    """Patch the libraries with savers: now if they are imported already, otherwise as soon as they are imported."""
     replace(torch, "is_storage", _counting_paged_ones)
     for module in (
         "accelerate.utils.modeling",
@@ -92,7 +92,7 @@ class _Place:
         return self._stop - self._start
 
     def view(self, *shape: int) -> list[_Place]:
-        """A list with a stand-in for the tensor's last element; savers read nothing else of a view."""
+        """A list whose last item stands for the tensor's last element. Savers use only that item of a view."""
         return [_Place(self._tensor, self._stop - self.element_size(), self._stop)]
 
 
@@ -151,7 +151,7 @@ def _write_safetensors_in(module: Any) -> None:
 
 
 def _save_file(module: Any, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None) -> None:
-    """Do what ``safetensors.torch.save_file`` does, but write one tensor after another."""
+    """Write the same file as ``safetensors.torch.save_file``, but read and write one tensor after another."""
     header, names = _header(module, tensors, metadata)
     path = os.path.realpath(filename)
     # Some of the tensors may be read from the existing file, so it stays until the new file is complete.
@@ -223,7 +223,7 @@ def _counting_paged_ones(original: Any) -> Any:
 
 
 class _Records:
-    """Wrapper of torch's zip writer that reads the bytes of a paged storage when its record is written."""
+    """Wrapper of torch's zip writer that reads the bytes of a paged storage when torch writes the storage."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

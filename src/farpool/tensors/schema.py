@@ -1,4 +1,4 @@
-"""Signatures of operators: how each uses its arguments, read once from its schema and cached."""
+"""Signatures, which say how an operator uses its arguments. They are computed from the schema once and cached."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Signature:
     Attributes
     ----------
     name : str
-        For errors and events, for example ``aten.addmm``.
+        Name for errors and events, for example ``aten.addmm``.
     namespace : str
         ``aten``, or the library that registered the operation.
     view_of : int
-        Position of the argument that the results alias without being written; -1 if they alias none.
+        Position of the argument that the results are views of; -1 if the results are not views.
     treatment : Treatment
-        How the operator runs if it has no rule.
+        The way to run the operator if no rule is written for it.
     marks_views : bool
-        True if the caller marks the results as views, so the operator must not.
+        True if torch's autograd code marks the results as views after our code returns, so our code must not.
     writes : frozenset of int
         Positions of arguments that are written in place.
     outputs : frozenset of str
-        Keyword arguments that receive results and may be resized for them.
+        Names of keyword arguments that receive results, and that the operator may resize.
     simple : bool
-        True if the operator is torch's own and has no outputs.
+        True if the operator is in the namespace ``aten`` and has no `outputs`.
     view_of_numbers : bool
-        True if the operator takes no tensor but the first argument, which the results alias.
+        True if no argument after the first is a tensor.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Recognizes stacked experts: parameters of which an operation uses only some entries along the first dimension.
+"""Recognizes stacked experts, which are parameters with all experts of a layer in one tensor ``[experts, out, in]``.
 
-Models with a mixture of experts keep all experts of a layer in one tensor ``[experts, out, in]``, and a token is routed
-to few of them. Such a tensor is cut so that each expert has its own blocks, as if it were a separate tensor.
+A model with a mixture of experts uses only few experts for each token. So the tensor is cut so that each expert has its
+own blocks, as if the expert were a separate tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["class_of_weight"]
 def class_of_weight(pool: StorageOwner, size: Sequence[int], row_bytes: int) -> str:
     """The class of a weight's blocks: ``expert`` for stacked experts, else ``weights``.
 
-    Experts are recognized by their geometry, so that this works for every model: they have three dimensions, and each
-    matrix is large enough for its own blocks. Other weights with three dimensions (convolutions over time) have small
-    matrices, or lose nothing if they are cut between them.
+    Stacked experts are recognized by their geometry, so that this works for every model: the weight has three
+    dimensions, and each matrix is large enough for its own blocks. Other weights with three dimensions, such as in
+    convolutions over time, have small matrices, or lose nothing if they are cut between matrices.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """Optimizer steps inside the backward pass: each parameter is stepped as soon as its gradient is complete.
 
-The step frees the gradient, so the gradients of all parameters never exist at the same time. The results equal a step
-after the pass, because we accept only optimizers that step each parameter without the gradients or states of other
-parameters. Some features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph
-that is kept, a gradient of the gradient, re-entrant checkpointing); they are refused before the pass begins.
+To *step* a parameter means to update it with its gradient as the optimizer does. We free the gradient at once, so the
+gradients of all parameters never exist at the same time. The results equal a step after the pass, because we accept
+only optimizers that step each parameter without the gradients or states of other parameters. Some features need all
+gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a gradient of the
+gradient, re-entrant checkpointing). We refuse these features before the pass begins.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PROVEN_OPTIMIZERS = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
-"""Optimizers whose step of a parameter depends only on it, its gradient, its state and its group's settings."""
+"""Optimizers whose step of a parameter needs only the parameter, its gradient and state, and its group's settings."""
 
 _REENTRANT_NODE = "CheckpointFunctionBackward"
 """Name of the graph node of re-entrant checkpointing, which runs another backward pass inside the outer one."""
@@ -68,28 +69,28 @@ def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     optimizer : torch.optim.Optimizer
         One of torch's own, except `LBFGS`. Its parameters may be paged or plain.
     every : int
-        Number of backward passes whose gradients are summed up before a step; the last of them makes the step.
+        Number of backward passes whose gradients are summed up before a step. The step happens in the last of these
+        passes.
 
     Returns
     -------
     StepInBackward
-        Its `remove()` ends the stepping in backward passes; it is also a context manager that does so at its end. Keep
-        a reference to the optimizer: the hooks do not hold it, because the garbage collector does not search the hooks
-        of parameters.
+        Its `remove()` ends the stepping in backward passes. As a context manager, it calls `remove()` when the ``with``
+        block ends. Keep a reference to the optimizer, because the hooks on the parameters do not keep it alive.
 
     Raises
     ------
     ArgumentError
         `every` is less than one, the optimizer is stepped in backward already, or parameters have gradients already.
     UnsupportedError
-        It is not known that this optimizer may step parameters one by one, the program has added hooks or
-        replaced its `step`, or gradients are summed up over several processes.
+        The optimizer is not known to give the same results if it steps parameters one by one, the program has added
+        hooks or replaced its `step`, or gradients are summed up over several processes.
     """
     return StepInBackward(optimizer, every)
 
 
 class StepInBackward:
-    """An optimizer that is stepped during backward passes; made by `step_in_backward`.
+    """Steps the parameters of an optimizer during backward passes; made by `step_in_backward`.
 
     Attributes
     ----------
@@ -105,13 +106,13 @@ class StepInBackward:
         self._hooks: dict[int, Any] = {}
         """Hook of each parameter, by the parameter's identity."""
         self._where: dict[int, tuple[int, int]] = {}
-        """Group and index of each parameter, by its identity: a cache, checked at each use."""
+        """Group and index of each parameter in the optimizer, by its identity. A cache, checked at each use."""
         self._passes = 0
         """Backward passes since the last step."""
         self._stepped: set[int] | None = None
-        """Parameters stepped in the pass that is under way; None between passes."""
+        """Identities of the parameters that were stepped in the current pass; None between passes."""
         self._failed = False
-        """True if the latest pass failed; ``zero_grad()`` then drops its gradients."""
+        """True if the latest pass failed; then ``zero_grad()`` drops the gradients of that pass."""
         self._stepping = threading.Lock()  # each device runs its part of a backward pass in its own thread
         self._warned: set[str] = set()
         _install()
@@ -128,7 +129,7 @@ class StepInBackward:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that is stepped.
+        """The optimizer whose parameters are stepped.
 
         Raises
         ------
@@ -152,7 +153,7 @@ class StepInBackward:
         self.remove()
 
     def remove(self) -> None:
-        """Stop stepping in backward passes: ``optimizer.step()`` works again, and gradients summed up so far stay."""
+        """End the stepping in backward passes: ``optimizer.step()`` works again. Gradients summed up so far stay."""
         with _changing:
             if self not in _active:
                 return
@@ -169,7 +170,7 @@ class StepInBackward:
                     attributes[name] = self._before[name]
 
     def flush(self) -> None:
-        """Step with the gradients that fewer than `every` passes have summed up, at the end of an epoch for example."""
+        """Step with the gradients summed up so far, if the passes were fewer than `every`; for the end of an epoch."""
         with self._stepping:
             self._sweep()
         self._passes = 0
@@ -181,7 +182,7 @@ class StepInBackward:
             yield from group["params"]
 
     def watch_all(self) -> None:
-        """Register hooks on all parameters that require gradients, also on those unfrozen since the last call."""
+        """Register hooks on all parameters that require gradients and have no hook yet, such as unfrozen ones."""
         if self._optimizer() is not None:
             for parameter in self._parameters():
                 self._watch(parameter)
@@ -216,7 +217,7 @@ class StepInBackward:
     # ---- a backward pass --------------------------------------------------------------------------------------------
 
     def check(self, kept: bool, differentiable: bool, reentrant: bool, nested: bool) -> None:
-        """Raise, before anything is changed, if the results of a pass would differ from a step after it."""
+        """Raise before a pass if its results would differ from the results of a step after the pass."""
         if differentiable:
             raise UnsupportedError(
                 "backward(create_graph=True) needs the weights as they are, and farpool.step_in_backward steps them on "
@@ -239,7 +240,7 @@ class StepInBackward:
         require_room(self.optimizer, gradients_follow=True)
 
     def _check_order(self, parameter: torch.Tensor) -> None:
-        """Raise if a hook of the program would run after this object's own hook, because the gradient would be gone."""
+        """Raise if a hook of the program would run after our hook, because our hook frees the gradient."""
         own = self._hooks.get(id(parameter))
         hooks: Any = parameter._post_accumulate_grad_hooks
         if own is None or not hooks or len(hooks) == 1:
@@ -257,7 +258,7 @@ class StepInBackward:
         self._stepped = set()
 
     def fail(self, error: BaseException) -> None:
-        """Record that the backward pass failed, and add to its error how many parameters had been stepped."""
+        """Record that the backward pass failed, and add a note to its error with the number of stepped parameters."""
         stepped, self._stepped = self._stepped, None
         self._failed = True
         if stepped:
@@ -267,7 +268,7 @@ class StepInBackward:
             )
 
     def end(self) -> None:
-        """Finish a backward pass: if it completes a step, step the parameters that have a gradient left."""
+        """Finish a backward pass: if it is the last before a step, step the parameters that still have a gradient."""
         self._passes += 1
         self._failed = False
         try:
@@ -293,14 +294,14 @@ class StepInBackward:
             self._step(parameter)
 
     def _sweep(self) -> None:
-        """Step each parameter that still has a gradient, from an earlier pass or because it was unfrozen since."""
+        """Step each parameter that still has a gradient: from an earlier pass, or because it was unfrozen later."""
         for parameter in list(self._parameters()):
             if parameter.grad is not None:
                 self._step(parameter)
             self._watch(parameter)
 
     def _step(self, parameter: torch.Tensor) -> None:
-        """Step one parameter, by the optimizer's own code and with its group's settings, and free its gradient."""
+        """Step one parameter with the optimizer's code and the settings of the parameter's group. Free its gradient."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         # Other threads must not step while the list is exchanged, so `arrived`, `flush` and `end` hold `_stepping`.
         optimizer.param_groups = [{**self._group_of(parameter), "params": [parameter]}]
@@ -433,7 +434,7 @@ def _override(stepper: StepInBackward, method: Callable[..., Any]) -> Callable[.
 
 
 def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
-    """Leaves, by identity, that a backward pass from these outputs reaches, and True if it is re-entrant."""
+    """Identities of the leaves that a backward pass from these outputs reaches; and True if the pass is re-entrant."""
     leaves: set[int] = set()
     reentrant = False
     waiting: list[Any] = []

@@ -1,8 +1,8 @@
 """Debug mode's search for survivors: real tensors over the arena that outlive the operation they were made for.
 
-The bytes that such a tensor views are moved, evicted or overwritten after the access is released. So we note each
-storage and view of the arena that is made for an operation, as a weak reference, and check after the operation that it
-is gone. Checking the storage also finds views that the operation itself has made of its operands.
+After the access is released, the bytes that such a tensor views may be moved, evicted or overwritten. So we keep a weak
+reference to each storage and view of the arena that is made for an operation, and check after the operation that all of
+them are gone. Checking the storages also finds views that the operation itself has made of its operands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farpool.tensors.calls import calls
 __all__ = ["in_use", "look_for_survivors", "note", "without_survivors"]
 
 in_use = False
-"""True once a pool in debug mode has been made."""
+"""True after the first pool in debug mode was made."""
 
 
 class _Local(threading.local):
@@ -34,14 +34,14 @@ _local = _Local()
 
 
 def look_for_survivors() -> None:
-    """Switch the search on until the process ends; the native core then passes all operations to Python."""
+    """Switch the search on until the process ends. From then on the native core passes all operations to Python."""
     global in_use
     in_use = True
     calls.suspend()
 
 
 def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
-    """Note a new storage or tensor that shares memory with the arena."""
+    """Record a new storage or tensor that shares memory with the arena, if an operation is running."""
     if _local.made is not None:
         _local.made.append(
             weakref.ref(memory) if isinstance(memory, torch.Tensor) else StorageWeakRef(memory)  # type: ignore[no-untyped-call]
@@ -51,9 +51,9 @@ def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
 def without_survivors(
     handler: Callable[[Any, Any, Any], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation, and raise if a tensor over the arena that it made outlives it.
+    """Run an operation, and raise if a tensor over the arena that was made for it outlives it.
 
-    An operation that raises is not checked, because the traceback keeps the tensors on its stack alive.
+    An operation that raises is not checked, because the traceback keeps the tensors of its functions alive.
 
     Raises
     ------

@@ -1,8 +1,9 @@
 """Copies between plain and paged memory, block by block, so that a tensor may be larger than the fast tier.
 
-Everything here works on *dense* geometries: the elements in the order of memory, for any order of the dimensions.
-Copies, fills and comparisons give the same bits in pieces as at once. So do conversions between floating-point types.
-Conversions to integers need not, because the result of NaN depends on the vector lane, so they are refused.
+All functions here need *dense* tensors, whose elements fill a range of memory, in any order of the dimensions. They
+handle the elements in the order of memory. Copies, fills, comparisons and conversions between floating-point types give
+the same bits in pieces as on whole tensors. Conversions to integers may not, because the result for NaN depends on the
+position in the vector register, so they are not done in pieces.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def spans_blocks(tensor: PagedTensor) -> bool:
 
 
 def streamable(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor can be handled in pieces: it is dense, with no pending conjugation or negation."""
+    """Return True if the tensor can be handled in pieces: it is dense, and no conjugation or negation is pending."""
     return is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -56,7 +57,7 @@ def same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if converting between these dtypes gives the same bits in pieces as at once."""
+    """Return True if converting between these dtypes gives the same bits in pieces as on a whole tensor."""
     if source is target:
         return True
     return source.is_floating_point and target.is_floating_point
@@ -73,7 +74,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
     Parameters
     ----------
     fast : int
-        The budget. Blocks that are tiny compared with it are joined. 0: cut at each block.
+        The budget. Blocks that are tiny compared with the budget are joined. With 0, each block is cut.
     """
     cuts: set[int] = set()
     for tensor in tensors:
@@ -104,14 +105,14 @@ def stream(
     *operands: tuple[torch.Tensor, Mode],
     steps: Iterable[tuple[int, int]] | None = None,
 ) -> bool:
-    """Call `function` with flat pieces of operands of the same layout, of which at least one is paged.
+    """Call `function` with one-dimensional pieces of operands of the same layout. At least one operand is paged.
 
     Parameters
     ----------
     op : str
-        For errors and events.
+        Name of the operation for errors and events.
     function : callable
-        Takes one plain tensor for each operand. The iteration ends when it returns False.
+        Called for each piece with one plain tensor for each operand. The iteration ends when it returns False.
     *operands : tuple of torch.Tensor and Mode
         Dense tensors, each with its access mode if it is paged.
     steps : iterable of (int, int), optional
@@ -149,7 +150,7 @@ def stream(
 
 
 def copy_dense(target: torch.Tensor, source: torch.Tensor, op: str) -> None:
-    """Copy between tensors of the same layout, of which at least one is paged."""
+    """Copy between two tensors of the same layout. At least one of them is paged."""
     stream(op, torch.Tensor.copy_, (target, Mode.OVERWRITE), (source, Mode.READ))
 
 
@@ -159,5 +160,5 @@ def fill_dense(target: PagedTensor, value: complex | torch.Tensor, op: str) -> N
 
 
 def equal_dense(left: torch.Tensor, right: torch.Tensor, op: str) -> bool:
-    """Return True if two tensors of the same layout and dtype, at least one of them paged, are equal."""
+    """Return True if two tensors of the same layout and dtype are equal. At least one of them is paged."""
     return stream(op, torch.equal, (left, Mode.READ), (right, Mode.READ))

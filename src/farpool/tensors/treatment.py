@@ -1,9 +1,9 @@
 """Treatments: the ways to run an operator on paged arguments, chosen by its schema alone.
 
-Real tensors over the arena are valid only while their blocks are pinned. An operator that keeps one of them, for
+Real tensors over the arena are valid only while their blocks are pinned. An operator that keeps a real tensor, for
 example in an object with packed weights or in a tensor of another layout, would later read other bytes without an
-error. So only operators that are known to return plain tensors and numbers run on them: PyTorch's own, unless they take
-or return other objects. All other operators receive copies, which they may keep.
+error. So only operators that are known to return plain tensors and numbers run on real tensors: PyTorch's own
+operators, except those that take or return other objects. All other operators receive copies, which they may keep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Treatment(StrEnum):
     """Way of running an operator that has no rule of its own."""
 
     DECOMPOSED = "decomposed"
-    """The operator consists of others, which are dispatched instead."""
+    """The operator is computed by other operators, which are dispatched instead."""
     GEOMETRY = "geometry"
     """The operator changes the geometry of its first argument in place, and reads no bytes."""
     VIEW = "view"
@@ -31,29 +31,29 @@ class Treatment(StrEnum):
     COPIES = "copies"
     """The operator may keep its operands, so it runs on private copies of them."""
     REFUSED = "refused"
-    """The operator needs memory that does not move, or takes tensors in nested containers; it is refused."""
+    """The operator is refused, because it needs memory that does not move, or takes tensors in nested containers."""
 
 
 _OWN_NAMESPACES = frozenset(("aten", "prims"))
-"""Namespaces whose operators keep no operand, with the exceptions below."""
+"""Namespaces whose operators do not keep their operands, with the exceptions below."""
 
 _ADDRESSES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "inductor", "static_runtime", "symm_mem")
 )
-"""Namespaces whose operators pass memory to other processes, or make tensors from parts of it."""
+"""Namespaces whose operators pass the memory of tensors to other processes, or make tensors from parts of it."""
 
 _FORMATS = re.compile(
     r"(?<!fake_)quantiz|sparse|nested|jagged|to_mkldnn|mkldnn_reorder|fbgemm|prepack|(^|_)pack_|_(coo|[bc]s[rc])(_|$)"
 )
-"""Pattern of operator names that make formats holding other tensors: quantized, sparse, nested, opaque, packed.
+"""Pattern for names of operators that return tensors of other formats: quantized, sparse, nested, opaque, packed.
 
-An operator that makes such a format from strided tensors has it in its name. Other operators return one only if an
-argument is one, and such an argument is never paged.
+Such a tensor may keep an operand. An operator that makes it from strided tensors has the format in its name. Other
+operators return it only if an argument has that format, and such an argument is never paged.
 """
 _TENSOR_ARGUMENTS = frozenset(("zero_points", "crow_indices", "ccol_indices"))
-"""Argument names that only operators on such formats have."""
+"""Argument names that only operators for these formats have."""
 _OBJECTS = frozenset(("AnyType", "CapsuleType", "ClassType", "PyObjectType", "DictType", "StorageType"))
-"""Schema types of unknown objects, and of objects that may hold tensors."""
+"""Types in a schema that stand for any object, or for an object that may hold tensors."""
 
 
 def _kinds(kind: Any, found: set[str]) -> set[str]:
@@ -72,13 +72,13 @@ def _is_composite(name: str) -> bool:
 
 
 def treatment_of(func: Any, *, views: bool) -> Treatment:
-    """The treatment of an operator overload.
+    """Choose the treatment of an operator overload.
 
     Parameters
     ----------
     func : torch._ops.OpOverload
     views : bool
-        True if its schema declares results that alias an argument without being written.
+        True if the overload's schema declares that its results are views of an argument.
     """
     schema = func._schema
     namespace = func.namespace

@@ -1,8 +1,8 @@
 """Modules whose tensors have no shape until their first forward pass, such as ``torch.nn.LazyLinear``.
 
-Such tensors have no bytes, so `farpool.offload` leaves them as they are and registers a hook on their module. The hook
-runs at each forward pass, after torch has given the tensors their shapes, and moves them into the pool once all have
-one.
+Such tensors have no bytes, so `farpool.offload` does not change them and registers a hook on their module. The hook
+runs at each forward pass, after torch has set the shapes. When all tensors of the module have a shape, the hook moves
+them into the pool.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _remove(part: torch.nn.Module) -> None:
 
 
 def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
-    """Raise if the first forward pass of a part of a module will move it into another pool.
+    """Raise if a part of a module waits for its first forward pass to be moved into another pool than `pool`.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
 
 
 def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) -> None:
-    """Move the parts of a module that have tensors without shape into a pool at their first forward pass."""
+    """Have the parts of a module that have tensors without shape moved into a pool at their first forward pass."""
     for part in module.modules():
         if _has_uninitialized(part):
             _remove(part)
@@ -92,6 +92,6 @@ def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) 
 
 
 def stop_waiting(module: torch.nn.Module) -> None:
-    """Cancel the moves that first forward passes of a module's parts would make."""
+    """Cancel the moves that the first forward passes of a module's parts would make."""
     for part in module.modules():
         _remove(part)

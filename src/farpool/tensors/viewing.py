@@ -49,7 +49,7 @@ def view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
-    """The key that identifies a view of one tensor, here and in the native core's cache."""
+    """The key of a view in the caches of views, here and in the native core: the operation and its arguments."""
     if len(args) == 1:
         return func._op
     return (func._op, *[tuple(value) if type(value) is list else value for value in args[1:]])

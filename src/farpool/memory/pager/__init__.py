@@ -1,8 +1,8 @@
-"""The native pager, which decides where each block is and when it moves, with the types of its messages.
+"""The native pager, which decides where each block is and when it moves, and the types of its messages.
 
-Its caller reports accesses and completed transfers; the pager answers with the transfers to start, in order. It has no
-clock, no file and no thread. The same calls always give the same transfers, so a run can be replayed from its seed,
-and a planner can use the pager itself.
+The caller reports accesses and completed transfers to the pager, and the pager answers with the transfers to start, in
+order. The pager has no clock, no file and no thread. The same calls always give the same transfers, so a run can be
+replayed from its seed, and a planner can use the real pager to predict transfers.
 """
 
 from farpool._native import Kind, Mode, Pager, Run, State

@@ -1,8 +1,9 @@
-"""Belady's bound: the fewest bytes that a cache with perfect foresight moves, to compare a measured run with.
+"""Belady's bound: the bytes that a cache with perfect foresight moves, for comparison with a measured run.
 
 Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
-5(2), 1966): when room is needed, the block whose next use is farthest is evicted. Content that is never needed again
-(the block is freed, or overwritten whole before the program reads it) is dropped at once and costs no transfer.
+5(2), 1966): when room is needed, the block whose next use is farthest away is evicted. Content that is never needed
+again, because its block is freed or is overwritten before the program reads it, is dropped at once and costs no
+transfer.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from farpool.memory.pager import Mode
 __all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "total_of"]
 
 _NEVER = 1 << 62
-"""Value for the next use of content that the program keeps but does not use again in these accesses."""
+"""Stands for the next use of content that the program keeps, but does not use in the rest of the given accesses."""
 _DEAD = -1
-"""Value for the next use of content that the program will never need."""
+"""Stands for the next use of content that the program never needs again."""
 
 
 class Operand(NamedTuple):
@@ -30,17 +31,17 @@ class Operand(NamedTuple):
 
 
 class BlockAccess(NamedTuple):
-    """An access to blocks that it needs at the same time.
+    """An access to blocks, which must all be in the cache at the same time.
 
     Attributes
     ----------
     operands : sequence of Operand
-        The blocks. If several operands name the same block, it counts once, and as overwritten only if each of these
+        The blocks. A block that several operands name counts once. It counts as overwritten only if each of these
         operands overwrites it.
     created : sequence of int
-        Blocks made since the previous access; they have no content until the program writes them.
+        Blocks made since the previous access. They have no content until the program writes to them.
     freed : sequence of int
-        Blocks that the program drops before the next access. New blocks may get their numbers.
+        Blocks that the program drops before the next access. New blocks may get the numbers of dropped blocks.
     """
 
     operands: Sequence[Operand]
@@ -49,7 +50,7 @@ class BlockAccess(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes moved over the link below the cache: fetched into it, and written back."""
+    """Bytes moved between the cache and the tier below it: fetched into the cache, and written back from it."""
 
     fetched: int
     written: int
@@ -66,25 +67,26 @@ def total_of(moves: Collection[Moved]) -> Moved:
 
 
 def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
-    """Bytes that a cache moves for all of these accesses together; see `belady_moves`."""
+    """Sum of the bytes that `belady_moves` returns for each of these accesses."""
     return total_of(belady_moves(accesses, capacity))
 
 
 def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
-    """Bytes that a cache of `capacity` bytes moves for each access when it evicts the block of the farthest next use.
+    """Bytes that a cache moves for each access if it always evicts the block whose next use is farthest away.
 
-    All operands of an access are in the cache at once. Evicting a clean block costs nothing; a dirty block is written
-    once. A block that was not created by these accesses has its content below. Blocks dirty at the end are not written.
+    All operands of an access are in the cache at once. Evicting a clean block costs nothing; evicting a dirty block
+    writes its bytes. The content of a block that these accesses do not create is below the cache at the start. Blocks
+    that are dirty at the end are not written.
 
-    The bytes fetched are the fewest possible if all blocks have the same size. With unequal sizes, for which the
-    fewest are hard to compute, this is the usual greedy figure, and the bytes written follow from this eviction order.
+    If all blocks have the same size, no order of evictions fetches fewer bytes. If sizes differ, the minimum is hard to
+    compute, and the result is only what this usual greedy rule gives. The bytes written follow from the same evictions.
 
     Parameters
     ----------
     accesses : iterable of BlockAccess
         In the order of the program.
     capacity : int
-        Bytes.
+        Bytes of the cache.
 
     Raises
     ------
@@ -98,7 +100,8 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
     needs: dict[int, int] = {}
     """Next use of the content of each resident block."""
     queue: list[tuple[int, bool, int]] = []
-    """Heap of resident blocks, farthest need first, then clean ones; entries that `needs` contradicts are stale."""
+    """Heap of resident blocks with the farthest next use first, and clean blocks before dirty ones. An entry is stale
+    if its next use differs from the one in `needs`."""
     dirty, empty = set[int](), set[int]()
     used = 0
     moves: list[Moved] = []
@@ -170,7 +173,7 @@ def _merged(operands: Sequence[Operand]) -> list[Operand]:
 
 
 def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[list[int]]:
-    """The next access that needs the content of each operand; `_DEAD` if the content is never needed again."""
+    """For each operand, the number of the next access that needs its content; `_DEAD` if no access ever does."""
     following: dict[int, int] = {}
     needs: list[list[int]] = []
     for number in range(len(merged) - 1, -1, -1):

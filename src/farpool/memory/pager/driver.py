@@ -1,8 +1,8 @@
-"""Drivers: one lock around a pager and the executor of its transfers, and the waiting for operands.
+"""Drivers, which combine a pager, the executor of its transfers, and the pool's lock.
 
-A driver is asked for the operands of an operation and returns their places, at once or when transfers have ended.
-`farpool._native.Driver` runs transfers between host memory and tiers without the interpreter. `ExecutorDriver` does the
-same with any executor: of a device, of a simulated one, of one that debug mode watches.
+A pool asks its driver for the operands of an operation. The driver returns their places in the arena, after waiting for
+the transfers that bring them in. `farpool._native.Driver` runs transfers between host memory and tiers without the
+interpreter. `ExecutorDriver` works with any executor, for example for a GPU, for a simulated device, or in debug mode.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from farpool.memory.pager.use import Use, runs_of
 __all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 
 Ended: TypeAlias = tuple[Transfer, float, float, int]
-"""An ended transfer of bytes, with its start, its end, and the bytes of the arena that blocks owned then."""
+"""An ended transfer: the transfer, the times of its start and end, and the bytes of the arena in use at its end."""
 _WAIT_SLICE_S = 0.1
-"""Seconds after which a waiting thread checks again, because another thread may have noted the end of its transfer."""
+"""Seconds after which a waiting thread checks again if another thread has reported the end of its transfer."""
 
 
 class Waited(Protocol):
-    """Callback for each wait, with the operation, its start and length in seconds, and the block and tier waited for.
+    """Callback for each wait: `op` waited for `block` from `tier`, from time `start` for `seconds`.
 
-    If the wait was given up, the length is negative, and the callback raises the error. Block and tier are -1 if
-    other threads held the operands.
+    If the wait was given up, `seconds` is negative, and the callback raises the error. `block` and `tier` are -1 if
+    `op` waited because other threads held its operands.
     """
 
     def __call__(self, op: str, start: float, seconds: float, block: int, tier: int) -> None: ...
@@ -39,11 +39,11 @@ class Watcher(Protocol):
     """Observer of accesses, used by debug mode; its methods are called under the driver's lock."""
 
     def granted(self, grant: Access, uses: Sequence[Use], op: str) -> None:
-        """Check an access that was granted; on an error, give the access up and raise."""
+        """Check an access that was granted; if the check fails, release the access and raise."""
         ...
 
     def released(self, grant: Access) -> None:
-        """Check an access that is about to be released; errors are kept for `raise_findings`."""
+        """Check an access that is about to be released; `raise_findings` raises the errors later."""
         ...
 
     def raise_findings(self) -> None:
@@ -52,24 +52,25 @@ class Watcher(Protocol):
 
 
 class Driver(Protocol):
-    """Interface of drivers. As a context manager it is the pool's lock.
+    """Interface of drivers. A driver is also the pool's lock: ``with driver:`` holds it.
 
-    A caller of any method but `acquire` and `release` holds this lock.
+    Callers of all methods except `acquire` and `release` hold this lock.
     """
 
     attention: bool
-    """If True, `acquire` returns None, so that its caller first frees dropped storages, records, or checks."""
+    """If True, a call of `acquire` without `careful` returns None: its caller has to free dropped storages, record the
+    access or check it, and then calls `acquire` with `careful`."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
     def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None:
-        """Bring operands into the arena and pin them; called without the lock.
+        """Bring operands into the arena and pin them. Called without the lock.
 
         Parameters
         ----------
         careful : bool
-            The caller has done the work that `attention` asks for. If this is False and storages are still to be
-            packed, or if the driver is closed, nothing is done and None is returned.
+            True if the caller has done the work that `attention` asks for. If this is False and that work or the
+            packing of a storage is still to be done, or if the driver is closed, nothing is done and None is returned.
 
         Raises
         ------
@@ -85,11 +86,11 @@ class Driver(Protocol):
         ...
 
     def wait(self, timeout: float) -> None:
-        """Give the lock up until something has changed, for at most `timeout` seconds."""
+        """Release the lock until another thread changes something, for at most `timeout` seconds, and lock again."""
         ...
 
     def notify_all(self) -> None:
-        """Wake the waiting threads, so that they check again."""
+        """Wake the waiting threads, so that they check again if they can continue."""
         ...
 
     def start(self) -> None:
@@ -97,7 +98,7 @@ class Driver(Protocol):
         ...
 
     def note_ends(self) -> bool:
-        """Report ended transfers to the pager; return False if there are none."""
+        """Report ended transfers to the pager; return False if no transfer has ended."""
         ...
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class Driver(Protocol):
         ...
 
     def listen(self, wanted: bool) -> None:
-        """Start or stop keeping ended transfers for `take_ended`."""
+        """Start or stop collecting the ended transfers that `take_ended` returns."""
         ...
 
     def take_ended(self) -> Sequence[Ended]:
@@ -113,11 +114,11 @@ class Driver(Protocol):
         ...
 
     def forget_parent(self) -> None:
-        """Reset the lock in the child of a fork, and close the driver."""
+        """Replace the lock in the child of a fork, where a thread of the parent may hold it, and close the driver."""
         ...
 
     def links(self) -> Sequence[tuple[int, Kind, int, int, float]]:
-        """Totals of transfers by tier and direction: tier, direction, number, bytes, seconds."""
+        """Totals for each tier and direction: the tier, the direction, and its transfers, bytes and seconds."""
         ...
 
     @property
@@ -127,7 +128,7 @@ class Driver(Protocol):
 
     @property
     def peak(self) -> int:
-        """The most bytes of the arena that blocks have owned."""
+        """The most bytes of the arena that were ever in use at the same time."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Messages of the native pager: transfers, moves and errors, and the interface of a tier's space that it calls."""
+"""Messages of the native pager (transfers, moves, errors), and the interface with which it reserves room in tiers."""
 
 from __future__ import annotations
 
@@ -20,62 +20,65 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Minimum alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
+"""Minimum alignment of blocks in bytes, as of plain torch tensors. With less, kernels may compute other bits."""
 NOWHERE = -1
-"""Place of a block that is not in the arena, and tier of a block that has no copy in a lower tier."""
+"""The place of a block that is not in the arena, and the tier number of a block without a copy in a lower tier."""
 
 
 class Piece(NamedTuple):
     """A contiguous part of a transfer."""
 
     tier: int
-    """Index of the tier (or source) that holds the other end."""
+    """Number of the tier or source file that the bytes are copied from or to."""
     offset: int
-    """Offset of the extent in that tier."""
+    """Offset of the bytes in that tier or file."""
     place: int
-    """Offset in the arena."""
+    """Offset of the bytes in the arena."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Command to move bytes between the arena and a tier; without pieces it is a barrier that waits for `after`."""
+    """Command to copy bytes between the arena and a tier.
+
+    A transfer without pieces copies nothing and ends when all transfers in `after` have ended.
+    """
 
     id: int
     kind: Kind
     block: int
     pieces: tuple[Piece, ...]
     after: tuple[int, ...]
-    """Transfers that must have completed first: the arena bytes are theirs until then."""
+    """Transfers that must end before this one, because they use the same bytes of the arena."""
     demand: bool
-    """True if an access waits for it already."""
+    """True if an access already waits for this transfer."""
     last_use: int = -1
-    """Ordinal of the last access that may have used its bytes in the arena; -1 for none. On a device, which runs
-    behind the program, such accesses may use them still."""
+    """Ordinal of the last access that may have used the transfer's bytes in the arena; -1 for none. A device runs its
+    work later than the program queues it, so that access's work may still use the bytes."""
 
 
 class Move(NamedTuple):
-    """Command to move bytes inside the arena, at once and before any later transfer; source and target may overlap."""
+    """Command to move bytes inside the arena, before any later transfer. Source and target may overlap."""
 
     source: int
     target: int
     nbytes: int
     last_use: int = -1
-    """Ordinal of the last access that may have used source or target; see `Transfer.last_use`."""
+    """Ordinal of the last access that may have used the bytes of source or target; -1 for none."""
 
 
 class Space(Protocol):
-    """Interface of a lower tier's reservations, which are quick and do no I/O."""
+    """Interface through which the pager reserves room in a lower tier. Its methods are quick and do no I/O."""
 
     def reserve(self, nbytes: int, cls: str) -> int | None:
-        """Reserve an extent for a block of this class; returns its offset, or None if there is no room."""
+        """Reserve room for a block of class `cls`; return the offset in the tier, or None if the tier has no room."""
         ...
 
     def free(self, offset: int, nbytes: int, cls: str) -> None: ...
 
 
 class TooLargeError(Exception):
-    """Raised when the operands of one access together exceed the arena. ``args``: bytes needed."""
+    """Raised when the operands of one access together are larger than the arena. ``args``: bytes needed."""
 
 
 class NoRoomError(Exception):
@@ -83,4 +86,4 @@ class NoRoomError(Exception):
 
 
 class TransferFailedError(Exception):
-    """Raised when a transfer failed. ``args``: the error of the tier, the tier's number (-1: none), and the block."""
+    """Raised when a transfer has failed. ``args``: the tier's error, the tier's number (-1 for none), and the block."""

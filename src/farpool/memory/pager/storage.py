@@ -1,7 +1,8 @@
 """Storages, which hold the bytes of tensors as an ordered list of extents of blocks.
 
-Pager, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
-several blocks, cut between rows if possible, so that rows of a table can be fetched and evicted without the rest.
+Pager, tape and tiers handle only blocks. A small storage shares a block with other storages of its class. A large
+storage has several blocks, cut between rows if possible, so that rows of a table can be fetched and evicted without
+other rows.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", 
 """Classes that blocks may have."""
 
 _BLOCK_DIVISOR = 16
-"""A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit at
-once."""
+"""A block is at most as large as the fast tier divided by this, so that the blocks of several operands and prefetched
+blocks fit at the same time."""
 _SMALL_DIVISOR = 8
-"""A storage shares a block with others if it is no larger than a shared block divided by this."""
+"""A storage shares a block with other storages if it is at most as large as a shared block divided by this."""
 _SHARED_BYTES_MAX = 1 << 20
-"""Maximum bytes of a shared block: larger transfers are no faster."""
+"""Maximum bytes of a shared block. Transfers of larger blocks would not be more efficient."""
 _ROW_BLOCK_BYTES_MAX = 16 << 10
 """Maximum bytes of a block of a table whose rows are picked by data, unless a row is larger."""
 _ROW_BLOCK_BYTES_MIN = 3200
-"""Minimum bytes of such a block. The native pager needs some 110 bytes for each block, a thirtieth of this."""
+"""Minimum bytes of a block of such a table. The native pager needs some 110 bytes for each block, 1/30 of this."""
 _ROUNDING_DIVISOR = 8
-"""Rounding such a block to pages in a file may add at most its bytes divided by this."""
+"""When a block of such a table is rounded up to pages in a file, it may grow by at most its bytes divided by this."""
 _PAGE_BYTES = 4096
 _SECTOR_BYTES = 512
-"""Alignment of memory in bytes that direct I/O needs to do without a copy."""
+"""Alignment in bytes that memory must have for direct I/O without a copy."""
 _DIRECT_SECTORS_MIN = 128
-"""Blocks of this many sectors or more are aligned to sectors, because they lose less to rounding than they gain."""
+"""If the largest block has this many sectors or more, blocks are aligned to sectors: they then lose little to rounding,
+and direct I/O needs no copy."""
 
 
 class BlockExtent(NamedTuple):
@@ -48,7 +50,7 @@ class BlockExtent(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The position of a storage in its blocks; see the attributes of `Storage`."""
+    """The blocks of a storage and its position in them. The fields mean the same as the attributes of `Storage`."""
 
     first: int
     blocks: int
@@ -59,7 +61,7 @@ class Blocks(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Notice of a storage without any reference left, with the blocks to free."""
+    """Notice that the last reference to a storage is gone, with the blocks to free."""
 
     first: int
     blocks: int
@@ -69,7 +71,7 @@ class Dropped(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Block sizes and alignments, in bytes, by which a pool cuts storages."""
+    """The sizes and alignments, in bytes, with which a pool cuts storages into blocks."""
 
     largest: int
     shared: int
@@ -85,7 +87,7 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     Parameters
     ----------
     alignment : int
-        Alignment of an arena that exists already; 0 to choose it.
+        Alignment of blocks in an arena that exists already; 0 to choose an alignment.
     packed : int
         Minimum alignment of storages that share a block.
     """
@@ -102,9 +104,9 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     """Bytes of each block of a large storage (the last may be shorter); a multiple of the alignment.
 
-    If possible, a block has a whole number of rows. If possible, its size is also a multiple of the page, because files
-    are read and written in pages. A row of stacked experts is one expert, and it is cut into equal blocks if its size
-    allows that, so no block has bytes of two experts.
+    If possible, a block has a whole number of rows. If possible, its size is also a multiple of the page size, because
+    files are read and written in pages. A row of stacked experts is one expert. If the size of an expert allows it,
+    each expert is cut into equal blocks, so that no block has bytes of two experts.
     """
     if cls == "expert" and row_bytes > 0:
         step = _part_of_row(row_bytes, sizes)
@@ -125,7 +127,7 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
 
 
 def _part_of_row(row_bytes: int, sizes: Cut) -> int:
-    """Bytes of the largest block that divides a row evenly; 0 if only small blocks do."""
+    """Bytes of the largest block that divides a row into equal parts; 0 if only small blocks would."""
     fewest = -(-row_bytes // sizes.largest)
     most = row_bytes // max(sizes.small, sizes.alignment)
     for unit in (_PAGE_BYTES, sizes.alignment):
@@ -136,11 +138,11 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
 
 
 def _table_block_bytes(row_bytes: int, limit: int) -> int:
-    """Bytes of a block of a table whose rows are picked by data, small so that a miss brings in few other rows.
+    """Bytes of a block of a table whose rows are picked by data. Small, so that fetching a row fetches few other rows.
 
-    A block has as few whole rows as bookkeeping and the rounding to pages in files allow: one row, if it has 4 KiB or a
-    multiple. If rows fit neither sectors nor pages, a block is one page, or as many pages as a row fills. Then some
-    rows are in two blocks, which have to be fetched together.
+    A block has few whole rows, but enough that bookkeeping and the rounding to pages in files cost little. A row of
+    4 KiB or a multiple of that has its own block. If no number of rows comes close to whole pages, a block is one page,
+    or as many pages as a row fills. Then some rows are in two blocks, which have to be fetched together.
     """
     if row_bytes > 0:
         step = math.lcm(row_bytes, _SECTOR_BYTES)
@@ -151,11 +153,11 @@ def _table_block_bytes(row_bytes: int, limit: int) -> int:
 
 
 class StorageOwner(Protocol):
-    """Interface of a storage's pool that tensors use, implemented by `BlockPool`."""
+    """Interface of a pool as its storages and tensors use it; `BlockPool` implements it."""
 
     @property
     def arena(self) -> Any:
-        """Memory of the fast tier: its ``tensor`` on a GPU, its ``view()`` elsewhere."""
+        """Memory of the fast tier. On a GPU, use its ``tensor``; on the host, its ``view()``."""
         ...
 
     @property
@@ -201,24 +203,25 @@ class Storage:
     cls : str
         Class of its blocks.
     name : str
-        For errors; may be empty.
+        Name of the storage, for errors; may be empty.
     row_bytes : int
         Bytes of a row; 0 if it has no rows.
     first, count : int
-        Its blocks, consecutive.
+        Number of its first block, and count of its blocks, whose numbers are consecutive.
     offset : int
-        Bytes from the start of its block to its own start; 0 unless it shares one.
+        Bytes from the start of its shared block to the start of the storage; 0 if it shares no block.
     block_bytes : int
-        Bytes of each of its blocks but the last; the bytes of the block if it shares one.
+        Bytes of each of its blocks except the last, which may be shorter; the bytes of its shared block if it has one.
     shared : bool
         True if it shares its block with other storages.
     adopted : bool
         True if its bytes came from a file that keeps the clean copy.
     loose : bool
-        True if it is still to be packed at its first use, if it is small (see `farpool.memory.pool.packing`).
+        True until the storage is packed at its first use, that is, copied into a block of storages that are used at
+        about the same time, if it is small (see `farpool.memory.pool.packing`).
     made, first_used : int
-        Its position in the order in which all storages were made, and in the order in which loose storages were first
-        used; -1 if it was never loose, or was not used yet.
+        Numbers that grow in the order in which storages were made, and in which loose storages were first used.
+        `first_used` is -1 if the storage was never loose or has not been used yet.
     """
 
     __slots__ = (
@@ -252,7 +255,7 @@ class Storage:
 
     @property
     def gradient_name(self) -> str:
-        """Name for the storage of its gradient; empty if this one has no name."""
+        """Name for the storage of the gradient; empty if the storage itself has no name."""
         return f"{self.name}.grad" if self.name else ""
 
     @property
@@ -284,7 +287,7 @@ class Storage:
         self.layout.loose = loose
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges ``(start, stop)`` of the storage, one for each block, in order."""
+        """Byte ranges ``(start, stop)`` of the storage, one for each of its blocks, in order."""
         step = max(self.block_bytes, 1)
         for start in range(0, self.nbytes, step):
             yield start, min(start + step, self.nbytes)

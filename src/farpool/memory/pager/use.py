@@ -1,4 +1,4 @@
-"""Uses, the byte ranges that an operation touches, and their conversion to runs of blocks and places in the arena."""
+"""Uses, which are byte ranges that an operation touches; their conversion to runs of blocks; their text for errors."""
 
 from __future__ import annotations
 

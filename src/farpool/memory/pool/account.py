@@ -16,12 +16,12 @@ _KEPT_STALLS_MAX = 8
 
 
 class Account:
-    """Counter of a pool's stalls, and queue of its events while there are subscribers.
+    """Counts a pool's stalls, and queues the pool's events while there are subscribers.
 
     Parameters
     ----------
     names : list of str
-        Names of the tiers as the pager numbers them. The pool appends to it when it gets another source.
+        Names of the tiers, in the order of the pager's tier numbers. The pool appends a name for each source file.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -38,7 +38,7 @@ class Account:
         return bool(self._listeners)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `callback` with each event from now on; returns the function that ends it."""
+        """Call `callback` with each event from now on; return a function that ends the subscription."""
         self._listeners.append(callback)
 
         def unsubscribe() -> None:
@@ -53,7 +53,7 @@ class Account:
             self._events.append(event)
 
     def deliver(self) -> None:
-        """Hand queued events to the subscribers; called without the pool's lock, so that callbacks may use the pool."""
+        """Pass queued events to the subscribers. Called without the pool's lock, so that callbacks may use the pool."""
         while self._events:
             try:
                 event = self._events.popleft()
@@ -82,7 +82,7 @@ class Account:
             )
 
     def stalled(self, op: str, start: float, seconds: float, block: int, tier: str, resident: int) -> None:
-        """Count a stall, that is, an operation that waited for its operands, and queue an event for it."""
+        """Count a stall (an operation waited for its operands), and queue an event for it."""
         self.stalls += 1
         self.stall_seconds += seconds
         self._last.append(Stall(op, seconds, block, tier))
@@ -98,7 +98,7 @@ class Account:
         Parameters
         ----------
         totals : iterable
-            Tier, direction, transfers, bytes and seconds, as a driver counts them.
+            A driver's counts for each tier and direction: tier, direction, transfers, bytes, seconds.
         """
         links = []
         for tier, kind, count, nbytes, seconds in totals:

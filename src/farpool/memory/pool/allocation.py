@@ -1,4 +1,7 @@
-"""Allocation of blocks to storages: large ones are cut into blocks, small ones share one, dropped ones are freed."""
+"""Allocation of blocks to storages.
+
+A large storage is cut into blocks, and small storages share a block. The blocks of dropped storages are freed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["Allocation"]
 
 
 CREATED, USED = -1, -2
-"""Keys of a class's open shared blocks, for storages in order of creation and in order of first use."""
+"""Each class has two open shared blocks: `CREATED` is filled in order of creation, `USED` in order of first use."""
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class Allocation:
     written : int
         Bytes of live storages that have no clean copy in a file.
     made : dict of int to Made
-        Groups of blocks in use that were made together, by the first block of each.
+        Groups of blocks that were made together and are in use, by the number of the group's first block.
     """
 
     def __init__(self, pager: Pager, sizes: Cut, recorder: Recorder) -> None:
@@ -50,16 +53,16 @@ class Allocation:
         self._recorder = recorder
         self._shared: dict[int, _Shared] = {}
         self._open: dict[tuple[str, int], int] = {}
-        """Shared block that takes the next small storage, by class and source."""
+        """Shared block that will hold the next small storage, by class and by source file, `CREATED` or `USED`."""
         self.retired: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED, *, name: str = "") -> Blocks:
-        """Allocate blocks for a new storage; small ones of a class share blocks in order of allocation.
+        """Allocate blocks for a new storage. Small storages of a class share blocks, in order of allocation.
 
         Parameters
         ----------
         pack : int
-            Selects the shared block for a small storage: `CREATED`, or `USED` if it is packed at its first use.
+            Selects the shared block for a small storage: `USED` if it is packed at its first use, else `CREATED`.
         name : str
             Name of the storage, for recordings.
         """
@@ -74,7 +77,10 @@ class Allocation:
         return self._create(nbytes, cls, row_bytes, name, adopted=False)
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
-        """Allocate blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share blocks."""
+        """Allocate blocks for a storage whose clean copy is `nbytes` bytes at `offset` of a source file.
+
+        Small storages of a class and source share blocks.
+        """
         self.storages += 1
         self.live[cls] = self.live.get(cls, 0) + nbytes
         if nbytes == 0:
@@ -119,7 +125,7 @@ class Allocation:
         return block, offset
 
     def release(self, dropped: Dropped) -> None:
-        """Retire the blocks of a storage whose last reference is gone, unless other storages share them."""
+        """Retire the blocks of a storage whose last reference is gone. A block that other storages share stays."""
         self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:
@@ -142,7 +148,7 @@ class Allocation:
         self.retired.append((dropped.first, dropped.blocks))
 
     def collect(self) -> None:
-        """Free retired blocks on which no transfer or access is under way any more."""
+        """Free the retired blocks that no transfer or access uses any more."""
         for _ in range(len(self.retired)):
             first, count = self.retired.popleft()
             if not self._pager.forget(first, count):

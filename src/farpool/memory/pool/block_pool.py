@@ -1,8 +1,8 @@
 """The core of a pool: storages whose bytes are brought into the arena and pinned while an operation uses them.
 
-Storages are stored in blocks, a pager places the blocks, and a driver has them moved. `BlockPool` owns all of these and
-does the rest of an access: it packs storages, frees dropped ones, and serves recordings and events. It knows no
-tensors; a program uses it through `farpool.Pool`.
+A storage is stored in blocks, a pager decides where the blocks are, and a driver has the blocks moved. `BlockPool` owns
+all of these and does the rest of an access: it packs storages, frees dropped storages, and serves recordings and
+events. It does not use tensors; a program uses it through `farpool.Pool`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class BlockPool:
     Parameters
     ----------
     config : PoolConfig
-        The pool's settings, with its tiers, which the pool opens and, when it is closed, closes.
+        The pool's settings and tiers. The pool opens the tiers, and closes them when it is closed itself.
 
     Raises
     ------
     ConfigError, PoolFileError
-        A tier cannot be opened; those opened before it are closed again.
+        A tier cannot be opened; the tiers opened before it are closed again.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -93,11 +93,11 @@ class BlockPool:
         ledger.add("host", "staging", **device.staging)
         self.config = config
         self._dropped: deque[Dropped] = deque()
-        """Storages that were collected since the pool last freed such ones."""
+        """Storages that the program has dropped and whose blocks are still to be freed."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         """The storages in use."""
         self._births = itertools.count()
-        """Counter that numbers storages in the order in which they were made, or first used."""
+        """Counter. A storage gets a number when it is made, and a loose storage gets another at its first use."""
         self.ledger = ledger
         self._lower = lower
         self._device = device
@@ -139,7 +139,7 @@ class BlockPool:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Count as closed in a forked child: native threads are gone there, and locks may never be released."""
+        """Mark the pool as closed in a forked child: native threads do not run there, and a lock may stay held."""
         self.closed = True
         self.driver.forget_parent()
 
@@ -186,7 +186,7 @@ class BlockPool:
     def describe(self) -> str:
         """Describe the tiers and how full they are, in one line.
 
-        This takes no lock and asks no tier, because a debugger may call it at any moment.
+        This method takes no lock and calls no tier, because a debugger may call the method at any moment.
         """
         sizes = [("fast", self.pager.used, self.fast)]
         sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
@@ -213,8 +213,8 @@ class BlockPool:
         Warns
         -----
         FarpoolWarning
-            Transfers did not end within the pool's timeout. They may still read and write the memory of tiers and arena
-            and the files, so these stay as they are until the process ends.
+            Transfers did not end within the pool's timeout. They may still use the arena, the memory of the tiers and
+            the files, so the pool keeps all of these until the process ends.
         """
         self.check_unused()
         self.force_close()
@@ -280,7 +280,7 @@ class BlockPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool, even if storages are still in use. Their bytes are lost, because nothing copies them out."""
+        """Close the pool, even if storages are still in use. The bytes of these storages are lost."""
         self.force_close()
 
     # ---- storages -----------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class BlockPool:
         Raises
         ------
         PoolFullError
-            All tiers together are smaller than the bytes that the pool would then hold.
+            With the new storage, the pool would hold more bytes than all tiers together can.
         """
         with self.driver:
             self._check_open()
@@ -306,7 +306,10 @@ class BlockPool:
     def adopt(
         self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
     ) -> Storage:
-        """Make a storage whose clean copy is part of a file; it takes no room in lower tiers until it is written."""
+        """Make a storage whose clean copy is part of a file.
+
+        Until the program writes to the storage, it takes no room in lower tiers.
+        """
         with self.driver:
             self._check_open()
             self._collect_dropped()
@@ -343,23 +346,25 @@ class BlockPool:
     def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Grant:
         """Bring byte ranges into the arena, each contiguous, and pin them until `release`.
 
-        All or nothing. A thread must not acquire while it holds an access: it might wait for itself.
+        Either all ranges are pinned or none. A thread must release one access before it acquires the next; otherwise it
+        might wait for itself.
 
         Parameters
         ----------
         uses : sequence of Use
-            Ranges whose storages are this pool's. Ranges that overlap are laid out consistently.
+            Ranges of this pool's storages. Overlapping ranges share their bytes in the arena, too.
         op : str
             Name of the operation, for errors and accounts.
         rows : bool
-            The ranges are rows of tables picked by data; the tape then notes only the tables.
+            True if the ranges are rows of tables picked by data. The tape then records only the tables.
 
         Raises
         ------
         BudgetError
-            They do not fit together. The message names op, operands and the smallest budget that works.
+            The ranges do not fit into the arena together. The message names the operation, its operands and the
+            smallest budget that works.
         PoolFullError
-            No lower tier has room for the blocks that would have to be evicted for them.
+            No lower tier has room for the blocks that would have to be evicted for the ranges.
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
@@ -381,7 +386,7 @@ class BlockPool:
     def refusal(
         self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
     ) -> FarpoolError:
-        """The error to raise when the pager refuses the operands of an operation."""
+        """Make the user's error from an error with which the pager refused the operands of an operation."""
         if isinstance(error, TooLargeError):
             return operands_too_large(error, uses, op, self.pager.capacity, self._storages, self.arena.alignment)
         if isinstance(error, NoRoomError):
@@ -424,7 +429,7 @@ class BlockPool:
         return grant
 
     def _waited(self, op: str, start: float, seconds: float, block: int, tier: int) -> None:
-        """Account for a wait that has ended, or raise for one that was given up (negative `seconds`)."""
+        """Count a wait that has ended; raise an error if the wait was given up (`seconds` is negative then)."""
         name = self._lower.names[tier] if tier >= 0 else ""
         if seconds >= 0:
             self.account.stalled(op, start, seconds, block, name, self.pager.used)
@@ -445,7 +450,7 @@ class BlockPool:
         ) from trouble
 
     def drop(self, dropped: Dropped) -> None:
-        """Record that a storage was collected; may be called at any time, even in the middle of another method."""
+        """Record that a storage was garbage-collected. May be called at any time, even during another method."""
         # No lock here: the collector may run this in a thread that holds the pool's lock. Appending to a deque is
         # atomic, and `attention` is set after the append, so the next careful access sees the entry.
         self._dropped.append(dropped)
@@ -482,7 +487,7 @@ class BlockPool:
             self.recorder.deliver()
 
     def _deliver(self) -> None:
-        """Hand events to subscribers; called without the lock."""
+        """Pass events to subscribers; called without the lock."""
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
@@ -492,7 +497,7 @@ class BlockPool:
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 
     def resize(self, fast: int | str) -> None:
-        """Change the budget of the fast tier while it is in use; see `farpool.Pool.resize`."""
+        """Change the budget of the fast tier while the tier is in use; raises the errors of `farpool.Pool.resize`."""
         budget = parse_size(fast, "fast")
         with self.driver:
             self._check_open()
@@ -501,9 +506,9 @@ class BlockPool:
             self._budget.change(budget, self._watch)
 
     def demote(self, storage: Storage) -> bool:
-        """Move a storage out of the fast tier ahead of its turn; return False if some of it stays.
+        """Move a storage out of the fast tier before the pager would evict it; return False if some blocks stay.
 
-        It is fetched again when it is next acquired. Blocks that are pinned or that no lower tier takes stay.
+        A block stays if it is pinned or no lower tier has room for it. The next access fetches the storage again.
         """
         with self.driver:
             self._check_open()
@@ -517,7 +522,7 @@ class BlockPool:
         return bool(self._lower.tiers)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `callback` with each event from now on; returns the function that ends it."""
+        """Call `callback` with each event from now on; return a function that ends the subscription."""
         with self.driver:
             end = self.account.subscribe(callback)
             self.driver.listen(True)
@@ -531,7 +536,7 @@ class BlockPool:
         return unsubscribe
 
     def record(self, path: str | os.PathLike[str]) -> Recording:
-        """Write accesses and the time between them to a tape file; see `farpool.Pool.record`."""
+        """Write accesses and the time between them to a tape file, as `farpool.Pool.record` describes."""
         self._check_open()
         # The file is opened before we take the lock, because other threads must not wait for a disk.
         writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
@@ -566,9 +571,10 @@ class BlockPool:
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-"""Every pool of the process that is not collected, even closed ones."""
+"""Every pool object of the process, open or closed, until it is garbage-collected."""
 _LEFT_OPEN: list[BlockPool] = []
-"""Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
+"""Pools that were closed while transfers hung, kept alive here. Garbage collection of such a pool would unmap memory
+that a device may still write to."""
 
 
 def open_pools() -> list[BlockPool]:
@@ -577,7 +583,7 @@ def open_pools() -> list[BlockPool]:
 
 
 def _close_all() -> None:
-    """Close all pools when the interpreter exits, after which no thread may call into it."""
+    """Close all pools when the interpreter exits, because no thread may call into the interpreter after that."""
     for pool in open_pools():
         pool.force_close(_EXIT_TIMEOUT_S)
 

@@ -63,7 +63,7 @@ class Budget:
         Parameters
         ----------
         watch : Watch, optional
-            Debug mode's checker, which looks at memory before it is given back.
+            Debug mode's checker, which inspects the memory before it is given back.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Budget:
         self._allocation.sizes = cut(budget, self._allocation.sizes.alignment, self._arena.alignment)
 
     def _shrink(self, budget: int) -> None:
-        """Evict or move all blocks in the part of the arena that is to be given back, and wait until that is done."""
+        """Evict or move all blocks in the part of the arena that will be given back, and wait until it is empty."""
         before = self._pager.capacity
         deadline = time.monotonic() + self._timeout
         try:
@@ -110,7 +110,7 @@ class Budget:
             raise
 
     def _check_blocks_fit(self, budget: int) -> None:
-        """Raise if a block is larger than the new budget: blocks keep the size with which they were cut."""
+        """Raise if a block is larger than the new budget, because existing blocks keep their size."""
         largest = max((self._pager.block(block).size for block in self._pager.blocks()), default=0)
         if largest > budget:
             raise BudgetError(

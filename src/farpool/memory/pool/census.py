@@ -88,7 +88,7 @@ def take(
 
 
 def _resident(pager: Pager) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the fast tier's blocks by class: of all, and of dirty ones."""
+    """Bytes of all blocks in the fast tier, by class; and bytes of the dirty blocks among them, by class."""
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
     for block in pager.resident():
@@ -116,7 +116,7 @@ def _lower_tier(space: TierSpace, ledger: Ledger) -> TierStats:
 
 
 def _tables(pager: Pager, storages: Iterable[Storage]) -> tuple[TableStats, ...]:
-    """Accesses to rows by table name; a table's moments have its name, too."""
+    """Accesses to rows by table name. Accesses to a table's moments count under the table's name."""
     counts = pager.row_counts
     named: dict[str, tuple[int, int]] = {}
     for storage in storages:

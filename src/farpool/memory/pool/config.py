@@ -44,13 +44,13 @@ class PoolConfig(Struct, frozen=True):
     tiers : tuple of TierSpec or Tier
         Lower tiers from fast to slow.
     device : str
-        ``cpu`` (the fast tier is a budgeted part of DRAM) or ``cuda``.
+        ``cpu`` (the fast tier is a budgeted part of DRAM) or ``cuda`` (it is memory of the GPU).
     prefetch : bool
         True to prefetch along the tape of recorded accesses.
     timeout : float
         Seconds that an access waits for a transfer before it raises `TierTimeoutError`.
     debug : bool
-        True to look for memory that is used outside its access, and for transfers out of order.
+        True to check that memory is used only during an access that pins it, and that transfers keep their order.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class PoolConfig(Struct, frozen=True):
             )
 
     def make_tiers(self) -> list[Tier]:
-        """Make the list of lower tiers, closed; each spec gives a new tier."""
+        """Make the list of lower tiers, which are not open yet; each spec gives a new tier."""
         return [tier if isinstance(tier, Tier) else tier.make() for tier in self.tiers]
 
     @classmethod
@@ -111,9 +111,9 @@ class PoolConfig(Struct, frozen=True):
         tiers : sequence of Tier, TierSpec or mapping, optional
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         **short_forms
-            Lower tiers by kind, each with the one setting that the kind has as its short form: ``dram="1GiB"`` and
-            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. They are ordered by the typical latencies of
-            their kinds.
+            Lower tiers by kind, each with one setting. Which setting that is depends on the kind: ``dram="1GiB"`` and
+            ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. The tiers are ordered by the typical
+            latencies of their kinds.
 
         Raises
         ------
@@ -142,7 +142,9 @@ class PoolConfig(Struct, frozen=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> PoolConfig:
-        """Read ``FARPOOL_FAST``, ``FARPOOL_DRAM`` and so on, over the file that ``FARPOOL_CONFIG`` names if it is set.
+        """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DRAM`` and so on, which win over a TOML file.
+
+        If ``FARPOOL_CONFIG`` is set, it names that file.
 
         Parameters
         ----------
@@ -152,7 +154,7 @@ class PoolConfig(Struct, frozen=True):
         Raises
         ------
         ConfigError
-            A variable or a setting in the file is wrong. The message names it and the value.
+            A variable or a setting in the file is wrong. The message names the variable or setting, and its value.
         """
         return cls.load(environment=environment)
 
@@ -221,7 +223,7 @@ def _declared() -> dict[str, Any]:
 
 
 def _short_tiers(short_forms: Mapping[str, Any]) -> list[TierSpec | Tier]:
-    """Make the specs of tiers that are given in short form, fast kinds first."""
+    """Make tier specs from the short forms, with the fast kinds of tiers first."""
     specs: list[TierSpec] = []
     for name, value in short_forms.items():
         if not is_kind(name):

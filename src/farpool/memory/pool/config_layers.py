@@ -28,21 +28,21 @@ CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Environment variable that names the TOML file."""
 _TABLE = "pool"
 _OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "registry", "tls"})
-"""Variables of farpool that are no settings of a pool. A kind of tier with such a name has no variable."""
+"""Variables ``FARPOOL_...`` that are not settings of a pool, so they give no kind of tier with that name either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Settings from one source, and the place of each.
+    """Settings from one source (a file, the environment or arguments), and the place of each setting.
 
     Attributes
     ----------
     values : dict of str to object
         The settings, by the names that `PoolConfig.make` gives them.
     short_forms : dict of str to object
-        Values of the tiers that are given in short form, by kind.
+        Short forms of tiers, such as ``"1GiB"`` for the kind ``dram``, by kind.
     origins : dict of str to str
-        The place of each, for errors; settings given in the program have no origin.
+        The place of each setting, for errors; settings given as arguments have no origin.
     """
 
     values: dict[str, Any]
@@ -124,7 +124,7 @@ def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> 
 
 
 def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) -> Layer:
-    """Read the file that ``FARPOOL_CONFIG`` names; an empty layer if that is not set.
+    """Read the file that ``FARPOOL_CONFIG`` names; return an empty layer if the variable is not set.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) 
 
 
 def environment_layer(environment: Mapping[str, str], declared: Mapping[str, object], *, tiers: bool = True) -> Layer:
-    """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty one counts as not set.
+    """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty variable counts as not set.
 
     With `tiers` also read the short forms of tiers, such as ``FARPOOL_DRAM``.
 
@@ -166,7 +166,7 @@ def environment_layer(environment: Mapping[str, str], declared: Mapping[str, obj
 
 
 def stacked(layers: Sequence[Layer]) -> Layer:
-    """Merge several layers of settings; a later one wins.
+    """Merge several layers of settings; a later layer wins.
 
     The lower tiers are one setting: a layer with ``tiers`` or with short forms replaces all lower tiers of the layers
     before it.

@@ -1,4 +1,4 @@
-"""Choice of the fast tier and of the executor of its transfers, by the device that computes."""
+"""Opens the fast tier on the device that computes, with the executor of the tier's transfers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["FastTier", "open_device"]
 
 _STAGED_BLOCKS = 4
-"""Blocks that staging memory has room for: one in each direction on either leg."""
+"""Blocks that staging memory has room for: a fetch and a write-back between tier and staging memory, and at the same
+time a fetch and a write-back between staging memory and device."""
 _STAGING_BYTES_MAX = 1 << 30
 """Maximum bytes of staging memory, unless the largest block needs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class FastTier:
-    """The arena of the fast tier, the executor of its transfers, and a function that releases the memory.
+    """The arena of the fast tier, the executor of its transfers, and a function that releases the arena's memory.
 
     Attributes
     ----------
     watch : callable
-        Makes debug mode's checker for a pager over this arena.
+        Function that makes debug mode's checker for a pager of this arena.
     staging : dict of str to int
         Bytes of host memory held in addition to the arena, as booked on the ledger.
     """
@@ -53,16 +54,16 @@ def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], le
     Parameters
     ----------
     ports : list of Port
-        The tiers' native ports; the pool appends to it.
+        The tiers' native ports. The pool appends a port for each source file.
     tiers : sequence of Tier
         The lower tiers, open.
     ledger : Ledger
-        Ledger on which page-locked memory of these tiers is booked.
+        Ledger on which the page-locked memory of the lower tiers is booked.
 
     Raises
     ------
     ConfigError
-        There is no such device, or it has too little memory.
+        The configured device does not exist or has too little memory.
     """
     if config.device == "cpu":
         return _host(config, ports)

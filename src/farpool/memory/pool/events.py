@@ -17,25 +17,26 @@ class Event:
     Attributes
     ----------
     kind : str
-        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``stall`` (an op
-        waited), ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
+        ``fetch`` (bytes were copied into the fast tier), ``writeback`` (bytes were copied to a lower tier), ``stall``
+        (an operation waited), ``compute`` (an operation ran, from the grant of its operands to their release),
+        ``create`` and ``free`` (of a storage).
     time : float
-        Time at which it began, in seconds on the monotonic clock.
+        Time at which the event began, in seconds on the monotonic clock.
     duration : float
-        Seconds it took; 0 for an event that takes no time.
+        Seconds that the event took; 0 for an event that takes no time.
     nbytes : int
-        Bytes moved, created, freed; bytes pinned for ``compute``.
+        Bytes moved, created or freed; for ``compute``, bytes pinned.
     block : int
-        The block moved or, for a stall, first waited for; -1 if there is none.
+        The block moved or, for a stall, the first block waited for; -1 if there is none.
     source, target : str
-        Names of the tiers for transfers.
+        For a transfer, the names of the tiers that bytes were copied from and to.
     cause : str
         ``demand`` or ``prefetch`` for a fetch; ``evict`` for a write-back; the class of the blocks for ``create``
         and ``free``.
     op : str
         The operation, for ``stall`` and ``compute``.
     resident : int
-        Bytes of the fast tier in use at the end of it.
+        Bytes of the fast tier in use when the event ended.
     """
 
     kind: EventKind

@@ -18,9 +18,10 @@ __all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block
 def operands_too_large(
     error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage], alignment: int
 ) -> BudgetError:
-    """The error for operands that exceed the fast tier: names operation, operands and the smallest budget for a step.
+    """Make the error for operands that do not fit into the fast tier together.
 
-    The budget is for a new pool; in one that was made smaller, blocks keep their former size and may need more.
+    Its message names the operation, the operands and the smallest budget of a new pool with which a whole step works.
+    In a pool that was made smaller, blocks keep their former size, so the step may need a larger budget.
 
     Parameters
     ----------
@@ -44,7 +45,10 @@ def operands_too_large(
 
 
 def does_not_fit(what: str, nbytes: int, used: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
-    """The error for a new storage that exceeds all tiers together: names the bytes lacking, the sizes, and a remedy."""
+    """Make the error for a new storage that all tiers together have no room for.
+
+    Its message names the missing bytes, the sizes of the tiers, and a remedy.
+    """
     sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
     capacity = sum(size for _, size in sizes)
     lacking = nbytes - (capacity - used)
@@ -57,7 +61,10 @@ def does_not_fit(what: str, nbytes: int, used: int, fast: int, tiers: Sequence[T
 
 
 def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
-    """The error for a block that must be evicted and fits no lower tier; has the bytes lacking and each tier's use."""
+    """Make the error for a block that must be evicted although no lower tier has room for it.
+
+    Its message names the missing bytes and how full each tier is.
+    """
     nbytes = int(error.args[1])
     full = ", ".join(
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
@@ -73,7 +80,7 @@ def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError
 
 
 def _remedy(tiers: Sequence[Tier], more: int) -> str:
-    """Advice on the setting that makes `more` bytes of room."""
+    """Advise which setting to change to get `more` bytes of room."""
     if not tiers:
         return f'add a lower tier, such as Pool(..., dram="{_whole_size(more)}")'
     info = tiers[-1].info
@@ -81,13 +88,13 @@ def _remedy(tiers: Sequence[Tier], more: int) -> str:
 
 
 def _whole_size(nbytes: int) -> str:
-    """Text of a size, rounded up to whole KiB or MiB, as a setting takes it."""
+    """Format a size as a setting accepts it, rounded up to whole KiB or MiB."""
     unit, name = (1 << 20, "MiB") if nbytes >= 1 << 20 else (1 << 10, "KiB")
     return f"{-(-nbytes // unit)}{name}"
 
 
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
-    """A `TierError` with an error as its cause, which names tier and block in its message and attributes."""
+    """Make a `TierError` that names tier and block in its message and attributes; `error` is its cause."""
     kind = type(error) if isinstance(error, TierError) else TierError
     if isinstance(error, NodeTimeoutError):
         kind = TierTimeoutError

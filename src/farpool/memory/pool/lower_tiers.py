@@ -1,4 +1,4 @@
-"""The lower tiers of a pool, opened and closed together, and the source files that it reads from."""
+"""The lower tiers of a pool and the source files that the pool reads from, opened and closed together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["LowerTiers"]
 
 
 class LowerTiers:
-    """The tiers and source files of a pool, numbered as in the pager: the tiers, then files in order of first use.
+    """The lower tiers and source files of a pool, numbered as in the pager: tiers, then files in order of first use.
 
     Parameters
     ----------
     tiers : iterable of Tier
-        From fast to slow. They are opened; if one cannot be opened, the ones before it are closed again.
+        From fast to slow. `LowerTiers` opens them; if a tier cannot be opened, the tiers before it are closed again.
 
     Attributes
     ----------
     tiers : list of Tier
-        The tiers; each whose bytes leave the process is wrapped in checksums.
+        The tiers. A tier whose bytes leave the process is wrapped, so that checksums of its bytes are verified.
     ports : list of Port
         Native ports of tiers and files.
     names : list of str
@@ -50,7 +50,7 @@ class LowerTiers:
         return sum(tier.info.capacity for tier in self.tiers)
 
     def number_of(self, source: SafetensorsFile, pager: Pager) -> int:
-        """The pager's number of a file; at the first call the file is opened and registered with the pager."""
+        """The pager's number of a file. The first call for a file opens it and registers it with the pager."""
         index = self._sources.get(id(source))
         if index is None:
             source.open()
@@ -63,10 +63,10 @@ class LowerTiers:
         return index
 
     def close(self) -> None:
-        """Close all tiers and files, also if one of them raises an error; no transfer may be under way."""
+        """Close all tiers and files, even if closing one of them raises an error; no transfer may be under way."""
         self._opened.close()
 
 
 def _guarded(tier: Tier) -> Tier:
-    """Wrap a tier in checksums if its bytes leave the process and it does not verify them itself."""
+    """Wrap a tier so that checksums are verified, if its bytes leave the process and it does not verify them itself."""
     return tier if tier.in_process or isinstance(tier, Verifies) else Verified(tier)

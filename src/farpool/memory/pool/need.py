@@ -1,7 +1,8 @@
 """Computation of the smallest budget that operations need, in a new pool with the same storages in the same order.
 
-Blocks are cut in proportion to the budget, and small storages share them, so an operation's need is a function of the
-budget. We compute it like the new pool would: cut, pack, and count each touched block once.
+The sizes of blocks depend on the budget, and so the bytes that an operation needs depend on the budget, too. We compute
+these bytes like the new pool would: cut large storages into blocks, pack small storages into shared blocks, and count
+each block that the operation touches once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["smallest_budget", "uses_of_layers"]
 
 _NUMBER = re.compile(r"\d+")
 _SMALL_DIVISOR = 2
-"""Operations are ignored if they have fewer bytes than the largest one's divided by this."""
+"""An operation is ignored if its bytes are fewer than the bytes of the largest operation divided by this."""
 
 
 def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage], alignment: int) -> int:
@@ -27,7 +28,8 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
     Parameters
     ----------
     operations : sequence of sequence of Use
-        Uses that each operation needs at once. Operations much smaller than others are ignored, except the first.
+        For each operation, the uses that it needs at once. Operations after the first are ignored if they are much
+        smaller than the largest.
     storages : collection of Storage
         All storages of the pool.
     alignment : int
@@ -65,10 +67,11 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 
 
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
-    """Operands that each layer of a model needs at once, guessed from the names of storages.
+    """Uses that each layer of a model needs at once, guessed from the names of storages.
 
-    One need is each weight with its bias. Another is, for each layer, the counterparts of the operands that the
-    operation takes whole; their names differ only in numbers. Tables are left out: their rows are read one by one.
+    The result has one list of uses for each weight with its bias. It also has one list for each layer with the storages
+    that correspond to the whole operands of the given operation, that is, whose names differ only in numbers. Tables
+    are not included, because their rows are read one by one.
 
     Parameters
     ----------
@@ -88,7 +91,7 @@ def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[lis
 
 
 def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]]:
-    """For each layer, the storages that correspond by name to an operation's storages."""
+    """For each layer, the storages whose names differ from the names of an operation's storages only in numbers."""
     wanted = {use.storage.name for use in uses if use.stop - use.start == use.storage.nbytes}
     patterns = {_NUMBER.sub("#", name) for name in wanted}
     if len(wanted) < len(uses) or len({tuple(_NUMBER.findall(name)) for name in wanted}) != 1:
@@ -101,7 +104,7 @@ def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]
 
 
 def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
-    """Group storages: the small ones of a group share blocks with each other. Each list is in the order of packing."""
+    """Group storages so that small storages of one group share blocks. Each group is in the order of packing."""
     streams: dict[tuple[str, bool, bool], list[Storage]] = {}
     for storage in sorted(storages, key=lambda storage: storage.made):
         streams.setdefault((storage.cls, storage.adopted, False), []).append(storage)
@@ -113,12 +116,12 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
 
 
 def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """A key that is equal for operations with equal needs, such as the same operation in equal layers of a model."""
+    """A key that is equal for operations that need equal bytes, such as one operation in equal layers of a model."""
     return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
 
 
 def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[Storage, tuple[int, int]]:
-    """The shared block of each small storage, as the number of its stream and the block's number in that."""
+    """The shared block of each small storage, as the index of the list in `streams` and the block's number in it."""
     packed: dict[Storage, tuple[int, int]] = {}
     for stream, storages in enumerate(streams):
         number, used = 0, 0

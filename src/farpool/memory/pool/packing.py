@@ -1,8 +1,8 @@
 """Packing of small storages at their first use, so that storages used one after the other share blocks.
 
-A program may fill storages long before it uses them, and in another order. Each block then has storages that were
-filled together, but are used at different times. We call these storages *loose*. At its first use a loose storage is
-copied into a block that it shares with the storages that were first used just before it.
+A program may fill storages long before it uses them, and in another order. Then storages that share a block were filled
+together, but are used at different times. We call a storage *loose* until it is packed: at its first use, it is copied
+into a block that it shares with the storages that were first used just before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farpool.memory.pool.allocation import USED, Allocation
 __all__ = ["Packing"]
 
 _WAIT_SLICE_S = 0.1
-"""Seconds after which a thread that waits for another to pack a storage checks again."""
+"""Seconds after which a thread checks again if another thread has packed the storage that both use."""
 
 
 class Packing:
@@ -32,13 +32,13 @@ class Packing:
     driver : Driver
         The pool's driver.
     acquire : callable
-        Pins operands as the pool does, but without packing loose ones first. Called without the lock.
+        Pins operands as the pool does, but does not pack loose storages first. Called without the lock.
     check_open : callable
         Raises if the pool has been closed.
     created : callable
         Notes the event of a storage that was made.
     births : iterator of int
-        Numbers for storages, in the order in which these are made or first used.
+        Gives a storage the next number when it is made or first used.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Packing:
         self._created = created
         self._births = births
         self._under_way: set[int] = set()
-        """Identities of the storages that a thread is packing; other threads wait for it."""
+        """Identities of the storages that some thread is packing; other threads that use them wait for that thread."""
 
     def pack(self, storage: Storage, op: str) -> None:
         """Pack a loose storage, if it is small, or wait for the thread that packs it.

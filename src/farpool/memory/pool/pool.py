@@ -1,7 +1,7 @@
-"""`Pool`, the object that a program sees: settings, making tensors, statistics, and closing.
+"""`Pool`, the object that a program uses: it has the settings, makes tensors, gives statistics, and can be closed.
 
-It wraps a `BlockPool`, to which storages and tensors refer. Tensors need torch, and so they come from a
-library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
+A `Pool` wraps a `BlockPool`, to which storages and tensors refer. This module does not import torch. A library that
+`use_tensors` has set makes the tensors, and that library is loaded when a program makes its first tensor.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ class TensorLibrary(Protocol):
     def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights") -> torch.Tensor: ...
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def materialize_all(self, pool: StorageOwner) -> None:
-        """Make every tensor that lives in a pool plain, in place, unless an autograd graph needs one."""
+        """Make every tensor that lives in a pool plain, in place; raise if an autograd graph needs one of them."""
         ...
 
     def take_along(self, pool: StorageOwner) -> str:
-        """Make every tensor that lives in a pool plain; returns the text of a warning, empty if there were none."""
+        """Make every tensor that lives in a pool plain, even if an autograd graph needs it.
+
+        Returns the text of a warning; empty if no tensor lived in the pool.
+        """
         ...
 
     def live_parameters(self, pool: StorageOwner) -> str:
@@ -71,7 +74,7 @@ _load_tensors: Callable[[], TensorLibrary]
 
 
 def use_tensors(load: Callable[[], TensorLibrary]) -> None:
-    """Set the library that makes the tensors of all pools; `load` is called when one is needed."""
+    """Set the library that makes the tensors of all pools; `load` is called when a tensor is needed."""
     global _load_tensors
     _load_tensors = load
 
@@ -86,20 +89,21 @@ class Pool:
         are not given here are read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
     tiers : sequence of Tier, TierSpec or mapping, optional
         Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
-        that is evicted from the fast tier moves to the first one with room.
+        that is evicted from the fast tier moves to the first of these tiers that has room.
     device : str, optional
         ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
     prefetch : bool, optional
-        True, the default, to prefetch along the recorded accesses, ahead of them.
+        True, the default, to record accesses, and to fetch blocks before accesses that the record predicts.
     timeout : float, optional
         Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
     debug : bool, optional
-        True to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
-        of order, which raises `OrderError`. Slow. False by default, unless ``FARPOOL_DEBUG`` is set.
+        True to raise `LifetimeError` if memory is used outside an access that pins it, and `OrderError` if transfers
+        run out of order. Slow. False by default, unless ``FARPOOL_DEBUG`` is set.
     **short_forms
-        Short forms of lower tiers, by kind. ``dram="256MiB"`` and ``nvme="1GiB"`` give sizes; the file is in a folder
-        for temporary files. ``remote="host:7471"`` gives the nodes of a `Remote`, which takes the memory that they have
-        free. The tiers are ordered by their kinds' typical latencies. Kinds from installed packages work the same way.
+        Short forms of lower tiers, by kind. ``dram="256MiB"`` and ``nvme="1GiB"`` give sizes; the file of ``nvme`` is
+        in a folder for temporary files. ``remote="host:7471"`` gives the nodes of a `Remote` tier, which uses the free
+        memory of these nodes. The tiers are ordered by their kinds' typical latencies. Kinds of tiers that installed
+        packages add work the same way.
 
     Raises
     ------
@@ -153,10 +157,10 @@ class Pool:
         Parameters
         ----------
         config : str, path-like or PoolConfig, optional
-            The file; None takes the file that ``FARPOOL_CONFIG`` names, if it is set. With a whole configuration,
-            neither a file nor the environment is read.
+            The file. With None, the file that ``FARPOOL_CONFIG`` names is read, if that variable is set. With a
+            `PoolConfig`, neither a file nor the environment is read.
         **settings
-            As for the constructor. They win over the environment, and that wins over the file.
+            As for the constructor. They win over the environment, and the environment wins over the file.
 
         Raises
         ------
@@ -178,7 +182,7 @@ class Pool:
 
     @property
     def debug(self) -> bool:
-        """True if debug mode looks for memory that is used outside its access."""
+        """True if the pool is in debug mode, which checks that memory is used only during an access that pins it."""
         return self._blocks.debug
 
     @property
@@ -205,7 +209,7 @@ class Pool:
     # ---- tensors ------------------------------------------------------------------------------------------------
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A paged tensor with unspecified content, of torch's default dtype unless given."""
+        """A paged tensor with unspecified content. Its dtype is torch's default dtype if `dtype` is not given."""
         return _load_tensors().empty(self._blocks, *shape, dtype=dtype)
 
     def zeros(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -227,8 +231,8 @@ class Pool:
         ----------
         tensor : torch.Tensor
         table : bool
-            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is then cut into blocks of
-            few rows, so that fetching one row fetches few others with it.
+            True for a table whose rows are picked by data, such as an `Embedding`'s weight. The table is then cut into
+            blocks of few rows, so that fetching one row fetches few other rows with it.
         """
         return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
 
@@ -239,12 +243,12 @@ class Pool:
     # ---- budget and accounts ------------------------------------------------------------------------------------
 
     def resize(self, fast: int | str) -> None:
-        """Change the budget of the fast tier while it is in use.
+        """Change the budget of the fast tier while the tier is in use.
 
         Raises
         ------
         ConfigError
-            The size does not parse or is more than the machine's memory.
+            The size does not parse or is larger than the machine's memory.
         BudgetError
             A block that exists already is larger than the new budget.
         PoolFullError, TierTimeoutError
@@ -273,12 +277,13 @@ class Pool:
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file, from now until the recording is closed.
 
-        Several recordings may be under way. A recording also ends when the pool is closed.
+        Several recordings may be under way at the same time. A recording also ends when the pool is closed.
 
         Parameters
         ----------
         path : path
-            The file; overwritten if it is a tape file. Described in docs/tape-file.md, shown by ``farpool tape show``.
+            The file to write. An existing file is overwritten if it is a tape file. docs/tape-file.md describes the
+            format, and ``farpool tape show`` prints a tape file.
 
         Returns
         -------
@@ -288,7 +293,7 @@ class Pool:
         Raises
         ------
         TapeFileError
-            The file cannot be written, is another recording's, or is something else than a tape file.
+            The file cannot be written, another recording writes it, or it exists and is not a tape file.
         """
         return self._blocks.record(path)
 
@@ -307,8 +312,8 @@ class Pool:
         PoolClosedError
             Tensors still live in the pool and `materialize` is False; nothing was changed.
         UnsupportedError
-            A tensor has history or is held by an autograd graph; nothing was changed. (Leaving a ``with`` block makes
-            it plain all the same.)
+            A tensor has history or is held by an autograd graph; nothing was changed. (When a ``with`` block ends, the
+            pool makes even a tensor that a graph holds plain.)
         """
         if materialize and not self.closed and self.live:
             _load_tensors().materialize_all(self._blocks)
@@ -326,9 +331,9 @@ class Pool:
         """Close the pool; tensors that still live in it become plain first, in place, with one warning.
 
         Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
-        fit into 80 % of the memory that is available (of the host, within the limits of its control groups; on CUDA
-        of the device). An autograd graph does not prevent that: its parameters are safe, and a backward pass through it
-        raises. Bytes that were allocated without a tensor end with the pool.
+        fit into 80 % of the available memory (on CUDA, of the device; otherwise of the host, within the limits of the
+        process's control groups). They are made plain even if an autograd graph holds them; a later backward pass
+        through that graph raises. Bytes that were allocated without a tensor are lost.
 
         Raises
         ------
@@ -336,7 +341,8 @@ class Pool:
             The tensors do not fit; nothing was changed and the pool stays open.
         FarpoolError
             A tier failed in the middle, or a tensor has history; the pool stays open and still has the tensors that
-            are not plain yet. If the block already raised an error, that error goes on, with a note of this one.
+            are not plain yet. If the ``with`` block itself raised an error, that error is raised, with a note about
+            this one.
         """
         told = ""
         if not self.closed and self.live:
@@ -380,7 +386,7 @@ def pool_of(blocks: StorageOwner) -> Pool:
 
 
 def _tell_what_is_lost() -> None:
-    """Print a message about the parameters that live in open pools when the interpreter exits."""
+    """When the interpreter exits, print a message about the parameters that live in open pools and are lost."""
     for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
         lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
         if lost:

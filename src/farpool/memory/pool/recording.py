@@ -32,9 +32,9 @@ __all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
 
 _TICK_NS = round(TICK * 1e9)
 _CHUNK_RECORDS = 2048
-"""Records in a chunk that is written at once; each run of an access counts as one."""
+"""Records that are written at once. Each run of consecutive blocks in an access counts as one record."""
 _WRITE_INTERVAL_NS = 1_000_000_000
-"""Nanoseconds after which noted records are written, so that little is lost if the process is killed."""
+"""Nanoseconds after which queued records are written, so that little is lost if the process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,14 @@ class Made:
     count: int
     name: str
     adopted: bool
-    """True if a source file has, or had, a clean copy of the blocks."""
+    """True if the blocks were made with their clean copy in a source file."""
 
 
 class Note:
-    """A granted access to record. Times are nanoseconds of the monotonic clock; `released` is 0 until it is known."""
+    """A granted access to record.
+
+    Times are nanoseconds of the monotonic clock; `released` is 0 until the access is released.
+    """
 
     __slots__ = ("asked", "granted", "op", "released", "runs", "thread")
 
@@ -63,7 +66,7 @@ class Note:
 
 
 class Recording:
-    """A recording under way to a tape file; a context manager that ends it.
+    """A recording under way to a tape file; as a context manager, it ends when the ``with`` block ends.
 
     Attributes
     ----------
@@ -87,7 +90,10 @@ class Recording:
         """Ordinal of each thread and the time of its last release in ticks, by the thread's identity."""
 
     def advance(self, now: int) -> None:
-        """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
+        """Write the complete records if there are many or the last write was long ago.
+
+        An `Exception` is not raised here but kept for `close`.
+        """
         if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
         if self._is_parents():
@@ -124,7 +130,7 @@ class Recording:
         Raises
         ------
         TapeFileError
-            The file could not be written up to its end (a full disk, for example). The part written before can be read.
+            The file could not be written up to its end (a full disk, for example). Its first part is readable.
         """
         self.end()
         error, self._error = self._error, None
@@ -162,7 +168,10 @@ class Recording:
                 raise
 
     def _take(self, *, last: bool) -> list[Record]:
-        """Take a chunk of records up to the first that is incomplete; with `last`, incomplete ones are skipped."""
+        """Remove a chunk of records from the queue: up to the first access that is not released yet.
+
+        With `last`, accesses that are not released are dropped instead.
+        """
         records: list[Record] = []
         weight = 0
         while self.noted and weight < _CHUNK_RECORDS:
@@ -200,7 +209,7 @@ class Recorder:
     Attributes
     ----------
     recordings : tuple of Recording
-        The recordings under way; callers check that there are any before they note an event.
+        The recordings under way. Callers call `created`, `freed` and `granted` only if there are any.
     """
 
     def __init__(self) -> None:
@@ -217,12 +226,12 @@ class Recorder:
         return recording
 
     def forget(self, recording: Recording) -> None:
-        """Remove a recording, so that nothing more is noted for it."""
+        """Remove a recording, so that it receives no more records."""
         with self._changing:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def created(self, pager: Pager, made: Made) -> None:
-        """Record that blocks were made, to which nothing has been written."""
+        """Record that blocks were made. The program has not written to them yet."""
         creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
         for recording in self.recordings:
             recording.noted.extend(creates)
@@ -240,7 +249,7 @@ class Recorder:
         Parameters
         ----------
         waited : float
-            Seconds that it waited for its operands.
+            Seconds that the operation waited for its operands.
         """
         note = Note(runs, op, waited)
         for recording in self.recordings:
@@ -248,7 +257,7 @@ class Recorder:
         return note
 
     def deliver(self) -> None:
-        """Write noted records to the files of all recordings; called without the pool's lock."""
+        """Write queued records to the files of all recordings; called without the pool's lock."""
         now = time.perf_counter_ns()
         for recording in self.recordings:
             recording.advance(now)
@@ -273,7 +282,7 @@ def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classe
 
 
 def _creates(pager: Pager, made: Made) -> list[Create]:
-    """Make the records for blocks that exist already, some of which may have content and some not."""
+    """Make the records for blocks that exist already. Only some of them may have content."""
     members = range(made.first, made.first + made.count)
     creates = []
     for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):

@@ -1,4 +1,4 @@
-"""Adapter between the pager and a tier's reservations, which books them on the ledger."""
+"""Adapter through which the pager reserves room in a tier; reservations are booked on the ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TierSpace"]
 
 
 class TierSpace:
-    """Reservations of the pager in one tier, booked on the ledger, with their peak.
+    """The pager's reservations in one tier. They are booked on the ledger, and their peak is kept.
 
     Attributes
     ----------

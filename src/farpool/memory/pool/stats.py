@@ -1,4 +1,4 @@
-"""Types of the result of `Pool.stats`: frozen and versioned, in bytes and seconds."""
+"""Types of the result of `Pool.stats`, in bytes and seconds. They are frozen and have a version number."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class TierStats:
     name, kind : str
     capacity : int
     requested : int
-        Bytes that the blocks it holds asked for.
+        Bytes of the blocks that the tier holds, without alignment.
     reserved : int
-        Bytes taken for them, alignment included.
+        Bytes that these blocks take in the tier, with alignment.
     peak : int
         The most that was ever reserved.
     page_locked, touched : int
-        Bytes of the memory behind it that are locked into RAM, and that were touched so far (resident memory).
+        Bytes of the tier's memory that are locked into RAM, and bytes that were touched so far (resident memory).
     notes : tuple of str
-        Sentences of the tier about conditions that its user should change; see `farpool.abc.tier.HasNotes`.
+        Sentences in which the tier tells its user what to change, for example in the system's settings.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Bytes of one class of blocks: live in all, resident in the fast tier, and dirty there."""
+    """Bytes of one class: of its live storages, of its blocks in the fast tier, and of the dirty blocks among these."""
 
     name: str
     live: int
@@ -52,7 +52,7 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
-    """Accesses to blocks of a table and its moments, and the hits among them, which found their block resident."""
+    """Accesses to blocks of a table and of its moments. An access is a hit if its block was resident."""
 
     name: str
     row_accesses: int
@@ -60,7 +60,7 @@ class TableStats:
 
     @property
     def row_hit_rate(self) -> float:
-        """Share of the accesses that found their block resident."""
+        """Fraction of the accesses whose block was resident."""
         return self.row_hits / self.row_accesses if self.row_accesses else 1.0
 
 
@@ -77,7 +77,7 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait of an operation for a block from a tier; block -1 and tier "" if it waited for another thread."""
+    """A wait of an operation for a block from a tier. If it waited for another thread, block is -1 and tier is ""."""
 
     op: str
     seconds: float
@@ -93,18 +93,19 @@ class Stats:
     tiers: tuple[TierStats, ...]
     classes: tuple[ClassStats, ...]
     tables: tuple[TableStats, ...]
-    """Tables whose rows were picked by data, in order of name."""
+    """Tables whose rows are picked by data, sorted by name."""
     links: tuple[LinkStats, ...]
     accesses: int
     hits: int
-    """Accesses that found all their blocks resident, in one contiguous place."""
+    """Accesses whose blocks were all resident and contiguous in the arena."""
     row_accesses: int
     """Accesses to blocks of tables whose rows are picked by data."""
     row_hits: int
     rows_by_frequency: bool
-    """True if the least frequently used blocks of such tables are evicted, False if the least recently used are."""
+    """True if the pager evicts the least frequently used blocks of tables whose rows are picked by data; False if it
+    evicts the least recently used blocks."""
     late: int
-    """Accesses that were no hits, but whose missing blocks were all being fetched already."""
+    """Accesses that were not hits, but whose missing blocks were all being fetched already."""
     demand_fetches: int
     prefetches: int
     prefetches_used: int
@@ -114,27 +115,27 @@ class Stats:
     moves: int
     moved_bytes: int
     divergences: int
-    """Accesses that differ from the tape's prediction."""
+    """Accesses that the tape did not predict."""
     stalls: int
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Maximum bytes of memory in addition to farpool's own (plain activations, temporaries, the interpreter); None if
-    unknown."""
+    """Peak bytes of the process's memory without farpool's own: plain activations, temporaries, the interpreter. None
+    if unknown."""
     version: int = field(default=VERSION)
 
     @property
     def hit_rate(self) -> float:
-        """Share of the accesses that found all their blocks resident, in one contiguous place."""
+        """Fraction of the accesses whose blocks were all resident and contiguous in the arena."""
         return self.hits / self.accesses if self.accesses else 1.0
 
     @property
     def row_hit_rate(self) -> float:
-        """Share of the accesses to rows of tables that found their block resident."""
+        """Fraction of the accesses to blocks of tables whose block was resident."""
         return self.row_hits / self.row_accesses if self.row_accesses else 1.0
 
     @property
     def prefetch_accuracy(self) -> float:
-        """Share of prefetched blocks that were used, among prefetched blocks that were used or wasted."""
+        """Fraction of the prefetched blocks that an access used before they were evicted or overwritten."""
         known = self.prefetches_used + self.prefetches_wasted
         return self.prefetches_used / known if known else 1.0

@@ -1,4 +1,7 @@
-"""Rules for operations that need special handling, one file for each family; importing this registers all of them."""
+"""Rules for operations that need special handling, one module for each family.
+
+Importing this package registers all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bags of rows: sums, means and maxima of rows of a table. Only the blocks of these rows are read."""
+"""Rules for ``embedding_bag``. A *bag* is a group of rows of a table whose sum, mean or maximum is computed.
+
+Only the blocks of these rows are read. torch's operation runs on a small table (see `farpool.tensors.rules.compact`).
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ __all__ = ["MAX", "renamed_padding", "rows_of_bags"]
 
 _aten = torch.ops.aten
 MAX = 2
-"""Mode of ``embedding_bag`` that chooses the largest elements of a bag."""
+"""Mode of ``embedding_bag`` in which the result has the largest elements of each bag."""
 
 
 def rows_of_bags(indices: torch.Tensor, row_bytes: int, padding: int) -> Compact:
-    """The rows that bags touch, and the padding row if there is one, because it changes how torch computes bags."""
+    """The rows that bags touch. They include the padding row, if any, because it changes how torch computes bags."""
     return compact(indices, row_bytes, padding) if padding >= 0 else compact(indices, row_bytes)
 
 
 def renamed_padding(rows: Compact, padding: int) -> int:
-    """The number of the padding row in the small table; -1 stands for no padding and stays."""
+    """The number of the padding row in the small table; -1 if there is no padding row."""
     return rows.place_of(padding) if padding >= 0 else padding
 
 
 def _rows_chosen(rows: Compact, chosen: torch.Tensor, bag_size: torch.Tensor) -> torch.Tensor:
-    """Translate the row numbers of the bags' largest elements from the small table to the large table."""
+    """Translate the row numbers of the largest elements of bags from the small table to the large table."""
     named = rows.names()[chosen].to(chosen.dtype)
     return torch.where((bag_size == 0).unsqueeze(1), chosen, named)  # an empty bag has no largest element
 

@@ -1,10 +1,10 @@
-"""Compact tables: small plain tables with the rows that an operation touches, on which torch's operation runs.
+"""Small tables. Instead of a large table, torch's operation runs on a small plain table with only the touched rows.
 
-This works for operations that treat each row of a table by itself. To give the same bits, the small table keeps the
-order of the rows, and the indices are changed to the rows of the small table. Each row also has the same alignment to
-cache lines as in the large table, because libraries of vector functions compute the elements before the first aligned
-address in another way. So if a row is not a whole number of cache lines, the small table has unused rows between the
-touched ones.
+This works for operations that compute with each row of a table separately. The touched rows have the same order in the
+small table, and the operation's indices are changed to rows of the small table. To give the same bits, each row also
+has the same alignment to cache lines as in the large table, because libraries of vector functions compute the elements
+before the first aligned address in another way. So if a row is not a whole number of cache lines, the small table has
+unused rows between the touched rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Compact", "can_be_compacted", "compact"]
 
 
 def can_be_compacted(table: Any) -> bool:
-    """Return True if operations on a table may run on a small plain copy of the touched rows instead."""
+    """Return True if operations on a table may run on a small table of the touched rows instead."""
     return (
         is_table(table)
         and table.device.type == "cpu"
@@ -33,14 +33,14 @@ def can_be_compacted(table: Any) -> bool:
 
 
 class Compact(NamedTuple):
-    """The touched rows of a table, with their places in the small table that holds copies of them.
+    """The touched rows of a table, with their places in the small table.
 
     Attributes
     ----------
     rows : torch.Tensor
         Numbers of the touched rows, sorted and distinct.
     places : torch.Tensor
-        Row of the small table for each of them; ascending.
+        For each touched row, its row number in the small table; ascending.
     size : int
         Number of rows of the small table; at least one.
     indices : torch.Tensor
@@ -53,11 +53,11 @@ class Compact(NamedTuple):
     indices: torch.Tensor
 
     def names(self) -> torch.Tensor:
-        """The large table's row for each row of the small table; 0 for unused rows."""
+        """For each row of the small table, its row number in the large table; 0 for unused rows."""
         return self.rows.new_zeros(self.size).index_copy_(0, self.places, self.rows)
 
     def place_of(self, row: int) -> int:
-        """The row of the small table for `row`, which must be one of the touched rows."""
+        """The row number in the small table of `row`, which must be a touched row of the large table."""
         return int(self.places[torch.searchsorted(self.rows, row)])
 
     def make(self, table: PagedTensor) -> torch.Tensor:
@@ -66,18 +66,18 @@ class Compact(NamedTuple):
         return plain_empty(size, table.stride(), table.dtype, table.device)
 
     def read(self, table: PagedTensor, op: str) -> torch.Tensor:
-        """Read the rows into a new small table, in which unused rows are zero."""
+        """Read the touched rows into a new small table; its unused rows are zero."""
         values = gather_rows(table, self.rows, op)
         if self.size == self.rows.numel():
             return values
         return self.make(table).zero_().index_copy_(0, self.places, values)
 
     def write(self, table: PagedTensor, values: torch.Tensor, op: str) -> None:
-        """Write the rows of the small table `values` to `table`."""
+        """Write the touched rows from the small table `values` to the large table `table`."""
         scatter_rows(table, self.rows, self.chosen(values), op)
 
     def chosen(self, values: torch.Tensor) -> torch.Tensor:
-        """The touched rows of the small table `values`, without the unused rows between them."""
+        """The touched rows in the small table `values`, without the unused rows between them."""
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
@@ -91,7 +91,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     row_bytes : int
         Bytes from one row of the table to the next.
     *extra : int
-        Further rows, in addition to the rows of the indices.
+        Rows of the table to include in addition to the rows that `indices` name.
     """
     single = named_once(indices)
     flat = single.reshape(-1).long()

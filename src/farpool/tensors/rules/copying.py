@@ -1,4 +1,4 @@
-"""Copies, fills and comparisons, block by block if the layout allows, so that a tensor may exceed the fast tier."""
+"""Rules for copies, fills and comparisons: block by block if possible, so that tensors may exceed the fast tier."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _copy_in_parts(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between views of any layout; split large ones in half along the dimension that spans most bytes."""
+    """Copy between views of any layout. A large copy is split in half along the dimension that spans most bytes."""
     paged = [tensor for tensor in (target, source) if type(tensor) is PagedTensor]
     ranges = [tensor.byte_range() for tensor in paged]
     largest = paged[0] if len(paged) == 1 or ranges[0][1] - ranges[0][0] >= ranges[1][1] - ranges[1][0] else paged[1]
@@ -95,7 +95,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def copy_like(source: PagedTensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> PagedTensor:
-    """A paged copy of a tensor in a new storage of the same class."""
+    """A paged copy of a tensor, in a new storage of the same class of blocks."""
     storage = source._storage
     strides = dense_strides(source, memory_format)
     copy = allocate(storage.pool, source.size(), strides, dtype, cls=storage.cls, name=storage.name)

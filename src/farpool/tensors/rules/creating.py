@@ -1,4 +1,4 @@
-"""Rules for factories of tensors like a paged one, such as ``zeros_like``, which optimizers use for their state."""
+"""Rules for operations that make a tensor like a paged one, such as ``zeros_like``; optimizers make moments so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
 
 
 def _plain_like(source: PagedTensor) -> torch.Tensor:
-    """A plain tensor with the geometry of a paged one, for operations that use only that."""
+    """A plain tensor with the geometry of a paged tensor, for operations that use only the geometry."""
     return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
 
 

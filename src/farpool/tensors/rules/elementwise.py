@@ -1,7 +1,8 @@
 """Elementwise arithmetic on tensors larger than the fast tier, as optimizers do on weights, gradients and moments.
 
-Tensors that fit are computed in one access: if a transfer fails, nothing has changed, and the operation can be tried
-again. Functions from a library of vector functions (``exp_``) run on whole tensors.
+Tensors that fit into the fast tier are not cut into pieces: they are pinned in one access, so if a transfer fails,
+nothing has changed, and the program can call the operation again. Functions from a library of vector functions
+(``exp_``) always run on whole tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from farpool.tensors.pieces import compute_in_pieces
 
 _aten = torch.ops.aten
 _OPTIMIZER_CLASSES = ("gradient", "optimizer", "embedding")
-"""Classes of blocks that gradients and moments have; a table's moments may have the table's own class."""
+"""Classes of blocks of gradients and moments. ``embedding`` is one, because a table's moments may have its class."""
 
 
 @fallback(

@@ -1,9 +1,10 @@
-"""Grouped matrix products with stacked experts. Only experts that have tokens are fetched.
+"""Rules for grouped matrix products with stacked experts. Only experts that have tokens are fetched.
 
-``torch._grouped_mm`` multiplies consecutive rows of its first operand, the tokens sorted by expert, with one matrix of
-its second for each group. Its CPU kernel computes one group after the other, so a call with a single group gives the
-bits that the group has in a call with all of them; `tests/tensors/test_experts.py` compares them. The kernels of other
-devices have not been compared, so all experts are fetched there.
+The first operand of ``torch._grouped_mm`` is the tokens, sorted by expert, and the second has one matrix for each
+expert. The operation multiplies each group of tokens with the matrix of their expert. The CPU kernel computes one group
+after the other, so a call with a single group gives the same bits as a call with all groups;
+`tests/tensors/test_experts.py` compares them. We have not compared the kernels of other devices, so there all experts
+are fetched.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _TOGETHER = 4
 
 
 def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]] | None:
-    """Token range ``(start, stop)`` of each group; None if the call has no paged experts.
+    """Token range ``(start, stop)`` of each group; None if this module does not handle the call.
 
-    Also None if the arguments are wrong: then the kernel itself raises the error.
+    It does not handle calls without paged experts, and calls with wrong arguments, for which the kernel itself raises.
     """
     tokens, experts, offsets = (*args, None)[:3]
     if kwargs or type(experts) is not PagedTensor or not isinstance(tokens, torch.Tensor):
@@ -61,12 +62,12 @@ def _all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]], *, picked: bool) -> torch.Tensor:
-    """Multiply each group that has tokens; acquire the blocks of several experts together if they fit well.
+    """Multiply each group that has tokens with its expert. Several experts are pinned together if they fit well.
 
     Parameters
     ----------
     picked : bool
-        True if the experts were picked by data, so that the next call will need others.
+        True if data picked the experts, so that the next call may need other experts.
     """
     tokens, experts, offsets, *options = args
     size, stride = (1, *experts.size()[1:]), experts.stride()

@@ -1,4 +1,4 @@
-"""Rules for operations that need a tensor's raw memory, or would replace its memory."""
+"""Rules for operations that need or replace the memory of a tensor, such as ``set_`` and ``pin_memory``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenates tensors that do not fit into the fast tier together, by copying one after the other."""
+"""Concatenates tensors that do not fit into the fast tier together: copies one tensor after the other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Rules for ``_foreach_*`` and ``_fused_*`` operations, which take lists of tensors; the lists are streamed.
+"""Rules for ``_foreach_*`` and ``_fused_*`` operations, whose arguments are lists of tensors.
 
-Each large element of a list is computed alone, and block by block if it does not fit, so an optimizer step over a whole
-model needs the fast tier to hold a few blocks of each list. Small neighbours are computed together, which saves
-bookkeeping.
+An *element* here is a tensor of a list, with the tensors at the same position of the other lists. Each large element is
+computed alone, and block by block if it does not fit into the fast tier. So for an optimizer step over a whole model,
+the fast tier must hold only a few blocks of each list. Consecutive small elements are computed together, which saves
+time.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from farpool.tensors.schema import signature_of
 
 _aten = torch.ops.aten
 _ELEMENTS_DIVISOR = 64
-"""Elements are computed together if together they take at most the budget divided by this."""
+"""Elements are computed together if their bytes are at most the budget divided by this."""
 _BLOCKS_DIVISOR = 2
-"""The blocks of elements that are computed together take at most the budget divided by this."""
+"""Elements are computed together only if the bytes of their blocks are at most the budget divided by this."""
 # Operations with one number for each tensor as results, which stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
@@ -37,7 +38,7 @@ _NAMES = (
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _ELEMENTWISE = _FUSED | {f"_foreach_{name}{ending}" for name in _NAMES for ending in ("", "_")} | {_UNSCALE}
-"""Operations that give the same bits in pieces as at once."""
+"""Operations that give the same bits in pieces as on whole tensors."""
 
 
 def _is_list(value: Any) -> bool:
@@ -53,7 +54,7 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 
 def _ask_for_the_largest(op: str, lists: Sequence[Sequence[Any]], count: int) -> None:
-    """Raise the `BudgetError` of the largest element: its budget is enough for each element of the lists."""
+    """Raise `BudgetError` with the budget that the largest element needs, which is enough for all elements."""
     elements = [[value[index] for value in lists if type(value[index]) is PagedTensor] for index in range(count)]
     largest = max(elements, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
     pool = largest[0]._storage.pool
@@ -86,7 +87,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _add_one_by_one(tensors: Sequence[Any], others: Sequence[Any], alpha: Any = 1) -> None:
-    """Add lists of tensors pair by pair, as torch does if some are sparse."""
+    """Add two lists of tensors pair by pair, as torch does if some of the tensors are sparse."""
     for tensor, other in zip(tensors, others, strict=True):
         _aten.add_.Tensor(tensor, other, alpha=alpha)
 

@@ -1,7 +1,7 @@
-"""Norms of tensors that do not fit into the fast tier, which are refused with advice on what to do instead.
+"""Refuses norms of tensors that do not fit into the fast tier. The error advises what to do instead.
 
-torch adds up the squares of all elements in vector registers, in an order that depends on the processor, so sums over
-parts would round differently.
+torch adds up the squares of all elements in vector registers, in an order that depends on the processor. So a norm
+computed from the norms of parts could round differently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reads and writes rows of a table larger than the fast tier: only the blocks of touched rows are acquired.
+"""Reads and writes rows of a table, which may be larger than the fast tier. Only the blocks of touched rows are pinned.
 
-The rows are copied, so the bits equal the operation on the whole table. Touched blocks are acquired in groups that fit
-well into the budget, for any number of rows.
+The rows are only copied, so the bits are the same as in the operation on the whole table. The touched blocks are pinned
+in groups that fit well into the budget, so the number of rows is not limited.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP = 4
 
 
 def is_table(value: Any) -> bool:
-    """Return True if a value is a paged tensor of several blocks whose rows can be acquired singly."""
+    """Return True if a value is a paged tensor of several blocks, each row of which can be pinned separately."""
     return (
         type(value) is PagedTensor
         and value.dim() >= 1
@@ -62,18 +62,19 @@ def plain(value: Any) -> Any:
 
 
 class _Touched(NamedTuple):
-    """The blocks that hold sorted distinct rows, as one byte range for each.
+    """The blocks in which sorted distinct rows begin, with one byte range for each block.
 
     Attributes
     ----------
     uses : list of Use
-        Range of bytes from the first to the last touched row that begins in the block.
+        For each block, the bytes from the first to the last touched row that begins in the block.
     firsts : torch.Tensor
-        First row of each range.
+        Number of the first row of each range.
     ends : list of int
-        Number of rows in all ranges up to and including each.
+        For each range, the number of touched rows in this range and all ranges before.
     blocks : list of int
-        Number of blocks that these ranges touch; a block that two ranges share counts twice.
+        For each range, the number of blocks that this range and all ranges before touch. A block that two ranges share
+        counts twice.
     """
 
     uses: list[Use]
@@ -82,7 +83,10 @@ class _Touched(NamedTuple):
     blocks: list[int]
 
     def group(self, first: int, limit: int) -> int:
-        """End of the group that begins with range `first`: at least one range, and at most `limit` blocks."""
+        """End of the group of ranges that begins with range `first` and touches at most `limit` blocks.
+
+        The group has at least one range, even if that range touches more blocks.
+        """
         before = self.blocks[first - 1] if first else 0
         return max(first + 1, bisect_right(self.blocks, before + limit))
 
@@ -151,7 +155,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
 
 
 def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: str, *, write: bool) -> bool:
-    """Copy rows between a table and a contiguous plain tensor in the native core; False if it cannot."""
+    """Copy rows between a table and a contiguous plain tensor in the native core; return False if it cannot do that."""
     if table.device.type != "cpu":
         return False
     rows = rows.long().contiguous()
@@ -211,7 +215,7 @@ def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
 
 
 def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:
-    """Indices with each mask replaced by the positions where it is true; None if a mask has no dimension."""
+    """Replace each mask among indices by the positions of its true elements; None if a mask has no dimension."""
     found: list[Any] = []
     for index in indices:
         if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
@@ -231,7 +235,10 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
 
 
 def named_once(indices: torch.Tensor) -> torch.Tensor:
-    """The distinct elements of an expanded tensor. Callers expand results again: torch chooses a kernel by that."""
+    """View an expanded tensor without its repetitions.
+
+    Callers expand their results again, because torch chooses a kernel by that.
+    """
     for dim, stride in enumerate(indices.stride()):
         if stride == 0 and indices.size(dim) > 1:
             indices = indices.narrow(dim, 0, 1)
@@ -239,15 +246,16 @@ def named_once(indices: torch.Tensor) -> torch.Tensor:
 
 
 def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Replace negative indices, which count from the end of `count` rows, by indices from the front."""
+    """Replace negative indices, which count from the end of `count` rows, by the indices that count from the front."""
     single = named_once(indices)
     return torch.where(single < 0, single + count, single).expand(indices.size())
 
 
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Raise torch's own error for an index out of range, by running the operation on plain memory of the table's shape.
+    """Raise torch's own error for an index out of range: run the operation on a plain tensor of the table's shape.
 
-    Only the failing operation writes to that memory, and the system backs only the pages that it writes.
+    The plain tensor takes little memory: only the failing operation writes to it, and the system provides only written
+    pages.
     """
     try:
         memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)

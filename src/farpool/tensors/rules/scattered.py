@@ -1,11 +1,11 @@
 """Elementwise operations and reductions on views whose bytes are spread over more memory than the fast tier has.
 
-A column of a table touches all rows but shows few bytes of each. So we copy the elements of such a view to plain
-memory, reading a part of the table at a time, and run torch's operation on the copy.
+For example, a column of a table touches all rows, but has only few bytes of each row. So we copy the elements of such a
+view to plain memory, reading a part of the table at a time, and run torch's operation on the copy.
 
-torch chooses its loops by the strides of a tensor. The copy is as narrow as possible with strides for which torch
-chooses the same loops: the same dimension is contiguous, the dimensions have the same order, and the same ones can be
-merged. If a dimension is contiguous, each of its runs also begins at the same place in a cache line as in the table.
+torch chooses its loops by the strides of a tensor. The copy has the smallest strides for which torch chooses the same
+loops: the same dimension is contiguous, the dimensions have the same order, and the same dimensions can be merged. If a
+dimension is contiguous, each run of elements along it also begins at the same place in a cache line as in the table.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
     Returns
     -------
     tuple of int or None
-        None if the view shows an element at several positions that are not along an expanded dimension.
+        None if the view has an element at several positions that are not along an expanded dimension.
     """
     narrow = [0] * len(size)
     contiguous = any(step == 1 and extent > 1 for extent, step in zip(size, stride, strict=True))
@@ -84,7 +84,7 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
 
 
 class _Copy:
-    """A plain copy of the elements of a paged view, before their values are read."""
+    """A plan for a plain copy of a paged view; `read` makes the copy."""
 
     __slots__ = ("elements", "offset", "strides", "tensor")
 
@@ -101,7 +101,7 @@ class _Copy:
         return self.elements * self.tensor.itemsize
 
     def read(self) -> torch.Tensor:
-        """Make the copy. Along an expanded dimension each element is read once."""
+        """Make the copy. Each element is read once, even if an expanded dimension repeats it."""
         tensor = self.tensor
         memory = plain_empty((self.elements,), (1,), tensor.dtype, tensor.device)
         copy = memory.as_strided(tensor.size(), self.strides, self.offset)
@@ -118,7 +118,7 @@ def _place(tensor: PagedTensor) -> tuple[Any, ...]:
 
 
 def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
-    """The copies to make, by the elements that they show; None if one is impossible or they need too much memory."""
+    """The copies to make, one for each distinct view. None if a copy is impossible or all need too much memory."""
     found: dict[tuple[Any, ...], _Copy] = {}
     for tensor in paged:
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
@@ -132,7 +132,7 @@ def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None
 
 
 def _is_scattered(func: Any, paged: Sequence[PagedTensor], tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if a view is not dense, or if an elementwise operation takes its operands in different orders."""
+    """Return True if a view is not dense, or if an elementwise operation has operands of different layouts."""
     if any(not is_dense(tensor) for tensor in paged):
         return True
     return torch.Tag.pointwise in func.tags and any(
@@ -141,7 +141,7 @@ def _is_scattered(func: Any, paged: Sequence[PagedTensor], tensors: Sequence[tor
 
 
 def _apart(written: PagedTensor, other: PagedTensor) -> bool:
-    """Return True if two views share no element, or all of them in the same places."""
+    """Return True if two views share no element, or if they are equal and so share all elements."""
     if written._storage is not other._storage or _place(written) == _place(other):
         return True
     (start, stop), (other_start, other_stop) = written.byte_range(), other.byte_range()

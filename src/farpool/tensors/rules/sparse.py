@@ -1,7 +1,7 @@
 """Rules for sparse gradients, which read and write only the rows of a table that they name.
 
-torch adds a sparse tensor row by row, and each row with one call of a vector library, so we make the same call on a
-small table of the named rows, in their order (see `farpool.tensors.rules.compact`).
+torch adds each row of a sparse tensor with one call of a vector library. So the bits are the same if torch adds the
+sparse tensor to a small table of the named rows, in their order (see `farpool.tensors.rules.compact`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _names_rows(table: Any, sparse: Any) -> bool:
 
 
 def _compacted(table: PagedTensor, sparse: torch.Tensor) -> tuple[Compact, torch.Tensor]:
-    """The rows that a sparse tensor names, and a sparse tensor of the small table's size with the same values."""
+    """The rows that a sparse tensor names, and a sparse tensor of the same values for the small table of the rows."""
     rows = compact(sparse._indices()[0], table.stride(0) * table.itemsize)
     size = (rows.size, *sparse.size()[1:])
     small = torch.sparse_coo_tensor(

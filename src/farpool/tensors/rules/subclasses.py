@@ -1,9 +1,9 @@
 """Rules for operations whose native code checks if an operand is a tensor subclass, and then computes in another way.
 
-For subclasses torch avoids operations that some of them do not support: it does not read values on the host, and does
-not write to plain tensors that it has made. In most places both ways compute the same bits (docs/subclasses.md lists
-them all). In the places below they do not. There our rule replaces the operand by a plain copy before torch checks it,
-so torch computes as for plain tensors.
+If an operand is a subclass, torch avoids operations that some subclasses do not support: it does not read values on the
+host, and does not write to plain tensors that it has made. docs/subclasses.md lists all places in torch that check
+this. In most places both ways compute the same bits. In the places below they do not. There our rule replaces the
+operand by a plain copy before torch checks the operand, so torch computes as for plain tensors.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _MEAN_REDUCTION = 1
 
 @dataclass(frozen=True)
 class Branch:
-    """A place where torch computes tensor subclasses in another way, with other bits."""
+    """A place in torch that computes in another way, with other bits, if an operand is a tensor subclass."""
 
     overloads: tuple[Any, ...]
     operand: int
     """Position of the argument that torch checks."""
     function: str
-    """The native function that checks, by its name in torch's sources."""
+    """Name of the native function that checks the operand, in torch's sources."""
     when: str
-    """The calls in which the check changes bits, as text for the documentation."""
+    """Text for the documentation: the calls in which the check changes bits."""
     is_reached: Callable[[Sequence[Any]], bool]
-    """Function of a call's arguments, in the order of the schema; True if the check changes bits in that call."""
+    """Function that returns True if the check changes bits in a call. It receives the call's arguments, in the order of
+    the schema."""
 
 
 def _always(args: Sequence[Any]) -> bool:
@@ -134,7 +135,7 @@ BRANCHES = (
         _always,
     ),
 )
-"""The branches of the supported versions of torch that change bits."""
+"""The branches that change bits, in the supported versions of torch."""
 
 FORWARD_BRANCHES = (
     Branch(
@@ -155,7 +156,7 @@ FORWARD_BRANCHES = (
 
 
 class _Plain(torch.autograd.Function):
-    """A plain copy whose gradient flows on to the paged tensor."""
+    """Autograd function that makes a plain copy of a paged tensor and passes the copy's gradient to that tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Dense gradients of tables, written into the pool block by block, so that no plain copy of the table's size exists.
 
-The backward pass of a lookup receives only plain tensors, the gradient of its result and the indices, and makes a plain
-gradient as large as the table. So we use another backward for lookups in a table whose gradient will be paged anyway (a
-leaf that spans blocks, of class "embedding" or larger than the fast tier). It runs torch's kernel on a small table of
-the rows that were looked up, which keeps the order in which the gradients of a row are added, and writes each block of
-the large gradient once. Sparse gradients, gradients of gradients, forward-mode derivatives and ``torch.func`` use
-torch's own backward.
+torch's own backward pass of a lookup in a table makes a plain gradient as large as the table. So we replace the
+backward pass for lookups in a table whose gradient will be paged anyway: a leaf that spans several blocks and is of
+class "embedding" or larger than the fast tier. Our backward pass runs torch's kernel on a small table of the rows that
+were looked up, so that the gradients of a row are added in the same order, and writes each block of the large gradient
+once. Sparse gradients, gradients of gradients, forward-mode derivatives and ``torch.func`` use torch's own backward
+pass.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from farpool.tensors.transfer import block_cuts, stream
 _aten = torch.ops.aten
 
 Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
-"""Function that makes zeros of a table's size and adds a gradient at indices, as torch's backward pass does."""
+"""Function that adds a gradient at indices to zeros of a table's size, as torch's backward pass does."""
 
 
 class _Table:
-    """Geometry of a table, for making its gradient. An autograd graph may hold this object, but not the table itself.
+    """Geometry of a table, for making its gradient. An autograd graph holds this object instead of the table.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class _Table:
         self._name = storage.gradient_name
 
     def takes(self, grad: torch.Tensor) -> bool:
-        """Return True if the table's gradient can be computed row by row from this gradient of the lookup."""
+        """Return True if the table's gradient can be computed row by row from `grad`, the result's gradient."""
         return (
             type(grad) is torch.Tensor
             and grad.dtype is self._dtype
@@ -67,7 +67,7 @@ class _Table:
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
-        """Make a paged gradient with the rows of a small table, and zeros in all other rows."""
+        """Make the table's paged gradient, with the rows of the small table `values` and zeros in all other rows."""
         stride = contiguous_strides(self.size)
         grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
         width = math.prod(self.size[1:])
@@ -197,7 +197,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
-    """Translate row numbers of the large table to the small table; bags without a chosen row get any number."""
+    """Translate row numbers of the large table to the small table. Any number results for bags without a chosen row."""
     if rows.rows.numel() == 0:
         return torch.zeros_like(largest)
     found = torch.searchsorted(rows.rows, largest.long()).clamp_(max=rows.rows.numel() - 1)

@@ -1,8 +1,8 @@
 """Rules for writes to rows of a table that indices name: only the blocks of those rows are read and written back.
 
-The rows are copied to a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs there, and
-the rows are copied back. So an operation that fails because of its shapes or an index out of range has changed nothing.
-Rows that are overwritten completely are not read.
+The rows are copied to a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs on it, and
+the rows are copied back. So an operation that fails because of wrong shapes or an index out of range changes nothing in
+the table. Rows that are overwritten completely are not read.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ def _change(
     replaces: bool = False,
     only_changed: bool = False,
 ) -> PagedTensor:
-    """Change rows of a table: call `function` with a small table of these rows and the indices into it, and write back.
+    """Change the rows of a table that `indices` name.
+
+    `function` is called with a small table of these rows and the indices into the small table, and changes the small
+    table. The rows are then copied back to the table.
 
     Parameters
     ----------
     replaces : bool
         True if every touched row is overwritten completely.
     only_changed : bool
-        True to write back only rows that have changed, if few do; rows have one dimension.
+        True to write back only rows whose bytes have changed, for operations that change few rows. Rows must have one
+        dimension.
     """
     rows = compact(indices, table.stride(0) * table.itemsize)
     values = rows.make(table) if replaces else rows.read(table, op)
@@ -67,7 +71,7 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Return True if torch does not change any bit of the rows that no index names, not even in a NaN.
+    """Return True if torch leaves the rows that no index names unchanged, to the last bit and even in a NaN.
 
     torch may change such rows in two cases. A reduction to the mean divides all rows, most of them by one. In half
     precision, torch copies all rows to single precision for ``scatter_*``, and for ``index_add_`` with rows of one
@@ -81,7 +85,7 @@ def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> 
 
 
 def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
-    """Return True if an operand may view the memory that is written; torch usually refuses that."""
+    """Return True if an operand may share memory with `table`, which is written; torch usually refuses such calls."""
     return any(type(other) is PagedTensor and other._storage is table._storage for other in others)
 
 
@@ -130,7 +134,7 @@ def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tenso
 
 
 def _fill_by_mask(func: Any, table: PagedTensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """Fill by mask block by block: the positions of the selected elements would take 16 bytes for each."""
+    """Fill by mask, block by block and without the positions of the selected elements: each would take 16 bytes."""
     steps = list(pairwise(sorted(block_cuts([table], table._storage.pool.fast) | {0, table.numel()})))
     if type(mask) is not PagedTensor:
         truths = flat(mask)

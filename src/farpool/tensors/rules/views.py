@@ -1,4 +1,4 @@
-"""Rules for operations that alias their argument although their schema does not say so, and for the cheapest views."""
+"""Rules for operations whose results view an argument although the schema does not say so, and for simple views."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gathers and scatters within the rows of a table that does not fit into the fast tier: a few rows at a time.
+"""Rules for gathers and scatters within the rows of a table that does not fit into the fast tier.
 
-Each element of the result depends on one row, so the rows can be processed in parts.
+Each element of the result depends on one row of the table, so we compute with a few rows at a time.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Done:
     error : BaseException or None
         The error with which it failed; None if it succeeded or was cancelled.
     cancelled : bool
-        It never started, because one that it waited for had failed.
+        True if the transfer never started, because a transfer that it waited for had failed.
     start, end : float
         Seconds on the monotonic clock.
     """
@@ -35,14 +35,14 @@ class Done:
 
 
 class Executor(ABC):
-    """Runs moves and transfers, in the given order as far as their dependencies demand it.
+    """Runs moves and transfers. Their order may change, except that dependencies between transfers are kept.
 
     Methods other than `wait` are called with the pool's lock held and must not block.
     """
 
     @property
     def trouble(self) -> Exception | None:
-        """The error that keeps this from finding out whether transfers have ended; None if there is no such error."""
+        """The error because of which the executor cannot find out if transfers have ended; None if it can."""
         return None
 
     @abstractmethod
@@ -51,10 +51,10 @@ class Executor(ABC):
 
     @abstractmethod
     def expedite(self, transfers: Sequence[int]) -> None:
-        """Raise the priority of transfers for which a thread now waits."""
+        """Raise the priority of transfers, because a thread now waits for them."""
 
     def note_use(self) -> None:  # noqa: B027 - only devices whose work outlives the access need it
-        """Prepare for an access by the calling thread, whose work on a device may outlast the access.
+        """Prepare for an access by the calling thread. The thread's work on a device may end after the access.
 
         Raises
         ------
@@ -68,8 +68,8 @@ class Executor(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Block until `poll` has something to return, for at most `timeout` seconds; False if it has nothing."""
+        """Wait until `poll` has transfers to return; return False if it has none after `timeout` seconds."""
 
     @abstractmethod
     def close(self, timeout: float) -> bool:
-        """Let running transfers end and drop the rest; return False if one still runs after `timeout` seconds."""
+        """Let running transfers end and drop the others; return False if one still runs after `timeout` seconds."""

@@ -1,8 +1,8 @@
-"""Exemption of farpool's threads from CUDA's capture checks, so that they break no graph that the program captures.
+"""Exempts farpool's threads from CUDA's capture checks, so that they do not break a CUDA graph that is being captured.
 
-While any thread captures in the default mode, "global", CUDA refuses some calls in every thread, such as asking an
-event whether it has passed, because they may be unsafe then. A refused call breaks the capture. Relaxed mode exempts a
-thread. That is right for our threads: none of their calls belongs to a stream that is captured.
+While any thread captures a graph in the default mode, "global", CUDA refuses calls in all threads that may be unsafe
+then, such as asking if an event has passed. A refused call breaks the capture. In relaxed mode, CUDA does not refuse a
+thread's calls. Our threads may use relaxed mode, because none of their calls belongs to a stream that is captured.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from farpool.errors import FarpoolWarning
 __all__ = ["exchange_function", "relax_thread", "relaxed"]
 
 _RELAXED_MODE = 2
-"""Value of ``cudaStreamCaptureModeRelaxed``, which is the same in the driver's API."""
+"""Value of ``cudaStreamCaptureModeRelaxed``; the driver's API uses the same value."""
 _warned = False
 
 Exchange = Callable[[Any], int]
-"""Function that exchanges the calling thread's capture mode with the one its argument points to."""
+"""Function that exchanges the calling thread's capture mode with the mode that its argument points to."""
 
 
 def exchange_function(folder: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Exchange | None:
     """Find the function that exchanges a thread's capture mode; None if no library has it.
 
-    Symbols are looked up in torch's own libraries first: they lead to the CUDA runtime that torch uses, whether it is
-    linked into them or loaded with them. The driver has the same function under another name, for each runtime.
+    We look in torch's own libraries first, because they lead to the CUDA runtime that torch uses, whether the runtime
+    is linked into them or loaded with them. Otherwise we use the CUDA driver, which has the same function under another
+    name.
 
     Parameters
     ----------
     folder : path
         Folder of torch's libraries.
     load : callable
-        Opens a library by path or name; raises OSError if there is none.
+        Opens a library by its path or name; raises OSError if that library does not exist.
     """
     runtime, driver = "cudaThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode"
     for library, symbol in (
@@ -87,7 +88,7 @@ def _swap(mode: ctypes.c_int) -> None:
 
 
 def relax_thread() -> None:
-    """Exempt the calling thread from capture checks for its whole life; only for farpool's own threads."""
+    """Exempt the calling thread from capture checks until it ends. Only for farpool's own threads."""
     _swap(ctypes.c_int(_RELAXED_MODE))
 
 

@@ -1,6 +1,6 @@
 """The interface of devices with memory of their own: copies between their arena and page-locked host memory.
 
-The CUDA one is in `farpool.memory.pager.executor.cuda`; the tests bring one of host memory.
+CUDA devices are in `farpool.memory.pager.executor.cuda`; the tests have a device that simulates its memory on the host.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ class Copy(Protocol):
     def done(self) -> bool:
         """Return True if the copy has ended.
 
-        Raises if that is unknown. The copy may be under way then, so its memory must not be touched; ask again later.
+        Raises if the device cannot tell. Then the copy may still be under way: do not touch its memory, and call again
+        later.
         """
         ...
 
 
 class Device(Protocol):
-    """A device with an arena; places are offsets in the arena, hosts are addresses in host memory, sizes are bytes.
+    """A device with an arena in its own memory.
+
+    A `place` is an offset in the arena, a `host` is an address in host memory, and sizes are in bytes.
 
     Copies of one direction end in the order in which they were started.
     """
 
     def begin_thread(self) -> None:
-        """Prepare the calling thread, which is the executor's own and the one that will poll copies."""
+        """Prepare the calling thread, which is the executor's own thread and will poll copies."""
         ...
 
     def note_use(self) -> None:
-        """Prepare for work of the calling thread on the arena."""
+        """Prepare for work on the arena that the calling thread is about to queue."""
         ...
 
     def fence(self) -> object:
-        """Mark the current point in the program's work; copies that wait for it neither miss nor disturb that work."""
+        """Return a mark for the current point in the program's work.
+
+        A copy with this fence starts when all work before the mark has ended.
+        """
         ...
 
     def passed(self, fence: object) -> bool:
@@ -44,7 +50,10 @@ class Device(Protocol):
         ...
 
     def move(self, source: int, target: int, nbytes: int) -> None:
-        """Move inside the arena, ordered with the program's work. The ranges may overlap."""
+        """Move bytes inside the arena, after the program's earlier work and before its later work.
+
+        The ranges may overlap.
+        """
         ...
 
     def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy:
@@ -58,7 +67,7 @@ class Device(Protocol):
 
 @runtime_checkable
 class WatchesStaging(Protocol):
-    """Interface of a device that wants to know when tiers read or write the staging memory."""
+    """Interface of a device whose executor reports when tiers read or write the staging memory."""
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
         """Record that a transfer starts to copy between its tier and the staging memory at address `host`."""

@@ -1,4 +1,4 @@
-"""CUDA devices for transfers, with a stream for each direction and events instead of synchronisation."""
+"""Copies to and from CUDA devices, on a stream for each direction; they wait for events, and nothing synchronizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farpool.sizes import format_size
 __all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]
 
 _BOUNCE_BYTES = 16 << 20
-"""Bytes of device memory outside the arena that a move between overlapping ranges takes."""
+"""Maximum bytes of device memory outside the arena that a move between overlapping ranges uses."""
 
 
 class CudaArena:
@@ -36,18 +36,20 @@ class CudaArena:
     Attributes
     ----------
     stream : torch.cuda.Stream
-        Stream on which it was allocated. Work on that stream may still use the memory for tensors freed before.
+        Stream on which the arena was allocated. Earlier work on that stream may still use the same memory for tensors
+        that the program has freed.
 
     Raises
     ------
     ConfigError
-        There is no CUDA device, or it has less free memory.
+        The machine has no CUDA device, or the device has less free memory than `nbytes`.
     """
 
     kind = "hbm"
     page_locked = 0
     alignment = 512
-    """Alignment in bytes, as of torch's own memory: with another, cuBLAS picks kernels that compute other bits."""
+    """Alignment in bytes, the same as of torch's own memory. With another alignment, cuBLAS may choose kernels that
+    compute other bits."""
 
     def __init__(self, nbytes: int) -> None:
         if not torch.cuda.is_available():
@@ -76,7 +78,7 @@ class CudaArena:
         return self.tensor.numel()
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes in use. The allocation stays as it is, so the arena cannot become larger than that.
+        """Change the bytes in use. The allocation stays as it is, so the arena cannot grow beyond the allocation.
 
         Raises
         ------
@@ -91,7 +93,7 @@ class CudaArena:
         self.nbytes = nbytes
 
     def release(self, streams: list[torch.cuda.Stream]) -> None:
-        """Give the memory back, for reuse when the work queued on these streams so far has ended."""
+        """Give the memory back. It is reused only after all work that is now queued on these streams has ended."""
         for stream in streams:
             self.tensor.record_stream(stream)
         self.tensor.untyped_storage().resize_(0)  # views of it may live on, but hold nothing then
@@ -110,17 +112,18 @@ class CudaHost:
         self._device = device
         self._changing = threading.Lock()
         self._ranges: tuple[tuple[int, torch.Tensor], ...] = ()
-        """Locked ranges, sorted by address. Replaced as a whole, because it is read without the lock."""
+        """Locked ranges, sorted by address. Each change makes a new tuple, because threads read it without the lock."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock a range that begins at a page. Must not be called from a thread that computes.
+        """Page-lock a range that begins at a page boundary. Must not be called from a thread that computes.
 
-        The runtime keeps the last error of each thread, and torch raises it after the thread's next kernel launch.
+        If the call fails, CUDA keeps the error for the calling thread, and torch would raise it after that thread's
+        next kernel launch.
 
         Raises
         ------
         OSError
-            The driver refuses.
+            The CUDA driver refuses to lock the range.
         """
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device), relaxed():
@@ -134,7 +137,7 @@ class CudaHost:
             self._ranges = tuple(sorted((*self._ranges, added), key=lambda item: item[0]))
 
     def unlock(self, address: int) -> None:
-        """Unlock the range that was locked at this address; no copy may be under way there."""
+        """Unlock the range that was locked at this address. No copy may be using the range."""
         with self._changing:
             # The range leaves the list before it is unlocked, because `tensor` reads the list without the lock.
             self._ranges = tuple(item for item in self._ranges if item[0] != address)
@@ -142,7 +145,7 @@ class CudaHost:
             torch.cuda.cudart().cudaHostUnregister(address)  # fails only if the driver has been unloaded before
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """A tensor over bytes inside one locked range."""
+        """A tensor whose memory is part of one locked range."""
         start, memory = self._ranges[bisect_right(self._ranges, address, key=lambda item: item[0]) - 1]
         return memory[address - start : address - start + nbytes]
 
@@ -150,14 +153,14 @@ class CudaHost:
 def _keep_from_children(address: int, nbytes: int) -> None:
     """Exclude a range of memory from the address space of forked children.
 
-    Otherwise, on kernels before 5.12, the parent's next write could go to a new copy of a page while the GPU still uses
-    the old page. The child's pool is closed, so the child never uses that memory.
+    Otherwise, on Linux kernels before 5.12, the parent's next write to a page after a fork could go to a copy of the
+    page while the GPU still uses the old page. A child never uses that memory, because its pool is closed.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 class CudaStaging:
-    """Page-locked host memory of exactly `nbytes` bytes. The driver's own allocator would round the size up.
+    """Page-locked host memory of exactly `nbytes` bytes. The CUDA driver's own allocator would round the size up.
 
     Parameters
     ----------
@@ -204,7 +207,7 @@ class _EventCopy:
 
 
 class _LostCopy:
-    """A copy whose end cannot be known, because CUDA raised before its event was recorded."""
+    """A copy whose end cannot be detected, because CUDA raised an error before the copy's event was recorded."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -214,14 +217,16 @@ class _LostCopy:
 
 
 class CudaDevice:
-    """A CUDA device that copies on a stream for each direction; a fence is an event on every stream that used the pool.
+    """A CUDA device that copies on a stream for each direction.
+
+    A fence is a list of events, one on each stream of the program that has used the pool.
 
     Parameters
     ----------
     arena : CudaArena
         The arena.
     host : CudaHost
-        The memory at the other end.
+        The page-locked host memory to copy from and to.
     """
 
     def __init__(self, arena: CudaArena, host: CudaHost) -> None:
@@ -232,23 +237,23 @@ class CudaDevice:
         self._out = torch.cuda.Stream(self._device)
         self._users: dict[int, torch.cuda.Stream] = {arena.stream.cuda_stream: arena.stream}
         self._moved: torch.cuda.Event | None = None
-        """Event after the latest of farpool's own work on a stream of the program."""
+        """Event after the latest move or fill in the arena; a stream that is used for the first time waits for it."""
 
     @property
     def streams(self) -> list[torch.cuda.Stream]:
-        """All streams that may have work on the arena."""
+        """All streams whose queued work may use the arena."""
         return [self._into, self._out, *self._users.values()]
 
     def begin_thread(self) -> None:
         relax_thread()
 
     def note_use(self) -> None:
-        """Register the current stream, which is about to get work that reads or writes the arena.
+        """Register the current stream, because the program is about to queue work on it that uses the arena.
 
         Raises
         ------
         UnsupportedError
-            That work would become part of a CUDA graph.
+            The current stream is being captured, so that work would become part of a CUDA graph.
         """
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -266,10 +271,10 @@ class CudaDevice:
         return stream
 
     def _forget_capturing(self) -> None:
-        """Forget streams that a CUDA graph is captured on: an event recorded there would belong to the graph.
+        """Forget streams on which a CUDA graph is being captured: an event recorded there would belong to the graph.
 
-        They have no work on the arena left, because a capture begins with a synchronisation (`torch.cuda.graph` does
-        it), and they are noted again at their next use.
+        These streams have no unfinished work on the arena, because `torch.cuda.graph` synchronizes before a capture.
+        `note_use` registers them again at their next use.
         """
         for number, stream in [*self._users.items()]:
             with torch.cuda.stream(stream):
@@ -300,14 +305,17 @@ class CudaDevice:
                 arena[target + start : target + start + size].copy_(piece)
 
     def fill(self, place: int, nbytes: int, pattern: bytes) -> None:
-        """Fill a range with a pattern of two bytes, ordered with the program's work. Both bounds are even."""
+        """Fill a range with a pattern of two bytes, after the program's earlier work and before its later work.
+
+        The bounds of the range are even.
+        """
         with self._in_order():
             words = self._arena.tensor[place : place + nbytes].view(torch.int16)
             words.fill_(int.from_bytes(pattern, sys.byteorder, signed=True))
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Context whose work runs after all work that the program has queued so far, and before all later work."""
+        """Context in which queued work runs after the program's earlier work on the arena and before its later work."""
         # Work on a stream that is captured would be done at each replay, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():

@@ -1,8 +1,8 @@
-"""Page-locking of tiers' memory, so that a device copies from and to it without staging.
+"""Page-locking of tiers' memory, so that a device copies directly from and to that memory, without staging.
 
-Locking is slow, because the operating system backs each page first. So a thread locks chunk by chunk from the start of
-a tier's space, as far as transfers have asked for. Memory that is not locked yet is copied through staging memory, so
-no transfer waits for the lock. Memory that is never used is never locked.
+Locking is slow, because the operating system first gives each page physical memory. So a thread locks chunk by chunk
+from the start of a tier's space, up to the last byte that a transfer has used. Until a chunk is locked, its bytes are
+copied through staging memory, so no transfer waits for the locking. Memory that is never used is never locked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from farpool.sizes import format_size
 __all__ = ["PageLocker", "PageLocks"]
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes locked at once, a multiple of any page size. More would hold up threads that change the address space."""
+"""Bytes locked at once, a multiple of any page size. A larger chunk would delay other threads that allocate or free
+memory of the process."""
 _OWNER = "page locks"
 
 
@@ -38,12 +39,12 @@ class PageLocker(Protocol):
         Raises
         ------
         OSError
-            The system refuses.
+            The system refuses to lock the range.
         """
         ...
 
     def unlock(self, address: int) -> None:
-        """Unlock the range that was locked at this address; no copy may be under way there."""
+        """Unlock the range that was locked at this address. No copy may be using the range."""
         ...
 
 
@@ -67,7 +68,7 @@ class PageLocks:
     tiers : sequence of Tier
         Open tiers, indexed as the pager indexes them. Tiers that are not `Mapped` are never locked.
     ledger : Ledger
-        Ledger on which the bytes are booked.
+        Ledger on which the locked bytes are booked.
     chunk : int
         Bytes to lock at once; a multiple of the page size.
     """
@@ -86,9 +87,9 @@ class PageLocks:
         self._thread: threading.Thread | None = None
 
     def parts(self, tier: int, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """Address and bytes of each part of an extent; each part is inside one locked range.
+        """Split an extent into parts that are each inside one locked range; return address and bytes of each part.
 
-        Returns None and asks for the extent to be locked if any of it is not locked yet.
+        If any byte of the extent is not locked yet, this returns None and has the extent locked later.
         """
         space = self._spaces.get(tier)
         if space is None:

@@ -1,12 +1,13 @@
 """Executor of transfers between tiers and a device that has its own memory.
 
-A tier whose memory is page-locked is the other end of the device's own copies: its transfers take one leg. All others
-take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
-the device copies between staging memory and arena. The legs of different transfers overlap.
+If the tier's memory is page-locked, the device copies directly between it and the arena. Otherwise a transfer has two
+steps, which we call *legs*, with page-locked staging memory between them: in the tier's leg, a native thread copies the
+bytes between tier and staging memory, and in the device's leg, the device copies them between staging memory and arena.
+Legs of different transfers run at the same time.
 
-Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier may be read before the
-target range in the arena is free. That leg waits until these transfers have written to their tier, because a write that
-fails there must still find its bytes in the arena.
+Of a fetch, only the device's leg waits for the transfers named in `Transfer.after`, so the tier may be read before the
+target range in the arena is free. The device's leg waits until these transfers have ended on their tiers, because if a
+write to a tier fails, its bytes must still be in the arena.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from farpool.memory.pager.executor.page_locks import PageLocks
 __all__ = ["StagedExecutor"]
 
 _IDLE_INTERVAL_S = 0.05
-"""Seconds after which the idle thread checks for work even if no signal woke it."""
+"""Seconds after which the idle thread checks for work even if no other thread woke it."""
 _TIER_INTERVAL_S = 0.2e-3
-"""Seconds between two checks while only tiers are at work: they wake the thread, new commands do not."""
+"""Seconds between two checks while only tiers work. The end of a leg wakes the thread; a new command does not."""
 _COPY_INTERVAL_S = 50e-6
 """Seconds between two polls of copies under way, because a device gives no signal when a copy has ended."""
 _COPY_BYTES_MAX = 32 << 20
-"""Bytes of copies under way in one direction above which only copies that an access waits for are started. It keeps the
-link busy from one poll to the next, and demanded copies wait behind no more than that."""
+"""While copies of this many bytes are under way in one direction, only copies that an access waits for are started.
+These bytes keep the link busy from one poll to the next, and they are all that such a copy may have to wait for."""
 _TROUBLE_INTERVAL_S = 10e-3
-"""Seconds between two polls of copies while the device raises instead of telling if they have ended."""
+"""Seconds between two polls of copies while the device raises errors when it is polled."""
 
 
 class _Leg(IntEnum):
@@ -55,18 +56,20 @@ class _Job:
     nbytes: int
     leg: _Leg = _Leg.WAITING
     parts: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(address in the host's memory, offset in the arena, bytes)`` of each copy, once it is known."""
+    """``(address in the host's memory, offset in the arena, bytes)`` of each copy of the device's leg; empty until they
+    are known."""
     staging: int = -1
     """Offset in the staging memory, -1 if the transfer does not use it."""
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
-    """Copies that have not ended."""
+    """Started copies that have not ended."""
     trouble: Exception | None = None
-    """The error that the device raised at the last poll of a copy, whose end is therefore unknown."""
+    """The error that the device raised at the last poll of a copy, so that we do not know if that copy has ended."""
     error: Exception | None = None
-    """The error that kept a copy from starting. The job ends when started copies have: they use the host's memory."""
+    """The error because of which a copy could not start. The job ends only after its started copies, because they use
+    the host's memory."""
     dropped: bool = False
-    """True if it was cancelled while a tier's leg was under way; the job ends when that has ended."""
+    """True if the job was cancelled while its tier's leg was under way; the job ends when that leg ends."""
 
     @property
     def fetch(self) -> bool:
@@ -74,18 +77,18 @@ class _Job:
 
 
 class StagedExecutor(Executor):
-    """Executor that runs all legs from one thread of its own; bytes are moved without the interpreter lock.
+    """Executor that starts all legs from one thread of its own; the bytes are copied without the interpreter lock.
 
     Parameters
     ----------
     device : Device
-        The device that has the arena.
+        The device whose memory has the arena.
     address, nbytes : int
         Staging memory: page-locked host memory, at least as large as the largest block.
     ports : list of Port
-        The tiers' native ports, indexed as the pager indexes tiers; may grow.
+        The tiers' native ports, in the order of the pager's tier numbers. The pool appends a port for each source file.
     locks : PageLocks, optional
-        Tiers' memory that is page-locked itself; unlocked at close. None: all transfers are staged.
+        Page-locks the tiers' memory, and unlocks it at close. With None, all transfers use staging memory.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class StagedExecutor(Executor):
         self._queue = Queue()
         self._jobs: dict[int, _Job] = {}
         self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
-        """Jobs whose copies have been started, by direction, in the order of their start, in which they also end."""
+        """Jobs whose copies are under way, by direction, in the order in which the copies started and will end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """True if something has changed since the last check of all jobs, so that a job may be able to continue."""
+        """True if all jobs have to be checked again, because something has changed that a job may have waited for."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -273,7 +276,10 @@ class StagedExecutor(Executor):
         return True
 
     def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies between arena and the tier's own memory, as in `_layout`; empty if that is not page-locked."""
+        """The copies between the arena and the tier's own memory: host address, place in the arena, bytes.
+
+        Empty if the tier's memory is not page-locked.
+        """
         copies: list[tuple[int, int, int]] = []
         for piece in job.transfer.pieces:
             parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
@@ -311,9 +317,9 @@ class StagedExecutor(Executor):
     def _copied(self, job: _Job) -> bool:
         """Return True if all copies of a job have certainly ended.
 
-        If the device cannot tell, for example because it is lost, they count as under way: if their memory went to
-        other transfers, the device might still write to it. A waiting access then raises a timeout
-        that names the device's error.
+        If the device cannot tell, for example because it is lost, the copies count as under way: their memory must not
+        be reused by other transfers, because the device might still write to it. An access that waits for the job then
+        raises a timeout error that names the device's error.
         """
         under_way = []
         job.trouble = None
@@ -328,7 +334,7 @@ class StagedExecutor(Executor):
         return not under_way
 
     def _blocked(self, job: _Job) -> bool:
-        """Return True if a transfer that this one comes after still needs the arena range."""
+        """Return True if a transfer in the job's `Transfer.after` has not ended, so the arena range is not free yet."""
         return any(number in self._jobs for number in job.transfer.after)
 
     def _submit(self, job: _Job, direction: int) -> None:
@@ -364,7 +370,7 @@ class StagedExecutor(Executor):
 
 
 def _rounded(nbytes: int) -> int:
-    """Bytes of staging memory that a piece takes, so that the next one is aligned, too."""
+    """Bytes of a piece, rounded up so that the next piece in staging memory is aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

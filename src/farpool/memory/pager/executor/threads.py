@@ -14,14 +14,14 @@ _WRITE_BACK, _PREFETCH, _DEMAND = 0, 1, 2
 
 
 class ThreadExecutor(Executor):
-    """Executor that uses a queue with native threads for each tier and direction, without the interpreter lock.
+    """Executor with a queue and native threads for each tier and direction; they run without the interpreter lock.
 
     Parameters
     ----------
     address : int
         Address of the arena in memory.
     ports : list of Port
-        The tiers' native ports, indexed as the pager indexes tiers. The pool appends to it when it gets another source.
+        The tiers' native ports, in the order of the pager's tier numbers. The pool appends a port for each source file.
     """
 
     def __init__(self, address: int, ports: list[Port]) -> None:
