@@ -1,8 +1,9 @@
 """Prefix reuse for an engine of your own: look up blocks, load or compute them, and save new ones.
 
-The key of a block covers all tokens up to its end, so sequences that begin alike share blocks, also between processes,
-hosts and engines. A prefix can be used up to a block after which every layer has what it needs to continue: layers with
-full attention need all blocks, layers with a sliding window the last ones, and recurrent layers the state there.
+The key of a block covers all tokens up to its end. So sequences that begin alike share blocks, also between processes,
+hosts and engines. A prefix can be used up to a block after which every layer has the KV that it needs to continue:
+layers with full attention need all blocks of the prefix, layers with a sliding window need the last blocks, and
+recurrent layers need the state at the end of the last block.
 
 Weights may change at any time. Each call uses the weights that are in use when it begins. A save that began before a
 change saves KV of the old weights, and KV of the old weights is never loaded for the new ones.
@@ -53,20 +54,20 @@ if TYPE_CHECKING:
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache", "Prompt"]
 
 _UNASKED_BLOCKS_MAX = 32
-"""Up to this many blocks, `fetch` skips the lookup: requesting that many missing blocks costs about one extra round
-trip."""
+"""Up to this many blocks, `fetch` loads without a lookup: if the blocks are missing, the failed load costs only about
+one extra round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """One part of a load that runs part by part.
+    """One part of a load that `PrefixCache.load_parts` has begun.
 
     Attributes
     ----------
     layers : tuple of int
         Numbers of the layers.
     tokens : Call of int
-        Number of tokens, from the first on, whose KV these layers have when it has ended.
+        Its result, when the part has ended: the number of tokens, from the first on, whose KV these layers have.
     """
 
     layers: tuple[int, ...]
@@ -98,33 +99,33 @@ class PrefixCache(Closing, OldCalls):
     """KV of token sequences, shared through nodes and never slower than computing it. Thread-safe.
 
     Every failure is a miss: the engine computes. The cache measures all the time whether loading or computing is
-    faster. Report how long computing takes (`computed`), and it loads only what it can load sooner.
+    faster. Report how long computing takes (`computed`), and the cache loads only KV that it can load in less time.
 
-    `lookup`, `load` and `save` take one request or several, and return when they have ended. With ``wait=False`` they
-    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The time of a
-    call runs from its start, also while it waits for a thread. `close` turns calls that have not begun into misses.
+    `lookup`, `load` and `save` accept one request or several, and return when they have ended. With ``wait=False`` they
+    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The timeout
+    of a call includes the time that it waits for a thread. `close` turns calls that have not begun into misses.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes, or a store or objects in a pool. The cache does not close a store or objects that it was
-        given.
+        Addresses of the nodes, or a store or objects in a pool. If the caller passes a store or objects, the cache does
+        not close them.
     layers : sequence of Layer
         Layers whose KV is kept: all layers of the model, or the layers of this rank.
     settings : PrefixSettings, optional
-        All other settings. Short form: leave it out and give its fields as keyword arguments.
+        All other settings. Instead, you can give its fields as keyword arguments.
     ranks : Ranks, optional
-        Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all,
-        and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same calls
-        in the same order. Without it, each rank loads everything that it finds, and the engine has to take the least
-        `Match.tokens` over its ranks, and then the least result of the loads (docs/kv.md).
+        Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all
+        ranks, and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same
+        calls in the same order. Without this object, each rank loads everything that it finds, and the engine has to
+        use the least `Match.tokens` of its ranks, and then the least result of their loads (docs/kv.md).
     **fields
         Fields of `PrefixSettings`; with `settings`, they replace its fields.
 
     Attributes
     ----------
     judge : Judge
-        Measured times, and what loading has gained.
+        Measured times, and how much time loading has gained.
 
     Raises
     ------
@@ -161,7 +162,7 @@ class PrefixCache(Closing, OldCalls):
         """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights.
 
         Calls that have begun keep the old name. If the engine may have changed its weights after it computed some KV,
-        tell `save` which weights have computed it.
+        pass the name of the weights that computed the KV to `save`.
         """
         return self._current.namespace.weights
 
@@ -172,13 +173,13 @@ class PrefixCache(Closing, OldCalls):
         self._near.clear()
 
     def _namespace_of(self, weights_id: str | None) -> Namespace:
-        """Return the namespace of some weights; None for the weights in use."""
+        """Return the namespace of the weights with this name; None means the weights in use."""
         namespace = self._current.namespace
         return namespace if weights_id is None else replace(namespace, weights=weights_id)
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """Layers that are stored together, in the order in which a load in parts loads them."""
+        """Groups of layers that are stored together, in the order in which `load_parts` loads them."""
         return [self._shape.groups[number].layers for number in self._shape.order]
 
     @overload
@@ -205,7 +206,7 @@ class PrefixCache(Closing, OldCalls):
         Parameters
         ----------
         tokens : sequence of int, Prompt or sequence of Prompt
-            Tokens of a prompt; or several prompts, for which the nodes get one request.
+            Tokens of a prompt; or several prompts, which are looked up with a single request to the nodes.
         salt, request
             As in `Prompt`, if only tokens are given.
         split : bool
@@ -213,7 +214,7 @@ class PrefixCache(Closing, OldCalls):
         leave : int
             Number of tokens at the end that are never loaded. An engine has to compute at least one to continue.
         timeout : float or None
-            Seconds that it may take; None for the cache's own time.
+            Seconds that the lookup may take; None for the cache's own timeout.
         wait : bool
             If False, run in the background and return a `Call`.
 
@@ -262,19 +263,19 @@ class PrefixCache(Closing, OldCalls):
         match : Match or sequence of Match
             Result of the lookup.
         memory : KVMemory or sequence of KVMemory
-            Place of the tokens `match.compute` to `match.tokens`, for each match. Do not use it for anything else until
-            the load has ended.
+            For each match, the memory for the KV of the tokens `match.compute` to `match.tokens`. Do not use this
+            memory for anything else until the load has ended.
         timeout : float or None
-            Seconds that all of it may take; None for as long as computing the same is expected to take, or the cache's
-            own time for each 64 MiB.
+            Seconds that the whole load may take. None for the time that computing the same tokens is expected to take
+            or, if that is not known, the cache's own timeout for each 64 MiB.
         wait : bool
             If False, run in the background and return a `Call`.
 
         Returns
         -------
         int, list of int or Call
-            For each match the number of tokens, from the first on, whose KV is in place when the engine has computed
-            the first `match.compute` ones; 0 if the engine uses other weights by now.
+            For each match the number of tokens, from the first on, whose KV is in memory once the engine has also
+            computed the first `match.compute` tokens. 0 if the engine has changed its weights since the lookup.
 
         Raises
         ------
