@@ -169,7 +169,7 @@ class BlockCache(Closing):
         return block_key(self.digest, chain, group, shard)
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are on this host and share their memory with this process.
+        """Return True if lookups read memory of this host, without a request to a node.
 
         A lookup then takes microseconds.
         """

@@ -90,7 +90,7 @@ class Link:
             return self._opened
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are on this host and mapped: a lookup takes microseconds."""
+        """Return True if lookups read memory of this host, without a request to a node."""
         try:
             return self.calls().is_mapped()
         except FarpoolError:
