@@ -27,20 +27,18 @@ __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 Arm = Literal["load", "hold-out", "probe"]
 
 _DECAY = 0.98
-"""Factor by which the weight of a sample shrinks with each later one, so about the last fifty samples count."""
-_HOLD_OUT_PERIOD = 32
 """Factor by which each new sample reduces the weight of earlier samples, so that about the last fifty samples count."""
-_LOSS_SHARE_MAX = 0.02
+_HOLD_OUT_PERIOD = 32
 """One of this many requests that could load computes instead. While the cache stands aside, one of this many requests
 loads."""
-_SAMPLES_MIN = 8
+_LOSS_SHARE_MAX = 0.02
 """The cache stands aside if loading costs more than this share of the compute time. The share is above 0 because
-lookups in a cache that is still empty cost a little.
-"""
+lookups in a cache that is still empty cost a little."""
+_SAMPLES_MIN = 8
+"""Minimum number of samples before a mean and its error are used."""
 _NEW_SHARE_MAX = 0.1
 """Share of new samples at which a fit is solved again. It is not solved at each sample, because solving takes longer
-than one decision.
-"""
+than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
 """Range of measured time divided by estimate within which the fit counts as right."""
 _RECENT_SAMPLES_MAX = 5

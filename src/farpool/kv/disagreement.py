@@ -1,8 +1,8 @@
 """Reasons why a reader finds nothing although KV of its model is stored: other weights, data types or layouts.
 
 A reader cannot compare keys of other namespaces with its own keys, but a description of each namespace is stored next
-to its blocks. From these a reader learns that KV of the model is stored under other settings, but not whether that KV
-belongs to the same tokens.
+to its blocks. From these descriptions a reader learns that KV of the model is stored under other settings, but not
+whether that KV belongs to the same tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Disagreements:
     """Compares the namespaces that the nodes store with a reader's own namespace. Thread-safe.
 
     A background thread asks the nodes for their namespaces, at most once a minute, so that no lookup has to wait. A
-    lookup uses the latest answer. If there is none yet, its journal entry is written when the answer arrives.
+    lookup uses the latest answer. If no answer has arrived yet, the lookup's journal entry is written when the answer
+    arrives.
 
     Parameters
     ----------

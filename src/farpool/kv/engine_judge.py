@@ -120,7 +120,7 @@ class EngineJudge:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Forget all lookups and measurements in the child of a fork, because only the parent acts on them."""
+        """Forget all lookups in the child of a fork, because only the parent receives their results."""
         self._lock = threading.Lock()
         self._pending: dict[Hashable, _Pending] = {}
         self._runs: OrderedDict[int, Run] = OrderedDict()
@@ -237,7 +237,7 @@ class EngineJudge:
     def saved(self, keys: Iterable[Hashable]) -> None:
         """Record that the engine offers blocks for saving.
 
-        The engine has computed those of the blocks that it had looked up before and has not loaded.
+        So it has computed each of these blocks that it had looked up and not loaded.
         """
         now = self.clock()
         earliest: dict[int, tuple[Run, float]] = {}

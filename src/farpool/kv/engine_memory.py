@@ -137,8 +137,7 @@ class EngineMemory:
         return cast("Sequence[Payload]", payloads)
 
     def payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
-        """Return the memory of each block of a group of layers; None for a block that the engine does not have
-        completely.
+        """Return the memory of each block of a group of layers; None for a block that is not completely there.
 
         Raises
         ------
@@ -162,8 +161,7 @@ class EngineMemory:
         return payloads
 
     def admit(self, step: Step, batch: Batch, until: float, *, through_nodes: bool = True) -> Reason | None:
-        """Probe memory that is used for the first time; return why the batch must not be moved, None if it may be
-        moved.
+        """Probe memory that is used for the first time; return why the batch must not be moved.
 
         Parameters
         ----------
