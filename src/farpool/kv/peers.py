@@ -88,9 +88,7 @@ class Peers:
         return self.begin() if any(match.tokens for match in matches) else None
 
     def abandon(self, exchange: Exchange | None) -> None:
-        """Contribute zeros to the exchange of a call that has failed, so that the other ranks do not wait for this
-        rank.
-        """
+        """Contribute zeros to the exchange of a failed call, so that the other ranks do not wait for this rank."""
         if exchange is not None:
             exchange([0, 0])
 

@@ -55,7 +55,7 @@ class Pieces:
         return self._timeout * max(1, -(-nbytes // _PIECE_BYTES_MAX))
 
     def _left(self, until: float | None) -> float:
-        """Return the seconds that a request may take from now on; `until` is the deadline of its call, if it has one."""
+        """Return the seconds that a request may still take; `until` is the deadline of its call, if it has one."""
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
     def ask(

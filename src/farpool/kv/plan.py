@@ -188,7 +188,7 @@ class Match(msgspec.Struct, frozen=True):
 
 @dataclass
 class Current:
-    """Namespace of the weights in use. It is replaced as a whole, so each call sees either the old or the new weights."""
+    """Namespace of the weights in use. It is replaced as a whole, so each call sees the old or the new weights."""
 
     namespace: Namespace
 
@@ -284,8 +284,9 @@ class Shape:
         return sizes
 
     def usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
-        """Return the largest number of blocks after which every layer can continue, and the reason why it is not
-        larger.
+        """Return the largest number of blocks after which every layer can continue.
+
+        If this is less than `blocks`, also return the reason; otherwise None.
         """
         if found.is_whole or not blocks:
             return blocks, None

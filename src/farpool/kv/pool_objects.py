@@ -199,9 +199,7 @@ class PoolObjects:
     # ---- one value -----------------------------------------------------------------------------------------------
 
     def _each(self, call: Callable[..., T], items: Iterable[tuple[Any, ...]], timeout: float) -> list[T | Exception]:
-        """Make a call for each item, all with the same deadline; return for each its result or the error that it
-        raised.
-        """
+        """Make a call for each item, all with the same deadline; return the result or the error of each call."""
         self._check_open()
         deadline = time.monotonic() + timeout
         outcomes: list[T | Exception] = []
