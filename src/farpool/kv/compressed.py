@@ -1,4 +1,4 @@
-"""Encodes and decodes the blocks of one cache, and measures whether encoding pays."""
+"""Encodes and decodes the blocks of one cache, and measures whether encoding saves time."""
 
 from __future__ import annotations
 

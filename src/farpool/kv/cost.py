@@ -35,12 +35,13 @@ _LOSS_SHARE_MAX = 0.02
 """The cache stands aside if loading costs more than this share of the compute time. The share is above 0 because
 lookups in a cache that is still empty cost a little."""
 _SAMPLES_MIN = 8
-"""Minimum number of samples before a mean and its error are used."""
+"""Minimum number of samples before a decision is based on their mean."""
 _NEW_SHARE_MAX = 0.1
 """Share of new samples at which a fit is solved again. It is not solved at each sample, because solving takes longer
 than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
-"""Range of measured time divided by estimate within which the fit counts as right."""
+"""Range of measured time divided by estimated time. If a sample is outside the range, the fit is solved again before
+the next decision."""
 _RECENT_SAMPLES_MAX = 5
 """Number of recent samples whose median corrects the estimate."""
 
@@ -199,7 +200,7 @@ class CostModel:
         split : bool
             True if the engine can compute the first tokens while the others are loaded.
         context : int
-            Tokens before these, whose KV the engine has already.
+            Number of tokens before the prefix's `tokens`, whose KV the engine already has.
         """
         whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)

@@ -52,7 +52,7 @@ class Run:
     before: int
     there: int
     asked: float
-    """Time of the lookup; once blocks of the run were loaded, the time when the latest load ended."""
+    """Time of the lookup or, if blocks of the run were loaded after it, the time when the latest load ended."""
     since: float
     """Earliest time at which the engine can have begun to compute the blocks."""
     is_bypassed: bool = False

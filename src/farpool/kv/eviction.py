@@ -55,7 +55,7 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """Hits of a shadow cache in the sample, and the seconds of recomputing that they would have saved."""
+    """Hits of a shadow cache in its sample of blocks, and the seconds of recomputing that they would save."""
 
     policy: str
     hits: int
@@ -166,7 +166,7 @@ class Eviction(Generic[Key]):
         return left
 
     def touch(self, key: Key) -> bool:
-        """Count a hit; return False if the block is not in the cache."""
+        """Count a hit of a block; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.touch(number)
 
@@ -190,7 +190,7 @@ class Eviction(Generic[Key]):
         return number is not None and self._core.pin(number)
 
     def unpin(self, key: Key) -> bool:
-        """Remove one pin; return False if the block is not in the cache."""
+        """Remove one pin of a block; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.unpin(number)
 

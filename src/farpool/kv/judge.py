@@ -162,7 +162,7 @@ class Judge:
                 self._gain.add("load", taken if expected is None else min(taken, _LOAD_SHARE_MAX * expected), expected)
 
     def missed(self, tokens: int, seconds: float) -> None:
-        """Record a lookup that found nothing; it cost `seconds` compared with having no cache."""
+        """Record a lookup that found nothing, and that cost `seconds` compared with having no cache."""
         with self._lock:
             self._saved -= seconds
             expected = self._cost.prefill_seconds(tokens)

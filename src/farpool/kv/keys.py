@@ -141,7 +141,7 @@ def group_of(key: bytes) -> int:
 
 
 def namespace_key(digest: bytes) -> bytes:
-    """Compose the key under which a namespace's own description is stored."""
+    """Compose the key under which the description of a namespace is stored."""
     return NAMESPACE_MAGIC + digest
 
 

@@ -1,4 +1,4 @@
-"""An engine's memory of KV: its layers, how they are stored together, and tensors by tokens."""
+"""An engine's memory of KV: the properties of its layers, their groups, and KV in tensors."""
 
 from __future__ import annotations
 

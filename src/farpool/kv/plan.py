@@ -300,7 +300,7 @@ class Shape:
         return usable, next((reason for reason in reasons if reason is not None), None)
 
     def ends(self, found: Found, blocks: int, usable: int) -> list[int]:
-        """Return for each block 1 if every layer can continue after it, up to `usable` blocks."""
+        """Return for each block 1 if every layer can continue after it, else 0; after `usable` blocks always 0."""
         ends = set(self._ends(self._rows(found, blocks), usable))
         return [int(end in ends) for end in range(1, blocks + 1)]
 

@@ -122,7 +122,7 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{where}: {error}; farpool's settings there are {known}") from None
 
     def judge(self) -> Judge:
-        """Make a judge for an engine that loads all of a prefix or nothing."""
+        """Make a judge for an engine that loads either all of a prefix or no block of it."""
         return Judge(hold_out=self.hold_out)
 
     def cache(self, namespace: Namespace, judge: Judge | None = None) -> BlockCache:
