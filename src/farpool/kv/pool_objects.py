@@ -135,7 +135,7 @@ class PoolObjects:
         return iter(found)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values; return None for each key that has no value."""
+        """Read values; None for a key that has none."""
         with self._lock:
             sizes = [value.nbytes if (value := self._values.get(key)) else 0 for key in keys]
         places = [bytearray(size) for size in sizes]
