@@ -1,8 +1,8 @@
-"""Calls that run in the background and end by their deadlines, even if no thread is free before.
+"""Calls that run in the background and end by their deadlines, even if no thread has become free by then.
 
-If no thread has begun a call by its deadline, the thread that watches the deadlines makes it. The call knows its
-deadline itself and ends at once, as a miss. So no caller waits longer than agreed. When a caller has the result, no
-thread writes into its memory any more.
+If no thread has begun a call by its deadline, the thread that watches the deadlines runs the call. Each call checks its
+own deadline and, when the deadline has passed, ends at once as a miss. So no caller waits longer than agreed. When a
+caller has the result, no thread writes into the caller's memory any more.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _WATCHED_CALLS_MIN = 1024
-"""Up to this many watched calls, we do not look for calls that have begun."""
+"""Number of watched calls above which calls that have begun are removed from the list."""
 
 
 def seconds_to(until: float) -> float:
-    """Return the seconds that are left until a time of `time.monotonic`."""
+    """Return how many seconds are left until `until`, a time of `time.monotonic`."""
     return max(0.0, until - time.monotonic())
 
 
 class Call(Future[T]):
     """A call in the background: wait for it with `result()`, or with ``await`` in a coroutine.
 
-    It is a future of `concurrent.futures`. Several threads may try to make it; the first one does.
+    A call is a future of `concurrent.futures`. Several threads may try to run the same call; only the first thread runs
+    it.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -53,7 +54,7 @@ class Call(Future[T]):
         return self._function is None
 
     def make(self) -> None:
-        """Make the call, unless another thread has begun it."""
+        """Run the call in this thread, unless another thread has begun it."""
         if not next(self._first, False):
             return
         function, self._function = self._function, None  # so that the call's arguments are freed when it ends
@@ -66,7 +67,7 @@ class Call(Future[T]):
 
 
 class Threads:
-    """Threads that run functions; they start when they are needed. Thread-safe.
+    """Threads that run functions, started when the first function is submitted. Thread-safe.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ class Threads:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without threads in the child of a fork."""
+        """Reset the lock and the threads in the child of a fork, which has none of its parent's threads."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: set[Future[Any]] = set()
@@ -91,7 +92,7 @@ class Threads:
         Raises
         ------
         StoreClosedError
-            The threads have ended.
+            These threads were closed.
         """
         with self._lock:
             if self._closed:
@@ -105,11 +106,11 @@ class Threads:
         return job
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all functions have ended; return False if they have not within `timeout` seconds."""
+        """Wait until all functions have ended; return False if some still run after `timeout` seconds."""
         return not wait(list(self._jobs), timeout).not_done
 
     def close(self) -> None:
-        """Cancel the functions that have not begun, and wait for those that have. Idempotent."""
+        """Cancel all functions that have not begun, and wait for running functions. Idempotent."""
         with self._lock:
             self._closed = True
             executor, self._executor = self._executor, None
@@ -119,12 +120,12 @@ class Threads:
 
 
 class Background:
-    """Makes calls on threads, each by its deadline. Thread-safe.
+    """Runs calls on threads, and ends each call by its deadline. Thread-safe.
 
     Parameters
     ----------
     submit : callable
-        Runs a function on a thread, later; raises `StoreClosedError` if the threads have ended.
+        Runs a function on a thread, later; raises `StoreClosedError` if the threads were closed.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
@@ -132,7 +133,7 @@ class Background:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without calls in the child of a fork, which has none of the threads."""
+        """Forget all watched calls in the child of a fork, which has none of its parent's threads."""
         self._changed = threading.Condition()
         self._watched: list[tuple[float, int, Call[Any]]] = []
         self._watched_max = _WATCHED_CALLS_MIN
@@ -142,8 +143,8 @@ class Background:
     def begin(self, function: Callable[[], T], until: float) -> Call[T]:
         """Begin a call that ends by `until`, a time of the monotonic clock.
 
-        If the threads have ended, this thread makes the call at once. If the threads end while the call waits for one
-        of them, it is made at that moment. No call is cancelled.
+        If the threads were closed, the calling thread runs the call at once. If the threads are closed while the call
+        waits for a thread, the thread that closes them runs the call. No call is cancelled.
         """
         call = Call(function)
         try:
@@ -170,7 +171,7 @@ class Background:
                 self._changed.notify()
 
     def _watch_time(self) -> None:
-        """Make each watched call at its deadline if no thread has begun it; return when no call is left to watch."""
+        """Run each watched call at its deadline if no thread has begun it; return when no call is left to watch."""
         while True:
             with self._changed:
                 while self._watched and self._watched[0][2].has_begun:

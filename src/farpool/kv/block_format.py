@@ -1,4 +1,4 @@
-"""Blocks as they are stored: a header of 64 bytes, and the payload as its codec encodes it."""
+"""Stored form of a block: a header of 64 bytes, then the payload as its codec encodes it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["BlockFormat"]
 
 _USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
-"""Reasons that make a block unusable for every reader. Such a block is deleted, because keys are write-once and its
-presence would block a new save. A block of another version is kept: programs of that version may run at the same time
-during an upgrade."""
+"""Reasons why no reader can ever use a stored block. Such a block is deleted, because keys are write-once and the
+useless block would prevent a new save under its key. A block of another version of the format is kept, because programs
+of that version may run at the same time during an upgrade."""
 
 
 class BlockFormat:
@@ -43,12 +43,12 @@ class BlockFormat:
         self.compression = Compression(namespace) if namespace.codec else None
 
     def block_bytes(self, key: bytes) -> int | None:
-        """Return the bytes that the payload of a key has in this namespace; None for keys of another form."""
+        """Return the size in bytes of the payload of a key in this namespace; None if the key has another form."""
         group = group_of(key) if len(key) == KEY_BYTES else len(self._groups)
         return self._groups[group].block_bytes if group < len(self._groups) else None
 
     def stored(self, key: bytes, payload: Payload, until: float, *, encode: bool) -> Payload:
-        """Return a payload as it is stored: its header, and its encoded bytes if there is time to encode them."""
+        """Return the stored form of a payload: a header, and the payload, encoded if there is time before `until`."""
         stored = payload
         if encode and self.compression is not None and time.monotonic() < until:
             stored = self.compression.encode(key, payload)
@@ -58,16 +58,16 @@ class BlockFormat:
     def misfits(
         self, keys: Sequence[bytes], there: Sequence[int | Exception | Reason | None], stored: Sequence[int]
     ) -> list[int]:
-        """Return the numbers of objects that cannot be the blocks of their keys, because their size is wrong.
+        """Return the indices of objects that cannot be the blocks of their keys, because their size is wrong.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         there : sequence
-            For each key the bytes of its object, if there is one.
+            For each key the size of the stored object in bytes; anything else if no object is stored.
         stored : sequence of int
-            For each key the bytes that its object must have, or must not exceed if the cache compresses.
+            For each key the expected size of the object in bytes. If the cache compresses, the object may be smaller.
         """
         least = HEADER_BYTES if self.compression is not None else None
         return [
@@ -81,7 +81,17 @@ class BlockFormat:
         ]
 
     def useless(self, keys: Sequence[bytes], sizes: Sequence[int], outcomes: Sequence[Reason | None]) -> list[bytes]:
-        """Return the keys of blocks that no reader can use, by the sizes of their targets and the reasons."""
+        """Return the keys of blocks that no reader can use.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        sizes : sequence of int
+            For each key the size in bytes of the memory into which the block was read.
+        outcomes : sequence of Reason or None
+            For each key why reading its block failed; None if it succeeded.
+        """
         return [
             key
             for key, nbytes, reason in zip(keys, sizes, outcomes, strict=True)
@@ -107,18 +117,19 @@ class BlockFormat:
         headers : bytearray
             All headers, one after the other.
         answers : sequence of int, None or Exception
-            For each key the bytes that were received, header included.
+            For each key the number of bytes that were received, header included; None if no block is stored, or an
+            error.
         targets : sequence of payloads
             Memory that has received the payloads.
         sizes : sequence of int
-            Bytes of each target.
+            Size of each target in bytes.
         until : float
             Time after which nothing is decoded.
 
         Returns
         -------
         list of Reason or None
-            For each block None if its target has the payload, or else why not.
+            For each block None if its target contains the payload, otherwise the reason why not.
         """
         # Almost always every block arrives as it was saved, and one comparison of all headers shows this.
         if answers == [HEADER_BYTES + nbytes for nbytes in sizes] and headers == b"".join(
@@ -139,7 +150,7 @@ class BlockFormat:
     def _checked_block(
         self, key: bytes, header: bytearray, received: int, target: Payload, nbytes: int, until: float
     ) -> Reason | None:
-        """Check one block, of which `received` bytes have arrived, header included."""
+        """Check one block and decode it if necessary; `received` bytes of it have arrived, header included."""
         if received < HEADER_BYTES:
             return Reason.FOREIGN
         stored = received - HEADER_BYTES
@@ -160,7 +171,7 @@ class BlockFormat:
         sizes: Sequence[int],
         reasons: Sequence[Reason | None],
     ) -> None:
-        """Report a transfer of blocks of these sizes to the choice of the codec, if there is a choice."""
+        """Report the time and size of a transfer to the `CompressionChoice`, if the codec is ``auto``."""
         choice = None if self.compression is None else self.compression.choice
         if choice is not None:
             payload = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason is None)

@@ -1,8 +1,8 @@
-"""KV blocks in a store, for engines that must never wait for it nor be misled by it.
+"""KV blocks in a store, for engines that must never wait for the store and never receive wrong bytes from it.
 
-Every call has a deadline and ends by it. No failure of nodes or bytes raises an error: it is a miss, with a reason.
-When a load returns, nothing writes into its targets any more, so the engine may use that memory for other blocks at
-once.
+Every call has a deadline and ends by it. If a node fails or bytes are damaged, the call raises no error: it reports a
+miss, with a reason. When a load returns, no thread writes into its targets any more, so the engine may use that memory
+for other blocks at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COST_MAX_S = 1e6
 
 
 class Gate(Protocol):
-    """Interface that says if a cache may move blocks, implemented by `farpool.kv.probe.Probe`."""
+    """Interface of an object that decides if a cache may move blocks, implemented by `farpool.kv.probe.Probe`."""
 
     @property
     def reason(self) -> Reason | None: ...
@@ -64,14 +64,14 @@ class Gate(Protocol):
 class BlockCache(Closing):
     """KV blocks of one namespace in a store; every failure is a miss with a reason. Thread-safe.
 
-    It connects when it is first used, and again in a forked child. Blocks are write-once: the first block that is saved
-    under a key stays.
+    The cache connects when it is first used, and connects again in a forked child. Blocks are write-once: the first
+    block that is saved under a key stays.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes, or a store or objects in a pool. The cache does not close a store or objects that it was
-        given, and a forked child cannot use them.
+        Addresses of the nodes, or a store or objects in a pool. If the caller passes a store or objects, the cache does
+        not close them, and a forked child cannot use them.
     namespace : Namespace
         Everything on which readers and writers have to agree.
     replicas : int
@@ -87,13 +87,13 @@ class BlockCache(Closing):
     threads : int
         Threads for `submit`.
     judge : Judge, optional
-        Measured times of loading and computing that several caches share; a new one by default. This class measures and
-        decides nothing itself, because only its caller knows what a request needs.
+        Measured times of loading and computing that several caches share; a new one by default. `BlockCache` itself
+        neither measures nor decides, because only its caller knows what a request needs.
 
     Raises
     ------
     ConfigError
-        A setting is wrong. No node is asked before it is needed.
+        A setting is wrong. The nodes are not contacted yet.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class BlockCache(Closing):
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Start in the child of a fork without the parent's connections, threads, pins and locks."""
+        """Reset connections, threads, pins and locks in the child of a fork, because they belong to the parent."""
         for part in (self._link, self._threads, self._pins, self._tally):
             part.begin_in_child()
         if self._probe is not None:
@@ -136,19 +136,19 @@ class BlockCache(Closing):
         self.judge.begin_in_child()
 
     def require(self, probe: Gate) -> None:
-        """Move no block except the probe's own until a connector's probe has passed."""
+        """Refuse to move blocks until the probe has passed, except for the probe's own block."""
         self._probe = probe
 
     @property
     def probe(self) -> Gate | None:
-        """Probe that this cache requires; None if it requires none."""
+        """The probe that has to pass before this cache moves blocks; None if there is no such probe."""
         return self._probe
 
     def _withheld(self, timeout: float | None) -> Reason | None:
         """Return the reason why the cache may not move blocks now; None if it may.
 
-        If the probe has not reached the nodes yet, it tries now, unless the call has a timeout of its own, which may be
-        too short.
+        If the probe has not reached the nodes yet, this call repeats the probe, except when the caller has set a
+        timeout, which may be too short for a probe.
         """
         probe = self._probe
         if probe is None or probe.reason is None or probe.is_of_this_thread():
@@ -158,18 +158,21 @@ class BlockCache(Closing):
         return probe.reason
 
     def _is_probed(self) -> bool:
-        """Return True while this thread moves a probe's block, which is not the engine's.
+        """Return True if this thread is running the probe, so the block that it moves is the probe's.
 
-        A lossy codec would change the random bytes of such a block.
+        Such a block must not be encoded, because a lossy codec would change its random bytes.
         """
         return self._probe is not None and self._probe.is_of_this_thread()
 
     def key(self, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
-        """Compose the key of a block of this namespace; see `block_key`."""
+        """Compose the key of a block of this namespace; see `block_key` for the arguments."""
         return block_key(self.digest, chain, group, shard)
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are on this host and mapped: a lookup takes microseconds."""
+        """Return True if lookups read memory of this host, without a request to a node.
+
+        A lookup then takes microseconds.
+        """
         return self._link.is_mapped()
 
     def lookup(
@@ -187,12 +190,12 @@ class BlockCache(Closing):
         keys : sequence of bytes
             Keys of 64 bytes.
         stored : sequence of int, optional
-            For each key the bytes that its object must have, header included, or must not exceed if the cache
-            compresses. An object of another size is a miss and is dropped, because no reader could use it.
+            For each key the expected size of its object in bytes, header included. If the cache compresses, the object
+            may be smaller. An object of a wrong size is a miss and is dropped, because no reader could use it.
         request : str or sequence of str
             The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
-            Seconds that it may take; None for the cache's own.
+            Seconds that the lookup may take; None for the cache's own timeout.
 
         Raises
         ------
@@ -225,22 +228,22 @@ class BlockCache(Closing):
         keys, request
             As in `lookup`.
         targets : sequence of buffer or tuple of buffers
-            For each key, writable contiguous memory that has exactly the bytes of its payload, all buffers of a tuple
-            together.
+            For each key, writable contiguous memory of exactly the size of its payload. A tuple of buffers together has
+            that size.
         timeout : float or None
-            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+            Seconds that the whole load may take; None for the cache's own timeout for each 64 MiB.
 
         Returns
         -------
         list of Reason or None
-            For each block None if it is in its target, whole and verified, or else why not; then the target's bytes are
-            unspecified. A block that no reader can use is dropped, because keys are write-once and its presence would
-            block a new save.
+            For each block None if its target contains the whole, verified payload. Otherwise the reason why not, and
+            the bytes in the target are unspecified. A block that no reader can use is dropped, because keys are
+            write-once and the useless block would prevent a new save.
 
         Raises
         ------
         ConfigError
-            A key is empty or longer than 256 bytes, or there are not as many targets as keys.
+            A key is empty or longer than 256 bytes, or the numbers of keys and targets differ.
         """
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
@@ -277,12 +280,12 @@ class BlockCache(Closing):
         values : sequence of buffer or tuple of buffers
             Payload of each block, which must not change during the call.
         timeout : float or None
-            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+            Seconds that the whole save may take; None for the cache's own timeout for each 64 MiB.
         cost : float
-            Seconds that it takes to compute one of the blocks again; 0 if that is not known.
+            Seconds that computing one of the blocks again takes; 0 if that is not known.
         parents : mapping of bytes to bytes, optional
-            For each key the key of the block before it, without which it cannot be used; first blocks are left out. A
-            pool evicts blocks from the ends of these prefixes.
+            Maps the key of a block to the key of the block before it, without which the block cannot be used. The first
+            block of a prefix has no entry. A pool evicts blocks from the ends of these prefixes.
         namespace : Namespace or None
             Namespace of the keys, if an engine has several; None for the cache's own.
         ttl : float or None
@@ -296,7 +299,8 @@ class BlockCache(Closing):
         Raises
         ------
         ConfigError
-            A key is empty or longer than 256 bytes, there are not as many values as keys, or `cost` is no such number.
+            A key is empty or longer than 256 bytes, the numbers of keys and values differ, or `cost` is not a valid
+            number of seconds.
         """
         began = time.monotonic()
         keys = _as_many(keys, values, "values")
@@ -332,25 +336,25 @@ class BlockCache(Closing):
         request: Requests = "",
         timeout: float | None = None,
     ) -> list[Reason | None]:
-        """Keep blocks from being evicted for a limited time; blocks in a node's file come back to its memory.
+        """Keep blocks from being evicted for a limited time. Blocks in a node's file are read back into its memory.
 
         Parameters
         ----------
         keys, request
             As in `lookup`.
         ttl : float
-            Seconds after which they may be evicted again, even if no owner unpins them.
+            Seconds after which nodes may evict the blocks again, even if no owner unpins them.
         owner : bytes
-            Name of the owner that keeps them, such as a sequence. A block stays as long as one of its owners keeps it.
-            An owner that pins it again replaces its time by the new one.
+            Name of the owner of these pins, such as the name of a sequence. A block stays as long as one of its owners
+            has it pinned. If an owner pins a block again, the new time replaces the old one.
         timeout : float or None
-            Seconds that it may take; None for the cache's own.
+            Seconds that the call may take; None for the cache's own timeout.
 
         Returns
         -------
         list of Reason or None
-            For each block None if it is stored and stays, otherwise the reason. Nodes end pins before their time when
-            they are restarted, and when this process has been away for longer than their grace.
+            For each block None if it is stored and pinned, otherwise the reason why not. Nodes end pins early when they
+            are restarted, and when this process has been disconnected for longer than their grace period.
 
         Raises
         ------
@@ -367,35 +371,38 @@ class BlockCache(Closing):
         return outcomes
 
     def unpin(self, keys: Sequence[bytes], *, owner: bytes = b"") -> None:
-        """Let nodes evict the blocks that `owner` has pinned, unless other owners keep them."""
+        """End the pins of `owner` on these blocks.
+
+        Nodes may then evict the blocks, unless other owners have pinned them.
+        """
         self._release(self._pins.remove(keys, owner))
 
     def _release(self, pins: Sequence[Hold]) -> None:
-        """Release pins on the nodes. A pin ends with its time on a node that cannot be reached."""
+        """Release pins on the nodes. On a node that cannot be reached, a pin ends when its time is over."""
         if pins:
             with contextlib.suppress(FarpoolError, OSError):
                 self._link.calls().release_many(pins, self._timeout)
 
     def drop(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
-        """Remove blocks from all nodes that can be reached; return how many blocks had a copy that was removed."""
+        """Remove blocks from all nodes that can be reached; return how many blocks were stored on such a node."""
         return self._pieces.delete(as_keys(keys), _until(time.monotonic(), timeout))
 
     def demote(
         self, keys: Sequence[bytes], *, request: Requests = "", timeout: float | None = None
     ) -> list[Reason | None]:
-        """Move blocks out of memory into the tier below, to make room for other blocks. Lookups find them as before.
+        """Move blocks out of memory into the tier below, to make room for other blocks. Lookups still find them.
 
         Parameters
         ----------
         keys, request
             As in `lookup`.
         timeout : float or None
-            Seconds that it may take; None for the cache's own.
+            Seconds that the call may take; None for the cache's own timeout.
 
         Returns
         -------
         list of Reason or None
-            For each block None if it is in the lower tier or on its way there, otherwise the reason why not.
+            For each block None if it is in the lower tier or is being moved there, otherwise the reason why not.
 
         Raises
         ------
@@ -415,7 +422,7 @@ class BlockCache(Closing):
         Raises
         ------
         NodeError
-            Nodes that may have such blocks cannot be asked.
+            A node that may have such blocks cannot be reached.
         """
         digest = (namespace or self.namespace).digest
         removed = purge(self._link.objects(), digest)
@@ -423,7 +430,7 @@ class BlockCache(Closing):
         return removed
 
     def namespaces(self) -> Mapping[bytes, Namespace]:
-        """Return all namespaces that have blocks in this cache's store or pool; see `namespaces`."""
+        """Return all namespaces that have blocks in this cache's store or pool, by their digests."""
         return namespaces(self._link.objects())
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -437,15 +444,15 @@ class BlockCache(Closing):
         return self._threads.submit(function, *args, **kwargs)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all submitted functions have ended; return False if they have not within `timeout` seconds."""
+        """Wait until all submitted functions have ended; return False if some still run after `timeout` seconds."""
         return self._threads.drain(timeout)
 
     def stats(self) -> dict[str, int]:
-        """Return counters: blocks by step and outcome (``load.done``, ``load.late``), bytes moved (``load.bytes``)."""
+        """Return counters: blocks by step and outcome (such as ``load.late``), and bytes moved (``load.bytes``)."""
         return self._tally.stats()
 
     def close(self) -> None:
-        """Cancel functions that have not begun, wait for those that have, and close the connections. Idempotent."""
+        """Cancel functions that have not begun, wait for running functions, and close the connections. Idempotent."""
         # Refused first: calls that `close` cancels are made at that moment, and must end as misses without asking a
         # node.
         self._link.refuse()
@@ -454,21 +461,24 @@ class BlockCache(Closing):
         self._link.close()
 
     def time_for(self, nbytes: int) -> float:
-        """Return the seconds that moving so many bytes may take by default."""
+        """Return the default timeout in seconds for moving `nbytes` bytes."""
         return self._pieces.time_for(nbytes)
 
     def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
-        """Count and record blocks that no node was asked for, because the engine cannot use them."""
+        """Count and record blocks that were not requested from any node, because the engine cannot use them."""
         self._tally.missed(step, request, blocks, reason, note)
 
 
 def _until(began: float, timeout: float | None) -> float | None:
-    """Return the deadline of a call; None if the cache's own time counts for each request."""
+    """Return the deadline of a call; None if the call has no timeout.
+
+    The cache's own timeout then applies to each request of the call.
+    """
     return None if timeout is None else began + timeout
 
 
 def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:
-    """Check keys, and that there is one target or value for each."""
+    """Check the keys, and that there are as many of `others` (targets or values) as keys."""
     if len(keys) != len(others):
         raise ConfigError(f"{len(keys)} keys and {len(others)} {what}, expected as many", setting=what)
     return as_keys(keys)

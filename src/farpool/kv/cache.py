@@ -1,8 +1,9 @@
 """Prefix reuse for an engine of your own: look up blocks, load or compute them, and save new ones.
 
-The key of a block covers all tokens up to its end, so sequences that begin alike share blocks, also between processes,
-hosts and engines. A prefix can be used up to a block after which every layer has what it needs to continue: layers with
-full attention need all blocks, layers with a sliding window the last ones, and recurrent layers the state there.
+The key of a block covers all tokens up to its end. So sequences that begin alike share blocks, also between processes,
+hosts and engines. A prefix can be used up to a block after which every layer has the KV that it needs to continue:
+layers with full attention need all blocks of the prefix, layers with a sliding window need the last blocks, and
+recurrent layers need the state at the end of the last block.
 
 Weights may change at any time. Each call uses the weights that are in use when it begins. A save that began before a
 change saves KV of the old weights, and KV of the old weights is never loaded for the new ones.
@@ -53,20 +54,20 @@ if TYPE_CHECKING:
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache", "Prompt"]
 
 _UNASKED_BLOCKS_MAX = 32
-"""Up to this many blocks, `fetch` skips the lookup: requesting that many missing blocks costs about one extra round
-trip."""
+"""Up to this many blocks, `fetch` loads without a lookup: if the blocks are missing, the failed load costs only about
+one extra round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """One part of a load that runs part by part.
+    """One part of a load that `PrefixCache.load_parts` has begun.
 
     Attributes
     ----------
     layers : tuple of int
         Numbers of the layers.
     tokens : Call of int
-        Number of tokens, from the first on, whose KV these layers have when it has ended.
+        Its result, when the part has ended: the number of tokens, from the first on, whose KV these layers have.
     """
 
     layers: tuple[int, ...]
@@ -98,33 +99,33 @@ class PrefixCache(Closing, OldCalls):
     """KV of token sequences, shared through nodes and never slower than computing it. Thread-safe.
 
     Every failure is a miss: the engine computes. The cache measures all the time whether loading or computing is
-    faster. Report how long computing takes (`computed`), and it loads only what it can load sooner.
+    faster. Report how long computing takes (`computed`), and the cache loads only KV that it can load in less time.
 
-    `lookup`, `load` and `save` take one request or several, and return when they have ended. With ``wait=False`` they
-    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The time of a
-    call runs from its start, also while it waits for a thread. `close` turns calls that have not begun into misses.
+    `lookup`, `load` and `save` accept one request or several, and return when they have ended. With ``wait=False`` they
+    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The timeout
+    of a call includes the time that it waits for a thread. `close` turns calls that have not begun into misses.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes, or a store or objects in a pool. The cache does not close a store or objects that it was
-        given.
+        Addresses of the nodes, or a store or objects in a pool. If the caller passes a store or objects, the cache does
+        not close them.
     layers : sequence of Layer
         Layers whose KV is kept: all layers of the model, or the layers of this rank.
     settings : PrefixSettings, optional
-        All other settings. Short form: leave it out and give its fields as keyword arguments.
+        All other settings. Instead, you can give its fields as keyword arguments.
     ranks : Ranks, optional
-        Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all,
-        and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same calls
-        in the same order. Without it, each rank loads everything that it finds, and the engine has to take the least
-        `Match.tokens` over its ranks, and then the least result of the loads (docs/kv.md).
+        Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all
+        ranks, and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same
+        calls in the same order. Without this object, each rank loads everything that it finds, and the engine has to
+        use the least `Match.tokens` of its ranks, and then the least result of their loads (docs/kv.md).
     **fields
         Fields of `PrefixSettings`; with `settings`, they replace its fields.
 
     Attributes
     ----------
     judge : Judge
-        Measured times, and what loading has gained.
+        Measured times, and how much time loading has gained.
 
     Raises
     ------
@@ -161,7 +162,7 @@ class PrefixCache(Closing, OldCalls):
         """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights.
 
         Calls that have begun keep the old name. If the engine may have changed its weights after it computed some KV,
-        tell `save` which weights have computed it.
+        pass the name of the weights that computed the KV to `save`.
         """
         return self._current.namespace.weights
 
@@ -172,13 +173,13 @@ class PrefixCache(Closing, OldCalls):
         self._near.clear()
 
     def _namespace_of(self, weights_id: str | None) -> Namespace:
-        """Return the namespace of some weights; None for the weights in use."""
+        """Return the namespace of the weights with this name; None means the weights in use."""
         namespace = self._current.namespace
         return namespace if weights_id is None else replace(namespace, weights=weights_id)
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """Layers that are stored together, in the order in which a load in parts loads them."""
+        """Groups of layers that are stored together, in the order in which `load_parts` loads them."""
         return [self._shape.groups[number].layers for number in self._shape.order]
 
     @overload
@@ -205,7 +206,7 @@ class PrefixCache(Closing, OldCalls):
         Parameters
         ----------
         tokens : sequence of int, Prompt or sequence of Prompt
-            Tokens of a prompt; or several prompts, for which the nodes get one request.
+            Tokens of a prompt; or several prompts, which are looked up with a single request to the nodes.
         salt, request
             As in `Prompt`, if only tokens are given.
         split : bool
@@ -213,7 +214,7 @@ class PrefixCache(Closing, OldCalls):
         leave : int
             Number of tokens at the end that are never loaded. An engine has to compute at least one to continue.
         timeout : float or None
-            Seconds that it may take; None for the cache's own time.
+            Seconds that the lookup may take; None for the cache's own timeout.
         wait : bool
             If False, run in the background and return a `Call`.
 
@@ -262,19 +263,19 @@ class PrefixCache(Closing, OldCalls):
         match : Match or sequence of Match
             Result of the lookup.
         memory : KVMemory or sequence of KVMemory
-            Place of the tokens `match.compute` to `match.tokens`, for each match. Do not use it for anything else until
-            the load has ended.
+            For each match, the memory for the KV of the tokens `match.compute` to `match.tokens`. Do not use this
+            memory for anything else until the load has ended.
         timeout : float or None
-            Seconds that all of it may take; None for as long as computing the same is expected to take, or the cache's
-            own time for each 64 MiB.
+            Seconds that the whole load may take. None for the time that computing the same tokens is expected to take
+            or, if that is not known, the cache's own timeout for each 64 MiB.
         wait : bool
             If False, run in the background and return a `Call`.
 
         Returns
         -------
         int, list of int or Call
-            For each match the number of tokens, from the first on, whose KV is in place when the engine has computed
-            the first `match.compute` ones; 0 if the engine uses other weights by now.
+            For each match the number of tokens, from the first on, whose KV is in memory once the engine has also
+            computed the first `match.compute` tokens. 0 if the engine has changed its weights since the lookup.
 
         Raises
         ------
@@ -310,9 +311,10 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         list of LayerLoad
-            One for each of `parts`, in their order. The prefix that can be used is the shortest of all parts: if a part
-            loads a shorter one, earlier layers have to compute again. The gain of the load is judged by the time until
-            the last part has ended, as if the engine had computed nothing during that time.
+            One load for each of `parts`, in their order. The engine can use the shortest prefix that any part has
+            loaded. If a later part loads a shorter prefix than earlier parts, the engine has to compute the earlier
+            layers again. The judge counts the time until the last part has ended, as if the engine had computed nothing
+            during that time.
         """
         began, until = time.monotonic(), self._load_until([match], timeout)
 
@@ -339,7 +341,7 @@ class PrefixCache(Closing, OldCalls):
         return loads
 
     def _load_until(self, matches: Sequence[Match], timeout: float | None) -> float:
-        """Return the end of the time of a load that begins now."""
+        """Return the deadline of a load that begins now."""
         if timeout is None:
             # Loading is useless if it takes longer than computing.
             computing = [match.plan.recompute_seconds for match in matches if match.tokens]
@@ -363,9 +365,9 @@ class PrefixCache(Closing, OldCalls):
         leave: int = 1,
         timeout: float | None = None,
     ) -> Match:
-        """Look up a prompt and load its blocks, if that is faster than computing: `lookup` and `load` in one step.
+        """Look up a prompt and load its blocks if that is faster than computing: `lookup` and `load` in one step.
 
-        A prompt of few blocks is loaded without a lookup, with one request instead of two.
+        If a prompt has few blocks, `fetch` requests them without a lookup, which takes one request instead of two.
 
         Parameters
         ----------
@@ -377,7 +379,7 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         Match
-            The first `Match.tokens` tokens are in place.
+            The KV of the first `Match.tokens` tokens is in memory.
 
         Raises
         ------
@@ -411,7 +413,7 @@ class PrefixCache(Closing, OldCalls):
         return match
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
-        """Report how long computing took. The cache uses these times to judge when loading is faster.
+        """Report how long computing took. The cache uses these times to decide when loading is faster.
 
         Parameters
         ----------
@@ -422,7 +424,7 @@ class PrefixCache(Closing, OldCalls):
         context : int
             Number of tokens before them.
         match : Match, optional
-            Result of the request's lookup, if it told the engine to compute the prefix.
+            Result of the request's lookup, if the lookup told the engine to compute the prefix.
         """
         self.judge.computed(tokens, context, seconds, held_out=match is not None and match.arm == "hold-out")
 
@@ -454,32 +456,33 @@ class PrefixCache(Closing, OldCalls):
         Parameters
         ----------
         tokens : sequence of int, Prompt or sequence of Prompt
-            All tokens of the sequence, from the first on; tokens of a last block that is not full are left out. Or
-            several sequences: blocks that they share are sent once.
+            All tokens of the sequence, from the first on. A last block that is not full is not saved. If you give
+            several sequences, blocks that they share are sent once.
         memory : KVMemory or sequence of KVMemory
-            Place of their KV, which must not change until the save has ended. What it does not have is not saved, such
-            as tokens that have left a sliding window, or states that the engine did not keep.
+            For each sequence, the memory of its KV, which must not change until the save has ended. KV that is not in
+            this memory is not saved, such as tokens that have left a sliding window, or states that the engine did not
+            keep.
         layers : collection of int, optional
             Save only these layers, while the others are still being computed: one or more of `parts`.
         start, salt, request
             As in `Prompt`, if only tokens are given.
         weights_id : str or None
             Name of the weights that have computed the KV, such as `Match.weights_id`; None for the weights in use when
-            this is called. Name them if the engine may change its weights between computing and saving.
+            this is called. Give the name if the engine may change its weights between computing and saving.
         timeout : float or None
-            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+            Seconds that the whole save may take; None for the cache's own timeout for each 64 MiB.
         wait : bool
             If False, run in the background and return a `Call`.
 
         Returns
         -------
         int, list of int or Call
-            For each sequence the number of its blocks that are stored now, of all groups of these layers.
+            For each sequence, how many of its blocks are stored now, summed over all groups of these layers.
 
         Raises
         ------
         ConfigError
-            The layers are not whole parts.
+            The layers are not one or more whole `parts`.
         """
         # We take everything that the save depends on now: when it begins, the engine may use other weights.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
@@ -495,19 +498,19 @@ class PrefixCache(Closing, OldCalls):
         return save() if wait else self._background.begin(save, until)
 
     def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> int:
-        """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
+        """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks are pinned.
 
-        Tokens and salt (see `Prompt`) together name a sequence, and each sequence has pins of its own: blocks that two
-        sequences share stay until both are unpinned. Nodes end pins early when this process has been away for longer
-        than their grace, or when they are restarted.
+        Tokens and salt (see `Prompt`) together identify a sequence, and each sequence has pins of its own: blocks that
+        two sequences share stay until both sequences are unpinned. Nodes end pins early when this process has been
+        disconnected for longer than their grace period, or when they are restarted.
         """
         keys, owner, _ = self._sequence(tokens, salt)
         return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
 
     def unpin(self, tokens: Sequence[int], *, salt: bytes | str = b"") -> None:
-        """Let the KV of a sequence be evicted again.
+        """End the pins of a sequence, so that its KV may be evicted again.
 
-        This ends only pins on KV of the present weights. A pin on KV of other weights ends after its time to live.
+        This ends only pins on KV of the weights in use. Pins on KV of other weights end when their `ttl` is over.
         """
         keys, owner, _ = self._sequence(tokens, salt)
         self._blocks.unpin(keys, owner=owner)
@@ -516,19 +519,19 @@ class PrefixCache(Closing, OldCalls):
         return self._shape.sequence(self._current.namespace, tokens, salt)
 
     def supersede(self, old: Sequence[int], new: Sequence[int], *, salt: bytes | str = b"") -> int:
-        """Drop the KV of a sequence that another one replaces, except for blocks that both share.
+        """Drop the KV of a sequence that another sequence replaces, except for blocks that both share.
 
         Parameters
         ----------
         old, new : sequence of int
-            Tokens, such as a conversation before and after its tool results were cut.
+            Tokens of both sequences, such as a conversation before and after its tool results were cut.
         salt : bytes or str
-            Salt of both, as in `Prompt`.
+            Salt of both sequences, as in `Prompt`.
 
         Returns
         -------
         int
-            Number of dropped blocks. Other sequences that continue the old one have to be computed again.
+            Number of dropped blocks. If other sequences continue the old one, their KV has to be computed again.
         """
         namespace, salt = self._current.namespace, salt_bytes(salt)
         kept = set(self._shape.keys_of_tokens(namespace, new, salt))
@@ -539,7 +542,7 @@ class PrefixCache(Closing, OldCalls):
     ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that other KV has room.
 
-        Lookups find it as before. A load or `prefetch_by` moves it back into memory. Blocks that other sequences share
+        Lookups still find the KV. A load or `prefetch_by` moves it back into memory. Blocks that other sequences share
         are moved, too.
 
         Parameters
@@ -549,34 +552,35 @@ class PrefixCache(Closing, OldCalls):
         salt, request
             As in `Prompt`.
         timeout : float or None
-            Seconds that it may take; None for the cache's own time.
+            Seconds that the call may take; None for the cache's own timeout.
 
         Returns
         -------
         Demoted
-            How many blocks were moved, and why the others were not: without a lower tier all of them stay.
+            How many blocks were moved, and why the other blocks were not. Without a lower tier, all blocks stay in
+            memory.
         """
         keys, *_ = self._sequence(tokens, salt)
         outcomes = self._blocks.demote(keys, request=request, timeout=timeout)
         return Demoted(outcomes.count(None), counted(outcomes))
 
     def handoff(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> Handoff:
-        """Keep the KV of a sequence for another process, and make a note for it.
+        """Keep the KV of a sequence for another process, and make a note with which that process finds the KV.
 
         Parameters
         ----------
         tokens : sequence of int
             The sequence.
         ttl : float
-            Seconds for which it is kept: here until the other process takes it, and then as long again for that
-            process. A node stops keeping it when this process has been away for longer than the node's grace.
+            Seconds for which the KV is kept: first until the other process calls `take`, and then for as long again. A
+            node stops keeping it if this process has been disconnected for longer than the node's grace period.
         salt, request
-            As in `Prompt`. The note holds the salt, so `take` needs none.
+            As in `Prompt`. The note contains the salt, so `take` has no such argument.
 
         Returns
         -------
         Handoff
-            The note, and how many blocks are kept. If none is kept, the note is useless.
+            The note, and how many blocks are kept. If no block is kept, the note is useless.
         """
         namespace = self._current.namespace
         keys, owner, chains = self._shape.sequence(namespace, tokens, salt)
@@ -586,7 +590,7 @@ class PrefixCache(Closing, OldCalls):
         return Handoff(note, kept, counted(outcomes))
 
     def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
-        """Look up KV that another process has handed off, without its tokens, and keep it for this process.
+        """Look up KV that another process has handed off, without knowing its tokens, and keep the KV for this process.
 
         Parameters
         ----------
@@ -595,18 +599,18 @@ class PrefixCache(Closing, OldCalls):
         request : str
             Name of the request, for ``farpool why``.
         timeout : float or None
-            Seconds that the lookup may take; None for the cache's own time.
+            Seconds that the lookup may take; None for the cache's own timeout.
 
         Returns
         -------
         Match
-            Nothing is found if the other process has other weights, layers or settings. The blocks that are found are
-            kept for as long as the handoff says, or until `unpin`.
+            No block is found if the other process has other weights, layers or settings. Found blocks are kept for the
+            ttl of the handoff, or until `unpin`.
 
         Raises
         ------
         ConfigError
-            The bytes are not a note. The other ranks, if there are any, find nothing then.
+            The bytes are not a note. The other ranks of this engine, if any, then find no blocks.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
         try:
@@ -636,23 +640,26 @@ class PrefixCache(Closing, OldCalls):
     def prefetch_by(
         self, tokens: Sequence[int], deadline: float, *, salt: bytes | str = b"", request: str = "", leave: int = 1
     ) -> Call[int]:
-        """Bring the KV of a sequence near, in the background: everything that a `lookup` of it would load.
+        """Bring the KV of a sequence, in the background, to where a later `lookup` and `load` take the least time.
+
+        This concerns all blocks that a `lookup` of the sequence would load.
 
         Parameters
         ----------
         tokens : sequence of int
             The sequence of a request that will come.
         deadline : float
-            Seconds from now after which it is useless.
+            Seconds from now after which the KV is no longer needed.
         salt, request, leave
             As in `lookup`.
 
         Returns
         -------
         Call of int
-            Number of blocks that are near when it has ended. With `near_bytes` the first blocks, as many as there is
-            room for, are in this process's memory. Without it, all are in the memory of the nodes, which read them from
-            their files and keep them until the deadline.
+            Number of blocks that have been brought when the call has ended. If `PrefixSettings.near_bytes` is above 0,
+            these are the first blocks, as many as there is room for, and they are in this process's memory. If it is 0,
+            the blocks are in the memory of the nodes, which read them from their files and keep them until the
+            deadline.
         """
         namespace, until = self._current.namespace, time.monotonic() + deadline
         prompt = Prompt(list(tokens), salt, request)
@@ -673,25 +680,25 @@ class PrefixCache(Closing, OldCalls):
         Raises
         ------
         NodeError
-            Nodes that may have such KV cannot be asked.
+            A node that may have such KV cannot be reached.
         """
         self._near.clear()
         return self._blocks.purge(self._current.namespace)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of blocks (see `BlockCache.stats`), and what loading gains (see `Judge.stats`)."""
+        """Return counters of blocks (see `BlockCache.stats`), and how much time loading saves (see `Judge.stats`)."""
         return {**self._blocks.stats(), **self.judge.stats()}
 
     def _until(self, timeout: float | None, nbytes: int) -> float:
-        """Return the deadline of a call that begins now; by default it has the time for moving `nbytes` bytes."""
+        """Return the deadline of a call that begins now; without a timeout, it has time to move `nbytes` bytes."""
         return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all calls in the background have ended; return False if they have not within `timeout` seconds."""
+        """Wait until all calls in the background have ended; return False if some still run after `timeout` seconds."""
         return self._blocks.drain(timeout)
 
     def close(self) -> None:
-        """Drop calls that have not begun, wait for those that have, and close the connections. Idempotent."""
+        """End calls that have not begun as misses, wait for running calls, and close the connections. Idempotent."""
         self._blocks.close()
         self._lookups.close(self._blocks.time_for(0))
 

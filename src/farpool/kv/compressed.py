@@ -1,4 +1,4 @@
-"""Encodes and decodes the blocks of one cache, and measures whether encoding pays."""
+"""Encodes and decodes the blocks of one cache, and measures whether encoding saves time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ __all__ = ["Compression", "codec_for"]
 
 
 class Compression:
-    """Codecs of a namespace's groups, and the choice whether they pay on the present link. Thread-safe.
+    """Codecs of the groups of layers in a namespace, and the decision whether encoding pays. Thread-safe.
+
+    Encoding pays if it saves more time on the link than encoding and decoding take.
 
     Parameters
     ----------
@@ -34,12 +36,12 @@ class Compression:
     Attributes
     ----------
     choice : CompressionChoice or None
-        The choice of the codec ``auto``, separately for each group of layers; None if every block is encoded.
+        With the codec ``auto``, decides for each group of layers whether to encode; None if every block is encoded.
 
     Raises
     ------
     ConfigError
-        The codec is not known, or does not support this type or layout.
+        The codec is not known, or does not support the data type or the layout of the namespace.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -52,7 +54,7 @@ class Compression:
         self.choice = CompressionChoice() if namespace.codec == "auto" else None
 
     def encode(self, key: bytes, payload: Payload) -> Payload:
-        """Return the form in which a payload is stored: a smaller one, or the payload itself."""
+        """Return the stored form of a payload: the encoded payload if it is smaller, otherwise the payload itself."""
         codec = self._codec(key)
         if codec is None:
             return payload
@@ -73,7 +75,7 @@ class Compression:
         return payload
 
     def decode(self, key: bytes, stored: Buffer, target: Payload) -> bool:
-        """Decode a stored form into a target; return False if the codec cannot have written it for this size."""
+        """Decode a stored form into `target`; return False if it is malformed or has another payload size."""
         codec = self._codec(key)
         began = time.perf_counter()
         try:
@@ -87,7 +89,7 @@ class Compression:
         return True
 
     def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:
-        """Decode a stored form in the first `nbytes` of its own target; see `decode`."""
+        """Decode a stored form that is in the first `nbytes` of `target` itself; returns the same as `decode`."""
         pieces = []
         for part in parts_of(target):
             pieces.append(flat(part)[:nbytes])
@@ -100,7 +102,7 @@ class Compression:
 
 
 def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
-    """Make the codec of this name.
+    """Make the codec with this name.
 
     Parameters
     ----------
@@ -119,7 +121,7 @@ def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
     Raises
     ------
     ConfigError
-        The name or the type is not known, or a lossy codec does not support this type or lacks axes.
+        The name or the type is not known; or the codec is lossy and does not support the type or got no axes.
     """
     if not name:
         return None

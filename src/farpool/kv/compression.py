@@ -1,16 +1,17 @@
-"""Codecs, which make KV blocks smaller before they go over a link.
+"""Codecs, which make KV blocks smaller before they are sent over a link.
 
-``zstd`` is lossless. It regroups the bytes of all elements by significance (byte shuffle), which separates signs and
-exponents, whose values repeat, from the low bits of the mantissas, whose values do not. Zstandard then codes each of
-these planes; a plane that would not become smaller is kept as it is. Zstandard is set to code single bytes by their
-frequency and hardly to search for repeated strings, because KV has none and the search takes most of the time.
+``zstd`` is lossless. First it regroups the bytes of all elements by significance (byte shuffle). This separates signs
+and exponents, whose values repeat, from the low bits of the mantissas, whose values do not. Then Zstandard compresses
+each of these groups of bytes (planes); a plane that would not become smaller is stored as it is. Zstandard is set to
+code single bytes by their frequency, with hardly any search for repeated strings, because KV contains no repeated
+strings and the search takes most of the time.
 
-``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` is ``zstd`` for the blocks for which that pays
-(see `farpool.kv.compression_choice`).
+``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` uses ``zstd`` for the blocks for which
+compressing saves time (see `farpool.kv.compression_choice`).
 
-A stored form is smaller than its payload, or it is the payload itself, which the sizes show. Decoders check the
-structure of their input, not its values, because the checksum of the stored object finds flipped bits. Encoding and
-decoding run outside the interpreter lock.
+A stored form is either smaller than its payload, or is the payload itself; a reader can tell which from the size.
+Decoders check the structure of their input but not its values, because the checksum of the stored object detects
+flipped bits. Encoding and decoding run outside the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ CODECS = ("auto", "zstd", "int8", "int4")
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 _SLICE_ELEMENTS = 1 << 16
-"""Elements that are joined at a time, so that they stay in the core's cache."""
+"""Number of elements that are joined from their planes at a time, so that they stay in the core's cache."""
 
 
 class CodecError(FarpoolError, ValueError):
-    """The codec cannot have written these stored bytes for a block of this size."""
+    """The stored bytes cannot be the codec's output for a block of this size."""
 
 
 class Codec(Protocol):
-    """Interface of a codec, which `encode` and `decode` call. Safe in threads and after a fork."""
+    """Interface of a codec, which `encode` and `decode` call. Safe to use from several threads and after a fork."""
 
     @property
     def name(self) -> str:
@@ -60,7 +61,7 @@ class Codec(Protocol):
         """
 
     def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
-        """Decode a stored form into `payload`, which has the payload's size.
+        """Decode a stored form into `payload`, an array of the payload's size.
 
         Raises
         ------
@@ -70,7 +71,7 @@ class Codec(Protocol):
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a logical type.
+    """Return the size in bytes of one element of a logical type.
 
     Raises
     ------
@@ -120,9 +121,9 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
     codec : Codec
         The codec that encoded the block.
     stored : buffer
-        The stored form, contiguous, in other memory than the targets.
+        The stored form, contiguous. It must not overlap the targets.
     targets : sequence of buffer
-        Contiguous writable buffers, together as large as the payload. No other memory is written.
+        Contiguous writable buffers that together are as large as the payload. No other memory is written.
 
     Raises
     ------
@@ -149,7 +150,7 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
 
 
 class _Contexts(threading.local):
-    """Contexts of Zstandard, which needs one for each thread."""
+    """Zstandard's compression and decompression contexts, separate for each thread."""
 
     def __init__(self) -> None:
         # Few hashes and long matches mean hardly any search. A target length would disable the coding of single bytes.
@@ -161,11 +162,11 @@ class _Contexts(threading.local):
 
 
 class Lossless:
-    """Byte shuffle and Zstandard. A payload may have any size; bytes after its last whole element are kept as they are.
+    """Lossless codec: byte shuffle, then Zstandard. Payloads may have any size.
 
     The stored form is the length of each plane (64 bits, little endian, least significant plane first), the planes, and
-    the payload's bytes after its last whole element. A plane of full length is stored as it is; a shorter one is a
-    Zstandard frame that contains the size of its content.
+    the payload's bytes after its last whole element, unchanged. A plane is all bytes of one significance. A plane of
+    full length is stored as it is; a shorter plane is a Zstandard frame that records the size of its content.
 
     Parameters
     ----------

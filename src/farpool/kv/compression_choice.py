@@ -1,8 +1,10 @@
 """Decides for each class of KV whether compressing pays, from measurements of the link and the codec.
 
-It has no clock: callers report their measurements. Compressing pays if the link saves more time than encoder and
-decoder take, weighted with the bytes that were saved and loaded. Measurements vary, so the decision changes only if the
-quartiles of all measurements agree. The wider they spread, the more stable the decision is.
+A class is one group of layers. Compressing pays if it saves more time on the link than encoding and decoding take. The
+times of encoding and decoding are weighted with the bytes that were saved and loaded. Measurements vary, so encoding is
+switched on only if it pays even with the least favourable quartiles of all measurements, and switched off only if it
+costs time even with the most favourable quartiles. The more the measurements vary, the more stable the decision is.
+This module has no clock: callers report their measurements.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from collections import defaultdict, deque
 __all__ = ["CompressionChoice"]
 
 _SAMPLES_MAX = 32
-"""Number of recent measurements of each kind that count."""
+"""Number of recent measurements of each kind that the decision uses."""
 _MEASURING_SHARE_MAX = 0.01
-"""Maximum time for measuring a codec that is not in use, as a share of the time on the link."""
+"""Maximum time for measuring a codec that is not in use, as a share of the total time of transfers over the link."""
 
 
 class _Rate:
-    """The latest measurements of one kind: quartiles, and the total."""
+    """The latest measurements of one kind, such as seconds for each byte sent: their quartiles, and a total."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self.total = 0.0
 
     def add(self, part: float, whole: int) -> None:
-        """Add a measurement of `part` (seconds, or bytes) for `whole` bytes."""
+        """Add a measurement: `part` (in seconds or bytes) for `whole` bytes."""
         if whole > 0:
             self._latest.append(part / whole)
             self.total += part
 
     def quartiles(self) -> tuple[float, float] | None:
-        """Return the lower and the upper quartile, None before the first measurement."""
+        """Return the lower and the upper quartile; None before the first measurement."""
         if len(self._latest) < 2:
             return (self._latest[0],) * 2 if self._latest else None
         low, _, high = statistics.quantiles(self._latest, n=4, method="inclusive")
@@ -41,7 +43,7 @@ class _Rate:
 
 
 class _Class:
-    """Measurements of the codec on one class of blocks, and the decision for this class."""
+    """Measurements of the codec on one group of layers, and whether its blocks are encoded."""
 
     def __init__(self) -> None:
         self.encode, self.decode, self.size = (_Rate() for _ in range(3))
@@ -49,11 +51,11 @@ class _Class:
 
 
 class CompressionChoice:
-    """Chooses between plain payloads and encoded ones, for each class of blocks of a cache. Thread-safe.
+    """Decides whether payloads are encoded, for each class of blocks of a cache. Thread-safe.
 
-    All classes share the link, so the link is measured for all of them together. Keys and values, states of sliding
-    windows, and recurrent states differ in how much smaller they become and how long that takes. So one class may be
-    encoded while another is not.
+    All classes share the link, so one measurement of the link serves all of them. Keys and values, states of sliding
+    windows, and recurrent states differ in how much smaller they become and how long encoding takes. So one class may
+    be encoded while another class is not.
     """
 
     def __init__(self) -> None:
@@ -64,19 +66,25 @@ class CompressionChoice:
         self._sampled = 0.0
 
     def sent(self, nbytes: int, seconds: float, payload: int) -> None:
-        """Record that `nbytes` bytes of stored forms were sent, for `payload` bytes of blocks."""
+        """Record that sending blocks took `seconds`.
+
+        The payloads have `payload` bytes, and were sent in their stored form of `nbytes` bytes.
+        """
         with self._lock:
             self._send.add(seconds, nbytes)
             self._saved += payload
 
     def received(self, nbytes: int, seconds: float, payload: int) -> None:
-        """Record that `nbytes` bytes of stored forms were received, for `payload` bytes of blocks."""
+        """Record that receiving blocks took `seconds`.
+
+        The payloads have `payload` bytes, and were received in their stored form of `nbytes` bytes.
+        """
         with self._lock:
             self._receive.add(seconds, nbytes)
             self._loaded += payload
 
     def encoded(self, payload: int, stored: int, seconds: float, group: int = 0) -> None:
-        """Record that `payload` bytes of a class, given by its group of layers, were encoded to `stored` bytes."""
+        """Record that encoding `payload` bytes of a group of layers to `stored` bytes took `seconds`."""
         with self._lock:
             own = self._classes[group]
             own.encode.add(seconds, payload)
@@ -84,20 +92,20 @@ class CompressionChoice:
             self._sampled += 0 if own.pays else seconds
 
     def decoded(self, payload: int, seconds: float, group: int = 0) -> None:
-        """Record that `payload` bytes of a class were decoded."""
+        """Record that decoding to `payload` bytes of a group of layers took `seconds`."""
         with self._lock:
             own = self._classes[group]
             own.decode.add(seconds, payload)
             self._sampled += 0 if own.pays else seconds
 
     def due(self, group: int = 0) -> bool:
-        """Return True if a block should be encoded and decoded only to measure the codec that is not in use."""
+        """Return True if a block of this group of layers should now be encoded and decoded only as a measurement."""
         with self._lock:
             spent = _MEASURING_SHARE_MAX * (self._send.total + self._receive.total)
             return not self._classes[group].pays and self._sampled <= spent
 
     def pays(self, group: int = 0) -> bool:
-        """Return True if blocks of a class should be encoded now."""
+        """Return True if blocks of this group of layers should be encoded now."""
         with self._lock:
             own = self._classes[group]
             link = self._send.quartiles() or self._receive.quartiles()
@@ -118,5 +126,5 @@ class CompressionChoice:
             return own.pays
 
     def _gain(self, link: float, codec: float, size: float) -> float:
-        """Return the seconds that compressing saves for each byte of payload."""
+        """Return the seconds that encoding saves for each byte of payload; negative if it costs time."""
         return link - (size * link + codec)

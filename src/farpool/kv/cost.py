@@ -1,8 +1,11 @@
 """Decides between loading KV and computing it, from measured times. It has no clock, thread or store.
 
 An engine can compute the first part of a prefix while the last part is loaded, because a token needs only the KV of the
-tokens before it. So a plan is a number of tokens to compute; the rest is loaded. (Jin et al. proposed to compute from
-the front while loading from the back: "Compute Or Load KV Cache? Why Not Both?", 2024.)
+tokens before it. So a plan is a number of tokens to compute; the remaining tokens are loaded. (Jin et al. proposed to
+compute from the front while loading from the back: "Compute Or Load KV Cache? Why Not Both?", 2024.)
+
+To check the estimates, the cache lets a few requests, the hold-out, compute although loading seems faster. If the
+comparison shows that loading costs time, the cache stands aside: most requests compute, and only a few load.
 """
 
 from __future__ import annotations
@@ -24,34 +27,37 @@ __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 Arm = Literal["load", "hold-out", "probe"]
 
 _DECAY = 0.98
-"""Factor by which the weight of a sample shrinks with each later one, so about the last fifty samples count."""
+"""Factor by which each new sample reduces the weight of earlier samples, so that about the last fifty samples count."""
 _HOLD_OUT_PERIOD = 32
-"""One of this many requests that could load computes instead. While the cache stands aside, one of this many loads."""
+"""One of this many requests that could load computes instead. While the cache stands aside, one of this many requests
+loads."""
 _LOSS_SHARE_MAX = 0.02
-"""The cache stands aside if it costs more than this share of the compute time. Lookups in a cache that is still empty
-cost a little."""
+"""The cache stands aside if loading costs more than this share of the compute time. The share is above 0 because
+lookups in a cache that is still empty cost a little."""
 _SAMPLES_MIN = 8
-"""Minimum number of samples before a mean and its error are used."""
+"""Minimum number of samples before a decision is based on their mean."""
 _NEW_SHARE_MAX = 0.1
-"""Solve a fit again when this share of its samples is new. Solving takes longer than one decision."""
+"""Share of new samples at which a fit is solved again. It is not solved at each sample, because solving takes longer
+than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
-"""Range of measured time divided by estimate within which the fit counts as right."""
+"""Range of measured time divided by estimated time. If a sample is outside the range, the fit is solved again before
+the next decision."""
 _RECENT_SAMPLES_MAX = 5
 """Number of recent samples whose median corrects the estimate."""
 
 
 class _Fit:
-    """A sum of features with non-negative factors, fitted to recent times by relative least squares.
+    """Estimates a time as a weighted sum of features; the weights are not negative and fitted to recent times.
 
-    The median of the most recent samples corrects the estimate, because a relative fit follows short times at once but
-    needs about a hundred samples to follow longer ones.
+    The fit minimizes the squares of relative errors. It follows shorter times at once, but needs about a hundred
+    samples to follow longer times, so the median of the most recent samples corrects the estimate.
 
     Parameters
     ----------
     features : int
         Number of features.
     subsets : sequence of tuple of int
-        Features that may be used together. If several subsets fit equally well, the first of them is used.
+        Sets of features that may be used together. If several sets fit equally well, the first of them is used.
     """
 
     def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
@@ -66,7 +72,7 @@ class _Fit:
         self._is_wrong = False
 
     def add(self, values: Sequence[float], seconds: float) -> None:
-        """Add one sample, which must be above 0 seconds."""
+        """Add a sample: the features of a call, and its time in seconds, which must be above 0."""
         if estimate := self.seconds(values):
             ratio = seconds * self._correction / estimate
             self._latest.append(ratio)
@@ -76,7 +82,7 @@ class _Fit:
         self._new.append((values, seconds))
 
     def seconds(self, values: Sequence[float]) -> float | None:
-        """Estimate the time for these features; None before the first sample."""
+        """Estimate the time of a call with these features; None before the first sample."""
         if self._is_wrong or len(self._new) > _NEW_SHARE_MAX * self._squares:
             self._take_in()
             self._factors, self._is_wrong = self._solved(), False
@@ -109,7 +115,7 @@ class _Fit:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solve a small system of linear equations by elimination; None if it is singular."""
+    """Solve a small system of linear equations by elimination; return None if the system is singular."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     size = len(rows)
     for column in range(size):
@@ -125,16 +131,16 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Decision about a prefix that can be loaded.
+    """Decision how much of a stored prefix is loaded.
 
     Attributes
     ----------
     compute : int
-        Number of leading tokens that are computed; the rest is loaded at the same time.
+        Number of leading tokens that the engine computes; the remaining tokens are loaded at the same time.
     seconds : float or None
         Expected time of the plan; None if too little was measured.
     recompute_seconds : float or None
-        Expected time of computing everything; None if too little was measured.
+        Expected time of computing all tokens; None if too little was measured.
     why : str
         Explanation in words.
     """
@@ -149,8 +155,8 @@ class CostModel:
     """Estimates how long computing and loading KV take, from recent measurements.
 
     Computing ``n`` tokens after ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed time, the linear
-    layers, and attention. Loading takes a fixed time, and a time in proportion to the bytes under way, including the
-    bytes of other loads in this process.
+    layers, and attention. Loading takes a fixed time, plus a time in proportion to the bytes under way: the bytes of
+    this load and of all other loads that run in this process.
     """
 
     def __init__(self) -> None:
@@ -164,7 +170,7 @@ class CostModel:
             self._prefill.add(_prefill_features(tokens, context), seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Record that loading took `seconds`, with `nbytes` bytes under way, including other loads."""
+        """Record that loading took `seconds` while `nbytes` bytes, including other loads, were under way."""
         if nbytes > 0 and seconds > 0:
             self._load.add((1.0, float(nbytes)), seconds)
 
@@ -173,7 +179,7 @@ class CostModel:
         return self._prefill.seconds(_prefill_features(tokens, context)) if tokens else 0.0
 
     def load_seconds(self, nbytes: int) -> float | None:
-        """Estimate the time of loading with `nbytes` bytes under way; None if nothing was measured."""
+        """Estimate the time of loading while `nbytes` bytes are under way; None if nothing was measured."""
         return self._load.seconds((1.0, float(nbytes))) if nbytes else 0.0
 
     def plan(
@@ -194,7 +200,7 @@ class CostModel:
         split : bool
             True if the engine can compute the first tokens while the others are loaded.
         context : int
-            Tokens before these, whose KV the engine has already.
+            Number of tokens before the prefix's `tokens`, whose KV the engine already has.
         """
         whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)
@@ -213,7 +219,7 @@ class CostModel:
         return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {computing}")
 
     def _split(self, tokens: int, nbytes: int, step: int, queued: int, context: int) -> tuple[int, float]:
-        """Return how many blocks are best computed while the others are loaded, and the time that this takes."""
+        """Return how many blocks to compute while the others are loaded, and the time until both have ended."""
 
         def load_after(blocks: int) -> float:
             left = nbytes - nbytes * blocks * step // tokens
@@ -239,7 +245,7 @@ def _shown(seconds: float) -> str:
 
 
 class _Mean:
-    """A mean of recent values, with its standard error."""
+    """A mean of values that weights recent values most, with its standard error."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -265,8 +271,9 @@ class _Mean:
 class NetGain:
     """Compares requests that load with a few that compute, to check the cost model by measurement.
 
-    Each time is divided by the expected compute time, because requests differ in length. While loading takes longer
-    than computing, the cache stands aside: it loads only for a few requests, to see whether that has changed.
+    The two sets of requests are called arms: ``load`` and ``hold-out``. The time of each request is divided by its
+    expected compute time, because requests differ in length. While loading takes longer than computing, the cache
+    stands aside: only a few requests load, to see whether loading has become faster.
     """
 
     def __init__(self) -> None:
@@ -278,7 +285,7 @@ class NetGain:
         self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
 
     def arm(self) -> Arm:
-        """Assign the next request that could load to one of the two arms."""
+        """Assign the next request that could load to an arm, and return the arm."""
         arm = self.next_arm
         self._requests += 1
         if self._requests % _HOLD_OUT_PERIOD == 0:
@@ -287,12 +294,12 @@ class NetGain:
 
     @property
     def next_arm(self) -> Arm:
-        """The arm of the next request."""
+        """The arm that the next request will be assigned to."""
         chosen = self._requests % _HOLD_OUT_PERIOD == self._place
         return "load" if chosen == self.stands_aside else "hold-out"
 
     def add(self, arm: Arm, seconds: float, expected: float | None) -> None:
-        """Record the time of a request, and the expected time of computing its prefix."""
+        """Record the time of a request of this arm, and the expected time of computing the request's prefix."""
         if expected is None or expected <= 0:
             return
         self._shares[arm].add(seconds / expected)
@@ -304,17 +311,20 @@ class NetGain:
 
     @property
     def gain(self) -> float:
-        """Mean share of the computing time that loading saves; negative if it costs time."""
+        """Mean share of the compute time that loading saves; negative if loading costs time."""
         return self._computing[0] - self._shares["load"].mean
 
     @property
     def _computing(self) -> tuple[float, float]:
-        """Mean share of the hold-out, and its error; with too few samples, the share that the cost model expects."""
+        """Mean time of the hold-out requests divided by their expected time, and the error of this mean.
+
+        With too few samples these are 1 and 0, which means that computing takes as long as the cost model expects.
+        """
         held = self._shares["hold-out"]
         return (held.mean, held.error) if held.count >= _SAMPLES_MIN else (1.0, 0.0)
 
     def stats(self) -> dict[str, float | bool]:
-        """Return the means of both arms, the gain, and whether the cache stands aside."""
+        """Return the gain, the means of both arms, and whether the cache stands aside."""
         return {
             "gain": self.gain,
             "load_share": self._shares["load"].mean,

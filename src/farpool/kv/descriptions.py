@@ -1,4 +1,4 @@
-"""Descriptions of namespaces, stored next to their blocks, so that a program can tell which KV a node has."""
+"""Descriptions of namespaces, stored next to their blocks, so that a program can see which models' KV a node stores."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ if TYPE_CHECKING:
 __all__ = ["OBJECT_KIND", "Descriptions", "namespaces", "purge"]
 
 OBJECT_KIND = 2
-"""Class of KV in an object's head (docs/wire.md)."""
+"""Class of KV in the header of a stored object (docs/wire.md)."""
 _DESCRIBE_INTERVAL_S = 60.0
-"""Seconds after which a cache stores a namespace's description again, because it may have been purged or lost."""
+"""Seconds after which a cache stores a namespace's description again, because a purge or a lost node may have removed
+it.
+"""
 _DESCRIBED_NAMESPACES_MAX = 4096
-"""Maximum number of namespaces of which a cache remembers when it has described them."""
+"""Maximum number of namespaces for which a cache remembers when it stored the description."""
 _DELETED_KEYS_MAX = 4096
 """Maximum number of keys that one request deletes."""
 _PURGE_TIMEOUT_S = 30.0
 
 
 class Descriptions:
-    """Stores the descriptions of namespaces, and remembers when. Thread-safe."""
+    """Stores the descriptions of namespaces, and remembers when it stored each description. Thread-safe."""
 
     def __init__(self) -> None:
         self._described_at: dict[bytes, float] = {}
 
     def is_due(self, namespace: Namespace) -> bool:
-        """Return True if a namespace has to be described before one of its blocks is stored."""
+        """Return True if the description of a namespace has to be stored before the next block of the namespace."""
         described_at = self._described_at.get(namespace.digest, -math.inf)
         return time.monotonic() >= described_at + _DESCRIBE_INTERVAL_S
 
     def store(self, calls: ObjectCalls, namespace: Namespace, ttl_ms: int, timeout: float, *, keep: bool) -> None:
-        """Store a description.
+        """Store the description of a namespace.
 
         Parameters
         ----------
@@ -51,9 +53,9 @@ class Descriptions:
         namespace : Namespace
             The namespace.
         ttl_ms : int
-            Milliseconds after which its blocks expire; 0 for never.
+            Milliseconds after which the blocks of the namespace expire; 0 for never.
         timeout : float
-            Seconds that this may take.
+            Seconds that the call may take.
         keep : bool
             If True, nodes never evict the description.
         """
@@ -69,7 +71,7 @@ class Descriptions:
             self._described_at[digest] = now
 
     def forget(self, digest: bytes) -> None:
-        """Forget that a namespace was described, because its description was removed."""
+        """Forget that the description of a namespace is stored, because it was removed."""
         self._described_at.pop(digest, None)
 
 
@@ -79,7 +81,7 @@ def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
     Raises
     ------
     NodeError, ReplicationError
-        The nodes that cannot be asked may have namespaces that no other node has.
+        Some nodes cannot be reached, and they may have namespaces that no other node has.
     """
     found: dict[bytes, Namespace] = {}
     for key, encoded in zip(keys := list(objects.keys(NAMESPACE_MAGIC)), objects.get_many(keys), strict=True):
@@ -98,7 +100,7 @@ def purge(objects: Objects, digest: bytes) -> int:
     Raises
     ------
     NodeError, ReplicationError
-        The nodes that cannot be asked may have blocks that no other node has.
+        Some nodes cannot be reached, and they may have blocks that no other node has.
     """
     calls, removed = objects.best_effort(), 0
     keys = [*objects.keys(KEY_MAGIC + digest)]

@@ -1,7 +1,8 @@
-"""Reasons why a reader finds nothing although there is KV of its model: other weights, data types or layouts.
+"""Reasons why a reader finds nothing although KV of its model is stored: other weights, data types or layouts.
 
-A reader cannot compare keys of other namespaces with its own, but a description of each namespace is stored next to its
-blocks. So a reader learns that there is KV of the model under other settings, but not whether it is of the same tokens.
+A reader cannot compare keys of other namespaces with its own keys, but a description of each namespace is stored next
+to its blocks. From these descriptions a reader learns that KV of the model is stored under other settings, but not
+whether that KV belongs to the same tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from farpool.kv.reasons import Reason
 __all__ = ["Disagreements", "differing_fields"]
 
 _ASK_INTERVAL_S = 60.0
-"""Minimum seconds between two questions to the nodes about their namespaces."""
+"""Minimum seconds between two requests that ask the nodes for their namespaces."""
 _WAITING_LOOKUPS_MAX = 64
-"""Maximum number of lookups that wait for an answer. Beyond that only the latest get an entry in the journal."""
+"""Maximum number of lookups that wait for the nodes' answer. If more lookups wait, only the latest of them get an entry
+in the journal.
+"""
 _COMMON = ("engine", "model", "tenant")
 """A reader's namespace is compared only with namespaces that have the same values in these fields. The tenant is one of
-them because tenants must learn nothing about each other."""
+these fields because tenants must learn nothing about each other."""
 
 
 class Disagreements:
-    """Namespaces that nodes have, compared with a reader's own. Thread-safe.
+    """Compares the namespaces that the nodes store with a reader's own namespace. Thread-safe.
 
-    A thread asks the nodes, at most once a minute, so that no lookup waits. A lookup uses the latest answer; lookups
-    that came before the answer get their journal entries later.
+    A background thread asks the nodes for their namespaces, at most once a minute, so that no lookup has to wait. A
+    lookup uses the latest answer. If no answer has arrived yet, the lookup's journal entry is written when the answer
+    arrives.
 
     Parameters
     ----------
@@ -48,13 +52,13 @@ class Disagreements:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without waiting lookups in the child of a fork, which has no thread that asks."""
+        """Forget waiting lookups in the child of a fork, which has no thread that asks the nodes."""
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
         self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_LOOKUPS_MAX)
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
-        """Return why nothing was found, if it is known, and write it into the journal.
+        """Return why a lookup found nothing, if that is known, and write the reason into the journal.
 
         Parameters
         ----------
@@ -80,7 +84,7 @@ class Disagreements:
         return reason
 
     def _ask(self) -> None:
-        """Ask the nodes, and write journal entries of lookups that have waited for the answer."""
+        """Ask the nodes for their namespaces, and write the journal entries of lookups that wait for the answer."""
         known: Mapping[bytes, Namespace] = {}
         try:
             with contextlib.suppress(FarpoolError, OSError):
@@ -95,14 +99,17 @@ class Disagreements:
             _told(known.values(), ours, request, blocks)
 
     def join(self, timeout: float) -> None:
-        """Wait until no thread asks the nodes, at most `timeout` seconds."""
+        """Wait, at most `timeout` seconds, until the thread that asks the nodes has ended."""
         asking = self._asking
         if asking is not None:
             asking.join(timeout)
 
 
 def _told(known: Iterable[Namespace], ours: Namespace, request: str, blocks: int) -> Reason | None:
-    """Write into the journal how the most similar namespace differs, and return the reason for that difference."""
+    """Write into the journal how the most similar known namespace differs from `ours`; return the reason.
+
+    Return None if blocks of `ours` are stored, or if no namespace of the same engine, model and tenant is known.
+    """
     others = [one for one in known if all(getattr(one, name) == getattr(ours, name) for name in _COMMON)]
     if not others or ours in others:  # the reader's own namespace has blocks, so this block is just absent
         return None
@@ -120,4 +127,6 @@ def differing_fields(one: Namespace, other: Namespace) -> list[str]:
 
 
 _REASONS = {"weights": Reason.OTHER_WEIGHTS, "dtype": Reason.OTHER_DTYPE}
-"""Reasons by the field that differs; the first one counts. A difference in any other field is one of layout."""
+"""Maps a field to the reason to report if this field differs. The first field in this order that differs decides. If
+only other fields differ, the reason is `Reason.OTHER_LAYOUT`.
+"""

@@ -1,10 +1,10 @@
 """Decides between loading and computing for an engine that does not report its compute time.
 
-The time is inferred from the engine's lookups, loads and saves. An engine looks up a run of blocks, computes the blocks
-that are missing, and offers them for saving. The time between lookup and offer is at least the compute time, under the
-engine's present load, because the engine may have done other work in between. So the judge skips a load only if loading
-was measured to take longer than this upper bound of computing. If the judge cannot see what happened to a block, it
-lets the engine load the block.
+This module infers the compute time from the engine's lookups, loads and saves. An engine looks up consecutive blocks of
+a sequence (a run), computes the missing blocks, and then offers them for saving. The time between the lookup and the
+offer is an upper bound of the compute time, because the engine may have done other work in between. So the judge skips
+a load only if loading was measured to take longer than this upper bound. If the judge cannot see whether the engine
+loaded or computed a block, it lets the engine load the block.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from farpool.kv.reasons import Reason
 __all__ = ["EngineJudge", "Run"]
 
 _SAMPLES_MIN = 8
-"""Minimum number of measured loads, and of measured compute times, before the judge decides anything."""
+"""Minimum number of measured loads, and also of measured compute times, before the judge skips any load."""
 _FOLLOWED_BLOCKS_MAX = 1 << 17
-"""Maximum number of blocks that are followed. Beyond that the judge forgets the runs that were looked up first."""
+"""Maximum number of looked-up blocks that the judge remembers. Beyond that, it forgets the runs that were looked up
+first.
+"""
 _COMPUTE_TIME_MAX_S = 300.0
-"""Maximum time from a lookup to a save that counts as a compute time. A later save is not counted, because the engine
-has probably written back blocks that it computed much earlier."""
+"""Maximum time from a lookup to a save that counts as a compute time. If a save comes later, it is not counted, because
+the engine is probably writing back blocks that it computed much earlier."""
 _SHARE_OF_ESTIMATE_MIN = 0.5
-"""Each compute time counts as at least this share of the estimate. Blocks that the engine already had, and offers late,
-seem to have taken no time at all. If the engine has really become faster, the estimate follows within a few samples."""
+"""Each measured compute time counts as at least this share of the estimate. Otherwise blocks that the engine already
+had and offered late would seem to have taken no time at all. If the engine has really become faster, the estimate
+follows within a few samples."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,32 +44,35 @@ class Run:
     Attributes
     ----------
     is_bypassed : bool
-        Tell the engine that none of the blocks was found, because computing them is expected to take less time.
+        If True, report to the engine that none of the blocks was found, because computing them is expected to take less
+        time than loading.
     """
 
     keys: Sequence[Hashable]
     before: int
     there: int
     asked: float
-    """Time of the lookup; once blocks of the run were loaded, the time when the latest load ended."""
+    """Time of the lookup or, if blocks of the run were loaded after it, the time when the latest load ended."""
     since: float
-    """Earliest time at which the engine can have begun to compute."""
+    """Earliest time at which the engine can have begun to compute the blocks."""
     is_bypassed: bool = False
     is_weighed: bool = False
     is_held_out: bool = False
     computed: int = 0
     first: int = 0
-    """Index of the first block that was computed."""
+    """Index in the run of the first block that the engine has computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A block that an engine has looked up, and has neither loaded nor saved yet."""
+    """A block that an engine has looked up, but has neither loaded nor saved yet."""
 
     run: Run
     place: int
     earlier: float
-    """When another request looked the block up first and perhaps began to compute it; infinity if none did."""
+    """Time at which an earlier request looked up the same block, so that it may have begun to compute the block then;
+    infinity if there was no earlier request.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class _Sample:
 class EngineJudge:
     """Decides whether an engine loads the blocks that a lookup has found. Thread-safe.
 
-    It measures the time of loads itself, and infers the compute time (see the top of this module).
+    It measures the time of loads, and infers the compute time from lookups and saves (see the top of this module).
 
     Parameters
     ----------
@@ -89,7 +95,7 @@ class EngineJudge:
     step : int
         Tokens of a block.
     is_on : bool
-        False to switch this off: nothing is measured, and the engine loads everything that is found.
+        If False, nothing is measured, and the engine loads all blocks that a lookup finds.
     clock : callable
         Returns seconds that never go back.
 
@@ -114,7 +120,7 @@ class EngineJudge:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Begin without requests, because results of the parent's lookups reach the parent."""
+        """Forget all lookups in the child of a fork, because only the parent receives their results."""
         self._lock = threading.Lock()
         self._pending: dict[Hashable, _Pending] = {}
         self._runs: OrderedDict[int, Run] = OrderedDict()
@@ -125,7 +131,7 @@ class EngineJudge:
         self._last_load = -math.inf
 
     def cost(self, blocks: int, before: int, payloads: int) -> float:
-        """Estimate the seconds that one payload costs to compute again; 0 if nothing was measured.
+        """Estimate the seconds that computing one payload again takes; 0 if nothing was measured.
 
         Parameters
         ----------
@@ -134,7 +140,8 @@ class EngineJudge:
         before : int
             Number of blocks before them in the sequence.
         payloads : int
-            Number of payloads in which the blocks are stored. Each payload counts an equal part of the blocks' cost.
+            Number of payloads in which the blocks are stored. Each payload gets an equal part of the blocks' compute
+            time.
         """
         return self.judge.prefill_seconds(blocks * self._step, before * self._step) / max(1, payloads)
 
@@ -157,13 +164,13 @@ class EngineJudge:
         there : int
             Number of leading blocks that can be loaded.
         nbytes : int
-            Bytes of these blocks.
+            Bytes of these leading blocks.
         began : float or None
             When the lookup began, by this judge's clock; None for now.
         request : str
             The engine's name of the request, for ``farpool why``.
         before : int
-            Number of blocks before these that the engine has already; 0 if it does not report that.
+            Number of blocks before `keys` whose KV the engine already has; 0 if the engine does not report that.
         """
         now = self.clock()
         began = now if began is None else began
@@ -182,19 +189,19 @@ class EngineJudge:
         return run
 
     def asked_again(self, run: Run) -> None:
-        """Record that an engine looks up blocks of a run again, so it has not begun to compute them."""
+        """Record that an engine looks up the blocks of a run again, so it has not begun to compute these blocks."""
         with self._lock:
             if not run.computed:
                 run.since = self.clock()
 
     def loading(self, keys: Sequence[Hashable], nbytes: int) -> Callable[[Sequence[Reason | None]], None]:
-        """Record that a load of blocks begins, or waits for other loads.
+        """Record that a load of blocks begins, or begins to wait for other loads.
 
         Returns
         -------
         callable
-            Records the end of the load, given for each block None if it was loaded, or why it was not. The caller calls
-            it exactly once, also if the load fails.
+            Records the end of the load. Its argument is a list with, for each block, None if it was loaded, otherwise
+            the reason why not. Call it exactly once, also if the load fails.
         """
         after, under_way = self._last_load, self.judge.begun(nbytes)
 
@@ -228,7 +235,10 @@ class EngineJudge:
             run.asked = run.since = now
 
     def saved(self, keys: Iterable[Hashable]) -> None:
-        """Record that the engine offers blocks for saving: it has computed the blocks that it had looked up before."""
+        """Record that the engine offers blocks for saving.
+
+        So it has computed each of these blocks that it had looked up and not loaded.
+        """
         now = self.clock()
         earliest: dict[int, tuple[Run, float]] = {}
         with self._lock:
@@ -251,12 +261,12 @@ class EngineJudge:
                 self._computed(_Sample(run.computed * self._step, context, now - since, held_out))
 
     def finished(self, run: Run) -> None:
-        """Record that the request of a run has ended, or starts again."""
+        """Forget a run, because its request has ended or starts again."""
         with self._lock:
             self._leave(run)
 
     def stats(self) -> dict[str, int]:
-        """Return as ``load.bypassed`` the number of blocks that were found and not loaded."""
+        """Return the counter ``load.bypassed``: blocks that were found, but that the engine had to compute."""
         with self._lock:
             return {f"load.{Reason.BYPASSED}": self._bypassed} if self._bypassed else {}
 
@@ -276,7 +286,7 @@ class EngineJudge:
             self._leave(next(iter(self._runs.values())))
 
     def _leave(self, run: Run) -> None:
-        """Forget a run, and its blocks unless a later run has looked them up, too."""
+        """Forget a run and its blocks. Blocks that a later run has looked up again stay."""
         if self._runs.pop(id(run), None) is not None:
             self._followed -= len(run.keys)
             for key in run.keys:
@@ -284,10 +294,11 @@ class EngineJudge:
                     del self._pending[key]
 
     def _computed(self, sample: _Sample) -> None:
-        """Record a compute time.
+        """Record a measured compute time.
 
-        The judge waits for the first samples and learns from the slowest of them first. So it has an estimate before it
-        learns from a sample that is far too short, and the estimate limits that sample (`_SHARE_OF_ESTIMATE_MIN`).
+        The judge collects the first samples and then learns them in order, the slowest first. So it has an estimate
+        before it learns a sample that is far too short, and the estimate limits the effect of that sample
+        (`_SHARE_OF_ESTIMATE_MIN`).
         """
         if self._early is None:
             self._learn(sample)

@@ -1,4 +1,7 @@
-"""Blocks in an engine's memory: the buffers that each consists of, and the probe of memory at its first use."""
+"""Finds the buffers of each block in an engine's memory, and probes this memory at its first use.
+
+A probe moves a block of known bytes, to check that the memory is read and written correctly (`farpool.kv.probe`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ __all__ = ["Batch", "EngineMemory"]
 
 @dataclass(slots=True)
 class Batch:
-    """Blocks that one call moves.
+    """Blocks that one call loads or saves.
 
     Attributes
     ----------
@@ -40,10 +43,11 @@ class Batch:
     payloads : list of payloads
         Memory of each block.
     sizes : list of int
-        Bytes of each block.
+        Size of each block in bytes.
     uses : dict
-        One block in each kind of the engine's memory that the call uses, for the probe; empty if the payloads are not
-        in the engine's memory. The values are the number of a group of layers, the memory, and the number of a block.
+        One example block for each kind of engine memory that the call uses, for the probe; empty if the payloads are
+        not in the engine's memory. Each value is the number of a group of layers, the memory, and the number of a
+        block.
     """
 
     request: str | list[str]
@@ -53,11 +57,11 @@ class Batch:
     uses: dict[Hashable, tuple[int, KVMemory, int]] = field(default_factory=dict)
 
     def use(self, step: Step, number: int, memory: KVMemory, block: int) -> None:
-        """Record that a save reads, or a load fills, the memory of a group of layers, at the place of a block."""
+        """Record a block as the example of the memory that a load or save (`step`) uses for a group of layers."""
         self.uses[step, type(memory), number] = number, memory, block
 
     def only(self, numbers: Sequence[int]) -> Batch:
-        """Return a batch of the blocks that have these numbers."""
+        """Return a batch with only the blocks at these indices."""
         return Batch(
             self.request if isinstance(self.request, str) else picked(self.request, numbers),
             picked(self.keys, numbers),
@@ -79,7 +83,7 @@ class EngineMemory:
     Attributes
     ----------
     probe : Probe
-        Probe of memory that is used for the first time.
+        Probes each kind of memory when it is used for the first time.
     """
 
     def __init__(self, shape: Shape, blocks: BlockCache) -> None:
@@ -98,12 +102,12 @@ class EngineMemory:
         memory : KVMemory
             The engine's memory of the sequence.
         needed : iterable of tuple of int and range
-            Groups of layers, and the numbers of the blocks to add.
+            The number of each group of layers, and the numbers of its blocks to add.
 
         Raises
         ------
         ConfigError
-            The memory has no place for a layer, or a place of another size.
+            The memory has no place for a layer, or its place has a wrong size.
         """
         for number, blocks in needed:
             batch.keys += wanted.keys_of(number, blocks)
@@ -115,7 +119,7 @@ class EngineMemory:
                 batch.use("load", number, memory, blocks.start)
 
     def _place(self, number: int, memory: KVMemory, block: int) -> Place:
-        """Return the place of a block of one group of layers."""
+        """Return the place of a block of one group of layers in the engine's memory."""
 
         def payload() -> Payload:
             (target,) = self._targets(number, memory, range(block, block + 1))
@@ -125,7 +129,7 @@ class EngineMemory:
         return Place(memory, self._shape.groups[number].layers, block * tokens, (block + 1) * tokens, payload)
 
     def _targets(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload]:
-        """Return the memory of blocks of a group of layers, which must have a place for each block."""
+        """Return the memory of each block of a group of layers; raise `ConfigError` if a block has no place."""
         payloads = self.payloads(number, memory, blocks)
         if None in payloads:
             block, layers = blocks[payloads.index(None)], self._shape.groups[number].layers
@@ -133,12 +137,12 @@ class EngineMemory:
         return cast("Sequence[Payload]", payloads)
 
     def payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
-        """Return the memory of blocks of a group of layers; None for a block that the engine does not have whole.
+        """Return the memory of each block of a group of layers; None for a block that is not completely there.
 
         Raises
         ------
         ConfigError
-            The memory of a block has another size.
+            The memory of a block has a wrong size.
         """
         one, tokens = self._shape.groups[number], self._shape.block
         payloads: Sequence[Payload | None]
@@ -157,7 +161,7 @@ class EngineMemory:
         return payloads
 
     def admit(self, step: Step, batch: Batch, until: float, *, through_nodes: bool = True) -> Reason | None:
-        """Probe memory that is used for the first time; return why the batch may not be moved.
+        """Probe memory that is used for the first time; return why the batch must not be moved.
 
         Parameters
         ----------
@@ -166,9 +170,9 @@ class EngineMemory:
         batch : Batch
             The blocks.
         until : float
-            End of the time of the call.
+            Deadline of the call, by the monotonic clock.
         through_nodes : bool
-            See `Probe.admit`.
+            False if the call needs no node, so that the probe may use a copy in memory instead.
         """
         make = loading_block if step == "load" else saving_block
         return self.probe.admit(
@@ -183,7 +187,7 @@ class EngineMemory:
 
 
 def _payload(memory: KVMemory, layers: Iterable[int], start: int, stop: int) -> Payload | None:
-    """Return the memory of some tokens' KV of several layers, or None if the engine does not have all of it."""
+    """Return the memory of the KV of tokens `start` to `stop` in several layers; None if a part is missing."""
     parts: list[Buffer | Slices] = []
     for layer in layers:
         own = memory.parts(layer, start, stop)

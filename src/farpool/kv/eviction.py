@@ -1,10 +1,11 @@
 """Chooses which blocks a KV cache evicts, by their cost, their size, and how soon they are used again.
 
-Blocks form prefixes, and a block without its predecessor is useless, so prefixes are evicted from their ends. The
-policy is chosen while the cache runs. Shadow caches of all candidates (LRU, ARC, S3-FIFO, W-TinyLFU, GDSF, and expected
-reuse, which learns reuse times from the blocks themselves) keep metadata of a sample of the blocks. A policy takes
-over, with the present blocks, when its shadow saves significantly more recomputing than the shadow of the policy in
-use. The first policy is LRU. This class moves no bytes; its caller evicts the blocks that it returns.
+Blocks form prefixes, and a block is useless without the block before it (its parent), so prefixes are evicted from
+their ends. The eviction policy is chosen while the cache runs. Each candidate policy (LRU, ARC, S3-FIFO, W-TinyLFU,
+GDSF, and expected reuse, which learns reuse times from the blocks themselves) has a shadow cache, which keeps only
+metadata, for a sample of the blocks. The first policy is LRU. If the shadow cache of another policy saves significantly
+more recomputing than the shadow cache of the policy in use, the cache continues with the other policy and its present
+blocks. This module moves no bytes: it returns the blocks to evict, and its caller evicts them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from farpool.errors import ConfigError
 __all__ = ["POLICIES", "Eviction", "EvictionStats", "ShadowStats", "TenantStats"]
 
 POLICIES: tuple[str, ...] = online_policy_names()
-"""Names of the candidate policies; the first one is used in the beginning."""
+"""Names of the candidate policies. A cache starts with the first of them."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -35,11 +36,11 @@ class TenantStats:
     blocks, nbytes : int
         Blocks in the cache, and their bytes.
     hits, hit_bytes : int
-        Touches of blocks in the cache, and the bytes of these blocks.
+        Number of hits, and the bytes of the hit blocks, counted again at each hit.
     saved_seconds : float
-        Sum of the costs of the touched blocks.
+        Sum of the costs of the hit blocks, in seconds of computing.
     inserted, refused, evicted : int
-        Blocks that were inserted, that were refused, and that were evicted.
+        Numbers of blocks that were inserted, refused, and evicted.
     """
 
     blocks: int
@@ -54,7 +55,7 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """Hits of a shadow cache in the sample, and the seconds of recomputing that they would have saved."""
+    """Hits of a shadow cache in its sample of blocks, and the seconds of recomputing that they would save."""
 
     policy: str
     hits: int
@@ -70,11 +71,11 @@ class EvictionStats:
     policy : str
         The policy in use.
     switches : int
-        How often another policy took over.
+        How often the policy has changed.
     capacity, nbytes, blocks : int
         Maximum bytes, bytes in the cache, and number of blocks.
     sampled : int
-        One block in this many is in the sample of the shadows.
+        One in this many blocks belongs to the sample that the shadow caches track.
     """
 
     policy: str
@@ -88,14 +89,14 @@ class EvictionStats:
 
 
 class Eviction(Generic[Key]):
-    """Keeps track of the blocks of a cache with a byte capacity, and chooses victims. Not thread-safe.
+    """Keeps track of the blocks of a cache with a byte capacity, and chooses the blocks to evict. Not thread-safe.
 
     Parameters
     ----------
     capacity : int
         Maximum bytes of all blocks together.
     policy : str
-        One of `POLICIES` to use always, without shadows; empty to choose while the cache runs.
+        One of `POLICIES` to use always, without shadow caches; empty to choose while the cache runs.
 
     Raises
     ------
@@ -115,26 +116,26 @@ class Eviction(Generic[Key]):
     def insert(self, key: Key, size: int, cost: float, parent: Key | None = None, tenant: str = "") -> list[Key]:
         """Insert a block, and return the blocks to evict for it.
 
-        A block that is in the cache already stays as it is. A block is refused if its predecessor is not in the cache,
-        if there is no room for it in addition to the pinned blocks, or if its victims are worth more.
+        A block that is in the cache already stays as it is. A block is refused if its parent is not in the cache, if it
+        does not fit next to the pinned blocks, or if the blocks that would have to be evicted are worth more.
 
         Parameters
         ----------
         key : hashable
             Name of the block: bytes, a string or a whole number.
         size : int
-            Bytes, at least 1.
+            Size in bytes, at least 1.
         cost : float
             Seconds of computing the block again.
         parent : hashable, optional
-            The block before it in its prefix; None for the first one.
+            The block before it in its prefix; None for the first block.
         tenant : str
             Tenant whose counts include the block.
 
         Returns
         -------
         list
-            Keys of the evicted blocks; `key` itself is last if it was refused.
+            Keys of the evicted blocks; if `key` was refused, it is the last of them.
 
         Raises
         ------
@@ -165,14 +166,14 @@ class Eviction(Generic[Key]):
         return left
 
     def touch(self, key: Key) -> bool:
-        """Count a hit; return False if the block is not in the cache."""
+        """Count a hit of a block; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.touch(number)
 
     def remove(self, key: Key) -> bool:
         """Remove a block, even if it is pinned; return False if it is not in the cache.
 
-        Its successors are evicted before all other blocks.
+        The blocks after it in its prefix are then useless, so they are evicted before all other blocks.
         """
         number = self._ids.pop(key, None)
         if number is None:
@@ -181,17 +182,20 @@ class Eviction(Generic[Key]):
         return self._core.remove(number)
 
     def pin(self, key: Key) -> bool:
-        """Pin a block and its predecessors until as many unpins; return False if it is not in the cache."""
+        """Pin a block and all blocks before it in its prefix; return False if the block is not in the cache.
+
+        The pin lasts until `unpin` was called as often as `pin`.
+        """
         number = self._ids.get(key)
         return number is not None and self._core.pin(number)
 
     def unpin(self, key: Key) -> bool:
-        """Remove one pin; return False if the block is not in the cache."""
+        """Remove one pin of a block; return False if the block is not in the cache."""
         number = self._ids.get(key)
         return number is not None and self._core.unpin(number)
 
     def use_policy(self, policy: str) -> None:
-        """Continue with another policy and the present blocks.
+        """Continue with another policy, and keep the blocks that are in the cache.
 
         Raises
         ------
@@ -213,7 +217,7 @@ class Eviction(Generic[Key]):
         return self._core.used
 
     def stats(self) -> EvictionStats:
-        """Return the counts so far, by tenant and by shadow."""
+        """Return all counts so far, by tenant and by shadow cache."""
         core = self._core
         counts = core.tenants()
         tenants = {name: _of(counts[number]) for name, number in self._tenants.items() if number < len(counts)}
@@ -243,6 +247,6 @@ def _of(counts: TenantCounts) -> TenantStats:
 
 
 def _id(key: Hashable) -> int:
-    """Return the number of a key for the native core: the same in each process, and never 0."""
+    """Return the number that identifies a key in the native core: the same in each process, and never 0."""
     data = key if isinstance(key, bytes) else repr(key).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) or 1

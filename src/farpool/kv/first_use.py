@@ -1,9 +1,10 @@
 """Blocks of an engine's memory for the probe that `farpool.kv.PrefixCache` makes at the first save or load.
 
-A load may write into the memory that it was given, so the probe loads random bytes into it. A save may only read the
-engine's memory, so the probe saves the bytes that are in the memory, and loads them into new memory. Each of these
-probes moves the bytes through the engine's memory in one direction only, because a memory that swaps two heads in both
-directions would pass a probe that goes there and back.
+A probe moves a known block and compares the result, to check that memory is read and written correctly. A load may
+write into the engine's memory, so its probe loads random bytes into that memory. A save may only read the engine's
+memory, so its probe saves the bytes that are there, and loads them into new memory. So each probe moves bytes through
+the engine's memory in one direction only. A probe in both directions would miss some faults: memory functions that swap
+two heads both when they read and when they write would return the right bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Place:
     start, stop : int
         First token of the block, and the first token after it.
     payload : callable
-        Return the block's memory in the form that a save or a load takes.
+        Returns the block's memory in the form that saves and loads use.
     """
 
     memory: KVMemory
@@ -52,13 +53,13 @@ class Place:
     payload: Callable[[], Payload]
 
     def read(self) -> bytes:
-        """Copy the block from the tensors, or from the buffers that the engine names if it has no tensors."""
+        """Return a copy of the block's bytes, from the engine's tensors or, without tensors, from its buffers."""
         if isinstance(self.memory, TensorMemory):
             return b"".join(self.memory.read(layer, self.start, self.stop) for layer in self.layers)
         return b"".join(part.tobytes() for layer in self.layers for part in self._parts(layer))
 
     def write(self, data: bytes) -> None:
-        """Replace the block's bytes."""
+        """Replace the block's bytes by `data`."""
         at = 0
         for layer in self.layers:
             if isinstance(self.memory, TensorMemory):
@@ -79,7 +80,7 @@ class Place:
 
 
 def loading_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the block of a probe from memory that may be written, with one place for each group of layers."""
+    """Make the known block for the probe of a load, from one place in writable memory for each group of layers."""
     ends = [*accumulate((len(place.read()) for place in places), initial=0)]
 
     def write(data: bytes) -> None:
@@ -96,7 +97,7 @@ def loading_block(places: Sequence[Place]) -> EngineBlock:
 
 
 def saving_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the block of a probe from memory that may only be read, with one place for each group of layers."""
+    """Make the known block for the probe of a save, from one place in read-only memory for each group of layers."""
     known = [place.read() for place in places]
     ends = [*accumulate(map(len, known), initial=0)]
     own = EngineBlock.private(ends[-1])

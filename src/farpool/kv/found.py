@@ -1,4 +1,4 @@
-"""Result of a lookup of blocks."""
+"""The answer to a lookup of several blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Found:
     Attributes
     ----------
     answers : sequence of int, None, Exception or Reason
-        For each key the bytes of its stored object, header included. If the block cannot be loaded: None if it is
-        absent, or else the error or the reason.
+        For each key the size of its stored object in bytes, header included. If the block cannot be loaded: None if no
+        node has it, otherwise the error or the reason.
     """
 
     answers: Sequence[int | Exception | Reason | None]
 
     @property
     def is_whole(self) -> bool:
-        """True if every block is there."""
+        """True if every block can be loaded."""
         try:
             sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
         except TypeError:
@@ -39,17 +39,17 @@ class Found:
 
     @cached_property
     def sizes(self) -> Sequence[int | None]:
-        """For each key the bytes of the payload as it is stored; None if the block cannot be loaded."""
+        """For each key the size of its stored payload in bytes; None if the block cannot be loaded."""
         return [max(0, one - HEADER_BYTES) if isinstance(one, int) else None for one in self.answers]
 
     @cached_property
     def reasons(self) -> Sequence[Reason | None]:
-        """For each key why its block cannot be loaded; None if it can."""
+        """For each key the reason why its block cannot be loaded; None if it can."""
         return [reason_of(one) for one in self.answers]
 
     @cached_property
     def leading(self) -> int:
-        """Number of blocks before the first that is missing."""
+        """Number of blocks before the first missing block."""
         if self.is_whole:
             return len(self.answers)
         return next(number for number, one in enumerate(self.answers) if not isinstance(one, int))

@@ -1,4 +1,7 @@
-"""KV that one process leaves for another, and the note with which the other process takes it."""
+"""Results of `PrefixCache.demote` and `PrefixCache.handoff`, and the note of a handoff.
+
+In a handoff one process keeps KV for another process. The other process finds the KV with a note.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ class Demoted:
     Attributes
     ----------
     blocks : int
-        Number of blocks that are in the lower tier now, or on their way there.
+        Number of blocks that are in the lower tier now, or are being moved there.
     reasons : mapping of Reason to int
-        Number of the other blocks for each reason: `Reason.ABSENT` are not stored at all, `Reason.NO_LOWER_TIER`,
-        `Reason.PINNED` and `Reason.FULL` stay in memory.
+        Number of the other blocks for each reason: with `Reason.ABSENT` a block is not stored at all; with
+        `Reason.NO_LOWER_TIER`, `Reason.PINNED` and `Reason.FULL` it stays in memory.
     """
 
     blocks: int
@@ -39,11 +42,11 @@ class Handoff:
     Attributes
     ----------
     note : bytes
-        Argument for the other process's `take`.
+        Argument of `PrefixCache.take` in the other process.
     blocks : int
-        Number of blocks that are kept for it.
+        Number of blocks that are kept.
     reasons : mapping of Reason to int
-        Number of the other blocks for each reason. They may be evicted before the other process takes them.
+        Number of blocks that are not kept, for each reason. They may be evicted before the other process calls `take`.
     """
 
     note: bytes
@@ -52,22 +55,22 @@ class Handoff:
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Names of the blocks that one process hands to another.
+    """Contents of the note that one process (the giver) hands to another, which name the blocks.
 
     Attributes
     ----------
     namespace : bytes
         Digest of the giver's namespace.
     chains : list of bytes
-        Hashes of the tokens, block by block.
+        For each block the hash of all tokens up to its end.
     owner : bytes
-        Name of the sequence as the owner of its pins.
+        Name of the sequence, used as the owner of its pins.
     ttl : float
         Seconds for which the blocks are kept.
     kept : int
         Number of blocks that the giver keeps.
     salt : bytes
-        Salt of the sequence. Notes of releases without salts have none.
+        Salt of the sequence. It is missing in notes of releases that had no salts.
     """
 
     namespace: bytes
@@ -93,5 +96,5 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def counted(outcomes: Sequence[Reason | None]) -> Mapping[Reason, int]:
-    """Return the number of blocks for each reason."""
+    """Return how many blocks have each reason."""
     return Counter(reason for reason in outcomes if reason is not None)

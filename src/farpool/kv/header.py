@@ -1,8 +1,8 @@
 """The 64 bytes before each payload, which identify its block.
 
-The store's CRC32C shows that the bytes of a key are whole. The header shows that they belong to this key and namespace,
-in this version of the layout. So a mistake in an engine, a connector or a key becomes a miss, and never gives an engine
-the KV of another request.
+The store's CRC32C shows that the bytes stored under a key are whole. The header shows that the bytes belong to this key
+and namespace, in this version of the layout. So a mistake in an engine, a connector or a key becomes a miss, and never
+gives an engine the KV of another request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAGIC = b"fpkv"
 _VERSION = 1
 _LAYOUT_VERSION = 1
 _HEADER = struct.Struct("<4sHHQ16s16sQ8x")
-"""Magic, version of this header, version of the layout, bytes of the payload before compression, digest of the
+"""Fields: magic, version of this header, version of the layout, bytes of the payload before compression, digest of the
 namespace, digest of the key, bytes of the stored payload."""
 HEADER_BYTES = _HEADER.size
 
@@ -40,14 +40,14 @@ def pack_header(key: bytes, nbytes: int, stored: int) -> bytes:
 
 
 def check_header(header: bytes | bytearray | memoryview, key: bytes, nbytes: int, stored: int) -> Reason | None:
-    """Compare a header with what the reader expects.
+    """Compare a header with the header that the reader expects.
 
     Parameters
     ----------
     header : buffer
         The 64 bytes.
     key, nbytes, stored
-        See `pack_header`.
+        As in `pack_header`.
 
     Returns
     -------

@@ -1,7 +1,8 @@
 """The journal of a process: the steps of its latest requests, for ``farpool why``.
 
-Each process has one journal of limited length, and all its caches write to it. Other processes of the same user read it
-over a Unix socket: they send a request's name or a part of it as text, empty for all, and receive one reply in JSON.
+Each process has one journal of limited length, and all its caches write to it. Other processes of the same user read
+the journal over a Unix socket: they send a request's name or a part of the name as text (empty for all requests), and
+receive one reply in JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["Entry", "journal_folder", "record", "recorded", "runs"]
 
 _ENTRIES_MAX = 10_000
 _NAME_CHARACTERS_MAX = 256
-"""Maximum number of characters of a request's name that are kept, because the engine's users may choose the name."""
+"""Number of characters after which a request's name is cut, because the engine's users may choose names of any
+length."""
 _QUERY_BYTES_MAX = 4 * _NAME_CHARACTERS_MAX
 _SOCKET_TIMEOUT_S = 2.0
 _ACCEPT_PAUSE_S = 0.5
@@ -66,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 def journal_folder() -> Path:
-    """Return the folder of this user's sockets: in the runtime folder, or in the folder for temporary files."""
+    """Return the folder of this user's sockets: in ``XDG_RUNTIME_DIR`` if that is set, otherwise in ``/tmp``."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "farpool" if runtime else Path(f"/tmp/farpool-{os.getuid()}")
 
@@ -85,7 +87,10 @@ class _Journal:
         self._listener: socket.socket | None = None
 
     def forked(self) -> None:
-        """Begin again in a forked child; its copy of the socket would accept connections after the parent has ended."""
+        """Start an empty journal in a forked child, and close the child's copy of the socket.
+
+        Otherwise the copy would still accept connections after the parent has ended.
+        """
         if self._listener is not None:
             self._listener.close()
         self._begin()
@@ -137,13 +142,13 @@ class _Journal:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return True if only this user can put a socket into a folder."""
+    """Return True if only this user can create a socket in this folder."""
     about = folder.lstat()
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
 def _delete(path: Path, owner: int) -> None:
-    """Delete a socket at the end of its process; a child of a fork leaves its parent's socket alone."""
+    """Delete a socket when its process `owner` ends. In a forked child this does nothing."""
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
 
@@ -165,20 +170,26 @@ def _name(request: str) -> str:
 
 
 def _of_request(entries: Sequence[Entry], request: str) -> list[Entry]:
-    """Return the entries of the request with this name; if there are none, of requests whose names contain it."""
+    """Return the entries of the request with exactly this name.
+
+    If there are none, return the entries of all requests whose names contain it.
+    """
     exact = [entry for entry in entries if entry.request == request] if request else []
     return exact or [entry for entry in entries if request in entry.request]
 
 
 def recorded(request: str = "") -> list[Entry]:
-    """Return this process's entries of a request, or of requests whose names contain a text, the oldest first."""
+    """Return this process's entries of a request, the oldest first.
+
+    If no request has exactly this name, return the entries of all requests whose names contain it.
+    """
     return _of_request(_journal.entries.copy(), _name(request))
 
 
 def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
-    """Ask all processes of this user that have a journal.
+    """Read the journals of all processes of this user.
 
-    Sockets of processes that have ended are deleted.
+    This deletes sockets of processes that have ended.
 
     Parameters
     ----------
@@ -197,7 +208,7 @@ def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
 
 
 def _asked(request: str) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield the identifier of each process that has a journal, and its entries of a request."""
+    """Yield the process identifier of each journal of this user, and the journal's entries of a request."""
     folder = journal_folder()
     if not folder.exists() or not _is_own(folder):
         return

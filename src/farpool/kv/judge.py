@@ -1,4 +1,8 @@
-"""Decides for each request whether found KV is loaded, counts the decisions, and measures what loading has gained."""
+"""Decides for each request whether found KV is loaded, counts the decisions, and measures what loading has gained.
+
+A few requests, the hold-out, compute although they could load, to measure the gain. A few others, the probes, load
+although computing seems faster. While loading costs time, the cache stands aside: most requests compute.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,17 @@ from farpool.kv.reasons import Reason
 __all__ = ["Judge"]
 
 _PROBE_PERIOD = 32
-"""One of this many requests for which computing seems faster loads anyway, to notice that a link has recovered."""
+"""One of this many requests for which computing seems faster loads anyway (a probe), to notice that a slow link has
+recovered.
+"""
 _ASIDE = "loading has cost time lately"
 _LOAD_SHARE_MAX = 2.0
-"""A load counts as at most this many times the compute time, because an abandoned load costs no more. Without the
-bound, a few loads over a stalled link would dominate the mean."""
+"""The time of a load counts as at most this many times the expected compute time, because an engine that abandons a
+load and computes loses no more. Without the bound, a few loads over a stalled link would dominate the mean."""
 
 
 class Judge:
-    """Keeps measured times of computing and loading, checks them by a hold-out, and decides. Thread-safe.
+    """Keeps measured times of computing and loading, checks them with a hold-out, and decides. Thread-safe.
 
     A cache calls `decide` before it loads, and reports how long loads and computing have taken.
 
@@ -41,17 +47,19 @@ class Judge:
         self._lock = threading.Lock()
 
     def begin_in_child(self) -> None:
-        """Reset the lock and the loads under way in the child of a fork; they belong to the parent's threads."""
+        """Reset the lock and the number of bytes under way in the child of a fork, which has none of these loads."""
         self._lock = threading.Lock()
         self._under_way = 0
 
     def planned(self, tokens: int, nbytes: int, *, step: int) -> Plan | None:
-        """Return a plan that loads all blocks of a request; None if it would compute. Nothing is decided yet.
+        """Return a plan that loads all blocks of a request, or None if the judge would compute.
+
+        This decides nothing yet.
 
         Parameters
         ----------
         tokens, nbytes, step
-            See `CostModel.plan`.
+            As in `CostModel.plan`.
         """
         with self._lock:
             if self._gain is not None and self._gain.next_arm != "load":
@@ -75,7 +83,7 @@ class Judge:
         Parameters
         ----------
         tokens, nbytes, step, split, context
-            See `CostModel.plan`.
+            As in `CostModel.plan`.
         request : str
             Name of the request, for ``farpool why``.
         plan : Plan, optional
@@ -84,8 +92,9 @@ class Judge:
         Returns
         -------
         tuple of Plan and Arm
-            Load nothing if the plan computes all tokens. After a hold-out, report the compute time with ``held_out``.
-            Do not report the gain of a probe, because without the probe the request would have computed.
+            The plan, and the arm ``load``, ``hold-out`` or ``probe``. If the plan computes all tokens, load nothing.
+            After a hold-out, call `computed` with ``held_out``. After a probe, do not call `gained`, because without
+            the probe the request would have computed.
         """
         arm: Arm = "load"
         with self._lock:
@@ -126,19 +135,19 @@ class Judge:
             self._under_way -= nbytes
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Record that a complete load took `seconds`, with `nbytes` bytes under way, including other loads."""
+        """Record that a complete load took `seconds` while `nbytes` bytes, including other loads, were under way."""
         with self._lock:
             self._cost.loaded(nbytes, seconds)
 
     def gained(self, tokens: int, usable: int, seconds: float, *, compute: int = 0) -> None:
-        """Compare a load with computing the same tokens.
+        """Record the time of a load, and compare it with the expected time of computing the same tokens.
 
         Parameters
         ----------
         tokens : int
-            Tokens that the engine should have after the load, including `compute`.
+            Tokens whose KV the engine should have after the load, including the `compute` tokens.
         usable : int
-            Tokens that it has; it computes the rest.
+            Tokens whose KV the engine really has; it computes the rest.
         seconds : float
             Time that the load took, including the lookup.
         compute : int
@@ -153,7 +162,7 @@ class Judge:
                 self._gain.add("load", taken if expected is None else min(taken, _LOAD_SHARE_MAX * expected), expected)
 
     def missed(self, tokens: int, seconds: float) -> None:
-        """Record a lookup that found nothing; it cost `seconds` compared with having no cache."""
+        """Record a lookup that found nothing, and that cost `seconds` compared with having no cache."""
         with self._lock:
             self._saved -= seconds
             expected = self._cost.prefill_seconds(tokens)
@@ -163,7 +172,9 @@ class Judge:
                 self._gain.add("load", expected + min(seconds, expected), expected)
 
     def passes_over(self, tokens: int, step: int, request: str = "") -> bool:
-        """Return True if a request should skip the lookup, because loading costs time; it counts as a hold-out.
+        """Return True if a request should compute without a lookup, because the cache stands aside.
+
+        Such a request counts as a hold-out.
 
         Parameters
         ----------
@@ -191,7 +202,7 @@ class Judge:
         tokens, context : int
             Number of tokens, and of the tokens before them.
         seconds : float
-            Time without the lookup, because without a cache there would be none.
+            Compute time without the time of the lookup, because an engine without a cache makes no lookup.
         held_out : bool
             True if the decision for the request was a hold-out.
         """
@@ -211,8 +222,8 @@ class Judge:
         Returns
         -------
         dict
-            ``gain``: see `NetGain.stats`, None without a hold-out; ``saved_seconds``: expected compute time minus load
-            time, negative if loads took longer; ``decisions``: number of decisions by kind.
+            ``gain``: result of `NetGain.stats`, None without a hold-out; ``saved_seconds``: expected compute time minus
+            load time, summed over all loads, negative if loads took longer; ``decisions``: number of decisions by kind.
         """
         with self._lock:
             gain = None if self._gain is None else self._gain.stats()

@@ -1,4 +1,8 @@
-"""Keys of KV blocks: a namespace, the hash of all tokens up to the block's end, a group of layers and a shard."""
+"""Keys of KV blocks: a namespace, the hash of all tokens up to the block's end, a group of layers and a shard.
+
+A shard is the part of the KV that one rank has. The hashes form a chain: each hash is made from the hash before it and
+the tokens of its block.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,8 @@ _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
 _U32_MAX = 0xFFFFFFFF
 _SALT = b"farpool.kv.transformers salt"
-"""Hashed before a salt, so that no tokens give the same hash. It must never change, because farpool would then not find
-KV that earlier releases stored with a salt."""
+"""Prefix that is hashed together with a salt, so that no sequence of tokens gives the same hash. It must never change,
+because farpool would then not find KV that earlier releases stored with a salt."""
 
 
 def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
@@ -44,11 +48,11 @@ def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) ->
     namespace : bytes
         Digest of the namespace, 16 bytes.
     chain : bytes
-        The engine's hash of all tokens up to the end of the block, 1 to 32 bytes; shorter ones are padded with zeros.
+        The engine's hash of all tokens up to the end of the block, 1 to 32 bytes. Shorter hashes are padded with zeros.
     group : int
         Number of the group of layers.
     shard : int
-        Number of the part that one rank has.
+        Number of the rank whose part of the KV is stored.
 
     Raises
     ------
@@ -88,7 +92,7 @@ def salt_bytes(salt: bytes | str) -> bytes:
 
 
 def chain_seed(namespace: bytes, salt: bytes) -> bytes:
-    """Return the hash before the first block of a sequence with this salt; an empty salt means none."""
+    """Return the bytes with which the hash chain of a sequence starts; the namespace if `salt` is empty."""
     return hashlib.sha256(_SALT + namespace + salt).digest() if salt else namespace
 
 
@@ -104,11 +108,11 @@ def token_keys(
     page : int
         Tokens of a block.
     namespace : bytes
-        Digest of the namespace, 16 bytes; the hash of the first block's tokens begins with it, or with `chain_seed`.
+        Digest of the namespace, 16 bytes. The chain of hashes starts from it, or with a salt from `chain_seed`.
     groups : int
         Number of groups of layers.
     shard : int
-        Number of the part that one rank has.
+        Number of the rank whose part of the KV is stored.
     salt : bytes
         Bytes that name everything else on which the KV depends; sequences with different salts have no common key.
 
@@ -137,7 +141,7 @@ def group_of(key: bytes) -> int:
 
 
 def namespace_key(digest: bytes) -> bytes:
-    """Compose the key under which a namespace's own description is stored."""
+    """Compose the key under which the description of a namespace is stored."""
     return NAMESPACE_MAGIC + digest
 
 
@@ -151,7 +155,8 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     page : int
         Tokens of a page.
     prior : bytes
-        Hash before the first page, empty for none: the seed of a namespace, or the chain of earlier pages.
+        Hash from which the first page continues: the seed of a namespace, or the hash of an earlier page; empty for
+        none.
 
     Returns
     -------
@@ -181,7 +186,7 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
 
 
 def _wide_pages(tokens: Sequence[int], page: int) -> list[bytes]:
-    """Return the bytes of pages; in a page with a token above 32 bits, all tokens have 64 bits."""
+    """Return the bytes to hash for each page. A page with a token above 32 bits stores all its tokens in 64 bits."""
     try:
         wide = array("Q", tokens)
     except (OverflowError, TypeError, ValueError) as error:

@@ -17,25 +17,25 @@ __all__ = ["Link", "closed_error"]
 
 
 def closed_error() -> StoreClosedError:
-    """Return the error of a call after the cache was closed."""
+    """Return the error that calls raise after the cache was closed."""
     return StoreClosedError("this cache of KV blocks was closed; make a new one")
 
 
 class Link:
-    """Connection that the first call of each process opens. Thread-safe.
+    """Connection to a store or pool, which the first call in each process opens. Thread-safe.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of nodes, or a store or objects in a pool. This class does not close a store or objects that it was
-        given.
+        Addresses of nodes, or a store or objects in a pool. If the caller passes a store or objects, this class does
+        not close them.
     open_store : callable
         Opens a store on these addresses.
 
     Raises
     ------
     ConfigError
-        A setting of the store is wrong. No node is asked yet.
+        A setting of the store is wrong. The nodes are not contacted yet.
     """
 
     def __init__(self, nodes: Sequence[str] | Objects, open_store: Callable[..., Store]) -> None:
@@ -50,12 +50,12 @@ class Link:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without connections in the child of a fork, which cannot use its parent's."""
+        """Start without connections in the child of a fork, which cannot use its parent's connections."""
         self._lock = threading.Lock()
         self._opened: tuple[Objects, ObjectCalls] | None = None
 
     def calls(self, seconds: float = math.inf) -> ObjectCalls:
-        """Return the calls of the store, and open it first if no call in this process has.
+        """Return the calls of the store, and open the store first if it is not open in this process.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class Link:
         return opened[1] if opened is not None and not self._refuses else self._open()[1]
 
     def objects(self) -> Objects:
-        """Return the store or the objects in a pool; raises `StoreClosedError` if the cache is closed."""
+        """Return the store or the objects in a pool; raise `StoreClosedError` if the cache is closed."""
         return self._open()[0]
 
     def _open(self) -> tuple[Objects, ObjectCalls]:
@@ -90,14 +90,14 @@ class Link:
             return self._opened
 
     def is_mapped(self) -> bool:
-        """Return True if all nodes are on this host and mapped: a lookup takes microseconds."""
+        """Return True if lookups read memory of this host, without a request to a node."""
         try:
             return self.calls().is_mapped()
         except FarpoolError:
             return False
 
     def refuse(self) -> None:
-        """Refuse calls from now on; calls that have begun go on."""
+        """Refuse new calls from now on; running calls continue."""
         with self._lock:
             self._refuses = True
 

@@ -1,4 +1,7 @@
-"""Lookups of prefixes, and the decision how much of each the engine should load."""
+"""Lookups of prefixes, and the decision how much of each prefix the engine should load.
+
+Blocks in the memory of this process are called near; all other blocks have to come from nodes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _LOOKUP_TIMEOUT_MIN_S = 0.01
 
 
 class Lookups:
-    """Looks prefixes up in the memory of this process and on the nodes. Thread-safe.
+    """Looks up prefixes in the memory of this process and on the nodes. Thread-safe.
 
     Parameters
     ----------
@@ -44,7 +47,7 @@ class Lookups:
     peers : Peers
         The other ranks.
     decides : bool
-        This rank decides whether a prefix is loaded; otherwise it loads all that it finds.
+        True if this rank decides whether a prefix is loaded. Otherwise it loads all blocks that it finds.
     """
 
     def __init__(
@@ -63,24 +66,25 @@ class Lookups:
         self._disagreements.begin_in_child()
 
     def close(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a thread that asks the nodes."""
+        """Wait up to `timeout` seconds for the thread that asks the nodes for their namespaces, if it runs."""
         self._disagreements.join(timeout)
 
     def match(
         self, wanted: Iterable[Wanted], split: bool, timeout: float | None, exchange: Exchange | None
     ) -> list[Match]:
-        """Look up sequences with one request, and decide about each, together with the other ranks.
+        """Look up sequences with one request, and agree with the other ranks how much of each sequence to load.
 
         Parameters
         ----------
         wanted : iterable of Wanted
-            Blocks of each sequence. If making them raises an error, the other ranks do not wait for this one.
+            Blocks of each sequence. If the iterable raises an error, the other ranks do not wait for this one.
         split : bool
             The engine can compute the first tokens while the others are loaded.
         timeout : float or None
-            Seconds that it may take; None for the cache's own time, or less if computing takes less.
+            Seconds that the lookup may take. None for the cache's own timeout or, if that is shorter, the expected
+            compute time.
         exchange : callable or None
-            The exchange of this lookup.
+            The exchange in which the ranks agree on this lookup; None if there are no ranks to agree with.
         """
         try:
             matches = self._match_here(list(wanted), split, timeout)
@@ -91,7 +95,7 @@ class Lookups:
         return self._peers.agree(matches, exchange)
 
     def _match_here(self, wanted: Sequence[Wanted], split: bool, timeout: float | None) -> list[Match]:
-        """Look up sequences, and decide about each as far as this rank can."""
+        """Look up sequences, and decide about each sequence before the ranks agree."""
         step = self._shape.block
         passed = [bool(one.blocks) and self._judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
         asked = [one for one, over in zip(wanted, passed, strict=True) if not over]
@@ -144,7 +148,7 @@ class Lookups:
         Parameters
         ----------
         wanted, found : Wanted and Found
-            Blocks of the sequence, and the answers for them.
+            Blocks of the sequence, and the lookup's answers for them.
         near : collection of bytes
             Keys of blocks that are in the memory of this process.
         split : bool
@@ -152,7 +156,8 @@ class Lookups:
         seconds : float
             Time that the lookup took.
         plan : Plan, optional
-            Plan for all of these blocks that was made before; it counts if all of them come from nodes.
+            Plan that was made earlier for loading all of these blocks from nodes. It is ignored if blocks are missing
+            or near.
         """
         shape = self._shape
         usable, reason = shape.usable(found, wanted.blocks)
@@ -194,7 +199,7 @@ class Lookups:
         )
 
     def _far_bytes(self, wanted: Wanted, usable: int, near: Collection[bytes]) -> int:
-        """Return the bytes of usable blocks that have to come from nodes."""
+        """Return the number of bytes that have to come from nodes to load `usable` blocks of the sequence."""
         if not near:
             return self._shape.nbytes(usable)
         return sum(
@@ -206,7 +211,7 @@ class Lookups:
 
 
 def _passed_over(wanted: Wanted) -> Match:
-    """Return the match of a sequence that was not looked up."""
+    """Return the match of a sequence that was not looked up, because the cache stands aside."""
     plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
     weights = wanted.namespace.weights
     return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, wanted.salt, "hold-out", 0.0, wanted, 0)

@@ -1,4 +1,4 @@
-"""An engine's memory of KV: its layers, how they are stored together, and tensors by tokens."""
+"""An engine's memory of KV: the properties of its layers, their groups, and KV in tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["KVMemory", "Layer", "LayerGroup", "TensorMemory", "layer_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Properties of one layer's KV that a cache has to know.
+    """Properties of one layer's KV that a cache needs.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that one token adds, keys and values together (for latent attention: its latents). For a recurrent layer
-        the bytes of its state, which represents all tokens before.
+        Bytes of KV for each token, keys and values together (for latent attention: of the latents). For a recurrent
+        layer the bytes of its state, which represents all earlier tokens.
     kind : {"full", "sliding", "mla", "recurrent"}
         Kind of attention; grouped-query attention is ``full`` with fewer bytes.
     window : int
@@ -47,19 +47,19 @@ class Layer:
 
 
 class KVMemory(Protocol):
-    """Memory of a sequence's KV in an engine, by layers and tokens."""
+    """Interface of an engine's memory of one sequence's KV, by layers and tokens."""
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's KV of tokens `start` to `stop`, or None if the engine does not have it.
 
-        Buffers are contiguous. Their order is the order in which they are stored, and it is the same for all blocks of
-        a namespace. For a recurrent layer this returns the state after token `stop`.
+        The buffers are contiguous. They are stored in the returned order, which must be the same for all blocks of a
+        namespace. For a recurrent layer this returns the state after token `stop`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that are stored together, by their numbers."""
+    """Layers that are stored together: their numbers, and their `Group` in the namespace."""
 
     layers: tuple[int, ...]
     group: Group
@@ -70,7 +70,7 @@ class LayerGroup:
         return self.group.kind in ("full", "mla")
 
     def first_block(self, blocks: int, block: int) -> int:
-        """Return the first block that these layers need to continue after `blocks` blocks."""
+        """Return the number of the first block that these layers need in order to continue after `blocks` blocks."""
         if self.group.kind == "sliding":
             # The next token attends to the `window - 1` tokens before it.
             return max(0, blocks * block - (self.group.window - 1)) // block
@@ -87,8 +87,8 @@ def layer_groups(layers: Sequence[Layer], block: int, pieces: int = 1) -> list[L
     block : int
         Tokens of a block.
     pieces : int
-        Number of groups that layers of one kind are cut into, so that the first can compute while the others are
-        loaded.
+        Number of groups into which the layers of each kind are divided, so that the first layers can compute while the
+        others are loaded.
 
     Raises
     ------
@@ -116,9 +116,9 @@ class TensorMemory:
     Parameters
     ----------
     layers : sequence of tuple of Tensor
-        Tensors of each layer, such as its keys and values. Each is contiguous from its dimension of tokens on.
+        Tensors of each layer, such as its keys and values. Each tensor is contiguous from its dimension of tokens on.
     token_dim : int
-        The dimension of tokens; -2 for ``[batch, heads, tokens, head size]``.
+        Index of the dimension of tokens; -2 for ``[batch, heads, tokens, head size]``.
     first : sequence of int, optional
         Number of the first token in each layer's tensors; zeros by default. Layers with a sliding window hold only the
         last tokens.
@@ -126,7 +126,7 @@ class TensorMemory:
     Raises
     ------
     ConfigError
-        A tensor is not in host memory, or its bytes of one token are not contiguous.
+        A tensor is not in host memory, or is not contiguous from its dimension of tokens on.
     """
 
     def __init__(
@@ -156,16 +156,19 @@ class TensorMemory:
             self._layers.append((chunks, token_bytes))
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
-        """Return the memory of one layer's tokens, head by head; None if the tensors do not have all of them."""
+        """Return the memory of one layer's tokens, head by head; None if the tensors lack some of the tokens."""
         (found,) = self.blocks((layer,), start, 1, stop - start)
         return found
 
     def read(self, layer: int, start: int, stop: int) -> bytes:
-        """Copy one layer's tokens in the order of `parts`; it shares no code with `parts`."""
+        """Return a copy of one layer's tokens in the order of `parts`.
+
+        It shares no code with `parts`, so that a probe can compare both.
+        """
         return b"".join(own.tobytes() for own in self._narrowed(layer, start, stop))
 
     def write(self, layer: int, start: int, stop: int, data: bytes) -> int:
-        """Replace one layer's tokens by the first bytes of some data, in the order of `read`; return how many."""
+        """Replace one layer's tokens by the start of `data`, in the order of `read`; return how many bytes it used."""
         at = 0
         for own in self._narrowed(layer, start, stop):
             own[...] = np.frombuffer(data, np.uint8, own.size, at).reshape(own.shape)
@@ -173,9 +176,9 @@ class TensorMemory:
         return at
 
     def _narrowed(self, layer: int, start: int, stop: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-        """Return the bytes of one layer's tokens.
+        """Return views of the bytes of one layer's tokens, one for each tensor.
 
-        They are numpy arrays, because torch does not write into a tensor of inference mode outside that mode.
+        They are numpy arrays, because torch refuses to write into a tensor of inference mode outside that mode.
         """
         first = self._first[layer]
         narrowed = [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
@@ -191,12 +194,12 @@ class TensorMemory:
         start : int
             Number of the first token.
         count, size : int
-            Number of blocks, and tokens of each.
+            Number of blocks, and tokens of each block.
 
         Returns
         -------
         list of tuple of Slices, or None
-            None for a block of which a layer lacks some tokens.
+            For each block its memory; None if a layer lacks some of its tokens.
         """
         first = self._first[layers[0]]
         rows = self._together.get(layers)

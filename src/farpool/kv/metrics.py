@@ -27,7 +27,8 @@ class KVCollector(Collector):
     Parameters
     ----------
     **caches : PrefixCache or BlockCache
-        The caches, by the values of their label ``cache``. Register all caches of a process at once.
+        The caches. The name of each argument becomes the value of the metrics' label ``cache``. Give all caches of a
+        process to one collector.
 
     Examples
     --------
@@ -38,7 +39,7 @@ class KVCollector(Collector):
         self._caches = caches
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that docs/kv.md lists."""
+        """Yield the present values of the metrics that docs/kv.md describes."""
         blocks = CounterMetricFamily(
             "farpool_kv_blocks",
             "Blocks by step and outcome: done, or the reason why not",

@@ -19,13 +19,13 @@ from farpool.errors import ConfigError
 __all__ = ["Group", "Namespace"]
 
 _SCHEMA = 1
-"""Version of the map whose digest names a namespace; another version gives another namespace."""
+"""Version of the encoding whose digest names a namespace. Another version gives each namespace another digest."""
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose KV of one block of tokens is stored as one value.
+    """Layers that are stored together: for each block of tokens, their KV is one value in the store.
 
     Attributes
     ----------
@@ -34,10 +34,10 @@ class Group:
     block_bytes : int
         Bytes of one block's payload, for all layers together.
     kind : {"full", "sliding", "mla", "recurrent"}
-        Attention to all tokens; attention to the last ``window`` tokens; compressed latents; a state that stands for
-        all earlier tokens.
+        ``full``: attention to all tokens. ``sliding``: attention to the last ``window`` tokens. ``mla``: compressed
+        latents. ``recurrent``: a state that represents all earlier tokens.
     window : int
-        Number of earlier tokens that a sliding layer sees; 0 for other kinds.
+        Number of tokens that a sliding layer attends to, including the token itself; 0 for other kinds.
     """
 
     layers: tuple[str, ...]
@@ -129,7 +129,7 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """The first 16 bytes of the SHA-256 of `encoded`."""
+        """The first 16 bytes of the SHA-256 of `encoded`, which name the namespace."""
         return hashlib.sha256(self.encoded).digest()[:DIGEST_BYTES]
 
     @classmethod

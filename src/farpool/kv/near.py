@@ -1,4 +1,4 @@
-"""Blocks in the memory of this process, brought before the requests that need them."""
+"""Near blocks: blocks in the memory of this process, brought before the requests that need them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["NearMemory"]
 
 
 class NearMemory:
-    """Blocks by their keys, up to a number of bytes; it evicts the least recently used ones first. Thread-safe.
+    """Blocks by their keys, up to a number of bytes. The least recently used blocks are evicted first. Thread-safe.
 
     Parameters
     ----------
     nbytes : int
-        Maximum bytes of all blocks together; 0 for no such memory.
+        Maximum bytes of all blocks together; 0 to keep no blocks.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -29,13 +29,13 @@ class NearMemory:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without blocks, also in the child of a fork: a thread of the parent may have been changing them."""
+        """Start without blocks, also in the child of a fork: threads of the parent may have been changing them."""
         self._left = self.nbytes
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()
 
     def present(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys whose blocks are here."""
+        """Return the keys whose blocks are in this memory, and mark these blocks as recently used."""
         if not self._blocks:
             return set()
         with self._lock:
@@ -45,7 +45,7 @@ class NearMemory:
             return here
 
     def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> Sequence[int]:
-        """Copy the blocks that are here into their targets; return the numbers of the others."""
+        """Copy blocks that are in this memory into their targets; return the indices of the missing blocks."""
         if not self._blocks:
             return range(len(keys))
         far: list[int] = []
@@ -62,17 +62,19 @@ class NearMemory:
         return far
 
     def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytearray]:
-        """Make room for the first of some blocks, and return memory for blocks that are not here yet.
+        """Reserve memory for wanted blocks that are not here yet, in their order, until no room is left.
+
+        Least recently used blocks are evicted to make room, but none of the wanted blocks.
 
         Parameters
         ----------
         wanted : sequence of tuple of bytes and int
-            Key and bytes of each block.
+            Key and size in bytes of each block.
 
         Returns
         -------
         dict
-            Memory by key. The caller has to pass each to `keep` or `release`.
+            Memory by key. The caller has to pass the memory of each key to `keep` or `release`.
         """
         here = self.present(key for key, _ in wanted)
         places: dict[bytes, bytearray] = {}
@@ -90,7 +92,7 @@ class NearMemory:
         return places
 
     def keep(self, key: bytes, place: bytearray) -> None:
-        """Keep a block that was loaded into memory from `reserve`."""
+        """Keep a block whose bytes were loaded into memory from `reserve`."""
         with self._lock:
             if key not in self._blocks:
                 self._blocks[key] = place
@@ -99,7 +101,7 @@ class NearMemory:
         self.release(place)
 
     def release(self, place: bytearray) -> None:
-        """Release memory from `reserve` that no block was loaded into."""
+        """Give back memory from `reserve` into which no block was loaded."""
         with self._lock:
             self._left += len(place)
 

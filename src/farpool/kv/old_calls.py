@@ -1,4 +1,4 @@
-"""Calls of `farpool.kv.PrefixCache` under their names of earlier releases, which the next release no longer has."""
+"""Calls of `farpool.kv.PrefixCache` under their old names, which the next release will remove."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["OldCalls"]
 
 
 class OldCalls:
-    """Old names of a `PrefixCache`: each warns, and makes the new call."""
+    """Old names of `PrefixCache` methods. Each of them warns and calls the new method."""
 
     def lookup_many(self: Any, prompts: Any, *, salts: Any = (), requests: Any = (), **options: Any) -> Any:
         _warn("lookup_many", "lookup([Prompt(tokens, salt, request), ...])")
@@ -62,7 +62,7 @@ class OldCalls:
 
 
 def _warn(old: str, new: str) -> None:
-    """Warn the caller of an old name."""
+    """Warn the caller that it uses an old name."""
     message = f"PrefixCache.{old} is not in the next release; call {new} instead"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
 
@@ -73,7 +73,7 @@ def _prompts(
     requests: Sequence[str] = (),
     starts: Sequence[int] = (),
 ) -> list[Prompt]:
-    """Return prompts from their fields, of which all but the tokens may be left out."""
+    """Return prompts made from their fields. Only the tokens are required."""
     count = len(tokens)
     each = zip(tokens, salts or [b""] * count, requests or [""] * count, starts or [0] * count, strict=True)
     return [Prompt(*fields) for fields in each]

@@ -1,7 +1,7 @@
-"""A cache as one of the ranks of an engine: all ranks use the same blocks.
+"""One rank of an engine, and its agreements with the other ranks, so that all ranks use the same blocks.
 
-Rank 0 decides if a prefix is loaded, and each rank reports up to which block it could load. All ranks load up to the
-last block that every one of them can load. After a load, no rank uses a block that another rank did not get.
+Rank 0 decides if a prefix is loaded, and each rank reports up to which block it could load. All ranks then load up to
+the last block that every rank can load. After a load, no rank uses a block that another rank could not load.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Peers", "count_of_ranks"]
 _LOG = logging.getLogger("farpool.kv")
 
 _NO_LIMIT = (1 << 62) - 1
-"""Number that a rank gives if it sets no limit."""
+"""Number that a rank contributes to a minimum if it sets no limit."""
 _CHAIN = slice(4, 52)
 """Bytes of a block's key that are equal on all ranks: its namespace, and the hash of all tokens up to its end."""
 _TICKS_PER_SECOND = 1_000_000
 
 
 class Peers:
-    """The other ranks, and the results on which this rank agrees with them. Thread-safe.
+    """Agrees with the other ranks about matches and loads. Thread-safe.
 
     Parameters
     ----------
@@ -45,15 +45,15 @@ class Peers:
     judge : Judge
         Judge of this rank.
     missed : callable
-        Records blocks that this rank has and does not use (`BlockCache.missed`).
+        Records blocks that this rank has but does not use (`BlockCache.missed`).
     decides : bool
-        This rank decides whether a prefix is loaded.
+        True if this rank decides whether a prefix is loaded.
 
     Attributes
     ----------
     needs_ends : bool
-        True if each rank offers every block after which it could continue (`Match.ends`), because the model has layers
-        that do not need all blocks.
+        True if some layers do not need all blocks of a prefix. Each rank then reports every block after which it could
+        continue (`Match.ends`), not only the last of them.
     """
 
     def __init__(
@@ -73,18 +73,22 @@ class Peers:
         self._decides = decides
 
     def begin(self) -> Exchange | None:
-        """Begin an exchange with the other ranks, in the order of calls; None if there are no ranks to agree with."""
+        """Begin an exchange with the other ranks; None if there are no ranks to agree with.
+
+        All ranks must call this in the same order.
+        """
         return None if self._ranks is None else self._ranks.begin()
 
     def begin_load(self, matches: Sequence[Match]) -> Exchange | None:
         """Begin the exchange of a load; None if the ranks have agreed that there is nothing to load.
 
-        A rank whose lookup raised an error has no match to load, so the others must not begin an exchange without it.
+        If the lookup of a rank raised an error, all ranks have agreed to load nothing, so none of them begins an
+        exchange.
         """
         return self.begin() if any(match.tokens for match in matches) else None
 
     def abandon(self, exchange: Exchange | None) -> None:
-        """Give nothing to the exchange of a call that has failed, because the other ranks wait for this one."""
+        """Contribute zeros to the exchange of a failed call, so that the other ranks do not wait for this rank."""
         if exchange is not None:
             exchange([0, 0])
 
@@ -116,7 +120,7 @@ class Peers:
         return agreed
 
     def _reduced(self, match: Match, tokens: int, compute: int) -> Match:
-        """Return a match with the tokens on which all ranks have agreed."""
+        """Return a match reduced to the numbers of tokens on which all ranks have agreed."""
         if (tokens, compute) == (match.tokens, match.compute):
             return match
         if tokens == match.tokens:
@@ -129,14 +133,14 @@ class Peers:
     def agree_load(
         self, matches: Sequence[Match], usable: list[int], seconds: float, exchange: Exchange | None
     ) -> tuple[list[int], float]:
-        """Agree on the loaded tokens.
+        """Agree with the other ranks how many loaded tokens all ranks use.
 
         Parameters
         ----------
         matches : sequence of Match
             Matches that were loaded.
         usable : list of int
-            For each the tokens that this rank can use.
+            For each match the tokens that this rank can use.
         seconds : float
             Time that this rank's load took; 0 if it is not known.
         exchange : callable or None
@@ -145,7 +149,7 @@ class Peers:
         Returns
         -------
         tuple of list of int and float
-            For each match the tokens that all ranks can use, and the time of the slowest rank; 0 if it is not known.
+            For each match the tokens that all ranks can use; and the time of the slowest rank, 0 if it is not known.
         """
         if exchange is None:
             return usable, seconds
@@ -159,24 +163,26 @@ class Peers:
         return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _unused(self, step: str, match: Match, tokens: int) -> None:
-        """Write into the journal that this rank could have used more tokens than all ranks together."""
+        """Record in the journal that this rank could have used `tokens` more tokens than all ranks can use together."""
         why = "another rank lacks the block, computes it, or did not answer in time"
         self._missed(step, match.request, tokens // self._step, Reason.OTHER_RANK, why)
 
 
 def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
-    """Return the minimum over all ranks of each number after the name; zeros if ranks called with different tokens.
+    """Exchange numbers, and return the minimum of each number over all ranks, without the name.
+
+    Return zeros if the ranks have different names, because then they were called with different tokens.
 
     Parameters
     ----------
     exchange : callable
         The exchange.
     name : tuple of int
-        Result of `_name` for its subject.
+        Result of `_name` for the tokens of this call.
     values : sequence of int
         This rank's numbers, which begin with the name.
     has_any : bool
-        False if this rank found nothing. It then gives only zeros, so that it need not wait for the others.
+        False if this rank found nothing. It then contributes only zeros, so that it need not wait for the others.
     """
     nothing = [0] * len(values)
     least = exchange(values if has_any else nothing)
@@ -188,19 +194,22 @@ def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has
 
 
 def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
-    """Hash the subject of an exchange to two numbers, whose minima over all ranks show if all subjects are equal."""
+    """Hash the step and the tokens of an exchange to two numbers, the name of the exchange.
+
+    The minima of these two numbers over all ranks equal the name only if all ranks have the same name.
+    """
     data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
     name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
     return name, _NO_LIMIT - name
 
 
 def count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None) -> int:
-    """Return how many ranks there are.
+    """Return the number of ranks that `parallel` describes.
 
     Raises
     ------
     ConfigError
-        There is no such rank, or `ranks` contradicts `parallel` and `rank`.
+        There is no rank with the number `rank`, or `ranks` contradicts `parallel` and `rank`.
     """
     if not all(isinstance(size, int) and size > 0 for size in parallel.values()):
         raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")

@@ -1,4 +1,7 @@
-"""Requests for blocks to a store or a pool: of bounded size, each with a deadline, and none that raises an error."""
+"""Requests for blocks to a store or a pool. Each request has a bounded size and a deadline, and raises no error.
+
+A load or save of many blocks is divided into several requests, called pieces.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ __all__ = ["Pieces"]
 T = TypeVar("T")
 
 _PIECE_BYTES_MAX = 64 << 20
-"""Maximum bytes of one request. Each such piece may take `timeout`, so large loads have more time than small ones."""
+"""Maximum bytes of one request. Each request may take `timeout`, so a load of several pieces has more time."""
 
 
 class Pieces:
-    """Reads and writes blocks, a piece of bounded size at a time. Thread-safe.
+    """Reads and writes blocks with requests of bounded size. Thread-safe.
 
     Parameters
     ----------
@@ -48,26 +51,26 @@ class Pieces:
         self._timeout = timeout
 
     def time_for(self, nbytes: int) -> float:
-        """Return the seconds that moving so many bytes may take if the call has no deadline."""
+        """Return the seconds that moving `nbytes` bytes may take if the call has no deadline."""
         return self._timeout * max(1, -(-nbytes // _PIECE_BYTES_MAX))
 
     def _left(self, until: float | None) -> float:
-        """Return the seconds that a request may take now, given the deadline of its call."""
+        """Return the seconds that a request may still take; `until` is the deadline of its call, if it has one."""
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
     def ask(
         self, keys: Sequence[bytes], seconds: float | None, call: Callable[[ObjectCalls, float], Sequence[T]]
     ) -> Sequence[T | FarpoolError]:
-        """Make one call of the store for some keys; if it fails, return its error for each of them.
+        """Make one request for some keys. If the request fails, return its error for each key.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         seconds : float or None
-            Time that the call may take; None for the cache's own.
+            Time that the request may take; None for the cache's own timeout.
         call : callable
-            Makes the call, given the store's calls and its time in seconds.
+            Makes the request; its arguments are the store's calls and the time in seconds.
         """
         left = self._timeout if seconds is None else seconds
         try:
@@ -76,14 +79,14 @@ class Pieces:
             return [error] * len(keys)
 
     def delete(self, keys: Sequence[bytes], until: float | None) -> int:
-        """Delete blocks on all nodes that can be reached; return how many blocks had a copy there.
+        """Delete blocks on all nodes that can be reached; return how many blocks were stored on such a node.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         until : float or None
-            Deadline, by the clock of `time.monotonic`; None for the cache's own time.
+            Deadline, by the clock of `time.monotonic`; None for the cache's own timeout.
         """
         if not keys:
             return 0
@@ -99,21 +102,21 @@ class Pieces:
         *,
         is_probe: bool,
     ) -> tuple[list[Reason | None], int]:
-        """Read blocks into buffers of these sizes, and delete blocks that no reader can use.
+        """Read blocks into buffers, and delete blocks that no reader can use.
 
         Parameters
         ----------
         keys, targets, sizes : sequences
-            For each block its key, its memory, and the bytes of that memory.
+            For each block its key, its memory, and the size of that memory in bytes.
         until : float or None
             As in `delete`.
         is_probe : bool
-            The blocks are a probe's, from which the choice of the codec learns nothing.
+            True if the blocks are a probe's. Their times are then not reported to the choice of the codec.
 
         Returns
         -------
         tuple of list and int
-            For each block None or the reason why it is not in its target, and the bytes that were received.
+            For each block None, or the reason why it is not in its target; and the number of received bytes.
         """
         headers = bytearray(HEADER_BYTES * len(keys))
         view = memoryview(headers)
@@ -153,7 +156,7 @@ class Pieces:
         *,
         is_probe: bool,
     ) -> tuple[list[Reason | None], int]:
-        """Store the blocks that are not there yet.
+        """Store blocks, except for blocks that are stored already.
 
         Parameters
         ----------
@@ -166,13 +169,13 @@ class Pieces:
         until : float or None
             As in `delete`.
         is_probe : bool
-            The blocks are a probe's: they are stored as they are, because a lossy codec would change their random
-            bytes, and their description expires, because the probe may fail to delete it.
+            True if the blocks are a probe's. They are then stored without encoding, because a lossy codec would change
+            their random bytes. Their namespace's description expires, because the probe may fail to delete it.
 
         Returns
         -------
         tuple of list and int
-            For each block None or the reason why it is not there, and the bytes that were sent.
+            For each block None, or the reason why it is not stored; and the number of sent bytes.
         """
         sizes = [nbytes_of(payload) for payload in payloads]
         outcomes: list[Reason | None] = [None] * len(keys)
@@ -214,7 +217,7 @@ class Pieces:
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut blocks of these sizes into pieces of bounded size."""
+    """Divide blocks of these sizes into pieces of bounded size; yield the indices of each piece."""
     start = nbytes = 0
     if sum(sizes) > _PIECE_BYTES_MAX:
         for number, own in enumerate(sizes):

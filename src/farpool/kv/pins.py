@@ -1,4 +1,4 @@
-"""Pins of this process: which owner keeps which block in the nodes' memory."""
+"""Pins of this process: which owner, such as a sequence, keeps which block in the nodes' memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Pins"]
 
 _PINNED_BLOCKS_MIN = 1024
-"""Up to this many pinned blocks, we do not look for pins whose time is over."""
+"""Number of pinned blocks above which pins whose time is over are removed."""
 
 
 class Pins:
@@ -22,7 +22,7 @@ class Pins:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Forget all pins in the child of a fork: they belong to the parent."""
+        """Forget all pins in the child of a fork, because they belong to the parent."""
         self._lock = threading.Lock()
         self._owners: dict[bytes, dict[bytes, tuple[Hold, float]]] = {}
         self._blocks_max = _PINNED_BLOCKS_MIN
@@ -38,14 +38,14 @@ class Pins:
         pins : sequence of tuple of bytes and Hold
             Key of each block, and its pin.
         owner : bytes
-            The owner. A second pin of the same block replaces the first.
+            The owner. Its second pin of the same block replaces its first.
         now, ttl : float
-            The time, and the seconds after which the nodes end these pins.
+            The present time, and the seconds after which the nodes end these pins.
 
         Returns
         -------
         list of Hold
-            Pins that were replaced and that no other owner uses, which the caller releases.
+            Replaced pins that no other owner uses. The caller has to release them on the nodes.
         """
         replaced: list[Hold] = []
         with self._lock:
@@ -59,7 +59,10 @@ class Pins:
         return replaced
 
     def remove(self, keys: Sequence[bytes], owner: bytes) -> list[Hold]:
-        """Forget the pins of an owner; return the pins that no other owner uses, which the caller releases."""
+        """Forget the pins of an owner on these blocks; return the pins that no other owner uses.
+
+        The caller has to release the returned pins on the nodes.
+        """
         unused: list[Hold] = []
         with self._lock:
             for key in keys:
@@ -78,7 +81,7 @@ class Pins:
             self._owners.clear()
 
     def _forget_ended(self, now: float) -> None:
-        """Forget pins whose time is over, if there are many; called with the lock."""
+        """Forget pins whose time is over, if many blocks are pinned. The caller holds the lock."""
         if len(self._owners) > self._blocks_max:
             left = {
                 key: {owner: one for owner, one in owners.items() if one[1] > now}
@@ -89,5 +92,5 @@ class Pins:
 
 
 def _uses(owners: dict[bytes, tuple[Hold, float]], pin: Hold) -> bool:
-    """Return True if one of the owners of a block has this pin."""
+    """Return True if one of the owners of a block uses this pin."""
     return any(other == pin for other, _ in owners.values())

@@ -1,6 +1,6 @@
 """Plans of lookups, loads and saves: which blocks they need, under which keys.
 
-This is pure: no clock, no node, no thread, and none of the engine's memory.
+The functions here are pure: they use no clock, no node, no thread, and no engine memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A token sequence, for calls that take several.
+    """A token sequence with its salt and name, for calls that accept several sequences.
 
     Attributes
     ----------
@@ -36,11 +36,11 @@ class Prompt(msgspec.Struct, frozen=True):
     salt : bytes or str
         Names everything that the KV depends on apart from the tokens and the cache's settings, such as a LoRA adapter,
         a digest of all images, or a user who shares nothing with other users. A lookup with one salt never finds KV
-        that was saved with another one.
+        that was saved with another salt.
     request : str
         Name of the request, for ``farpool why``.
     start : int
-        Number of tokens at the front that a save need not look at.
+        Number of leading tokens that a save skips, for example because their KV is known to be stored.
     """
 
     tokens: Sequence[int]
@@ -57,7 +57,7 @@ def as_prompts(
     *,
     copied: bool = False,
 ) -> tuple[bool, list[Prompt]]:
-    """Return whether there is one prompt, and all prompts.
+    """Turn the argument of a call into a list of prompts; also return whether it was a single prompt.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def as_prompts(
     Raises
     ------
     ConfigError
-        These fields are given in addition to a `Prompt`, which has its own; or the prompts are lists of tokens.
+        A field is given in addition to a `Prompt`, which has its own fields; or the prompts are lists of tokens.
     """
     if not isinstance(prompts, Prompt) and (not len(prompts) or hasattr(prompts[0], "__index__")):
         is_one, found = True, [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
@@ -95,7 +95,7 @@ def as_prompts(
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Blocks of a sequence by their keys, one group of layers after the other.
+    """Keys of the blocks of a sequence, one group of layers after the other.
 
     Attributes
     ----------
@@ -104,9 +104,9 @@ class Wanted(msgspec.Struct, frozen=True):
     keys : sequence of bytes
         The keys.
     blocks : int
-        Blocks of each group.
+        Number of blocks in each group of layers.
     tokens : int
-        Tokens of the whole sequence.
+        Number of tokens of the whole sequence.
     request : str
         Name of the request.
     salt : bytes
@@ -121,7 +121,7 @@ class Wanted(msgspec.Struct, frozen=True):
     salt: bytes
 
     def key(self, group: int, block: int) -> bytes:
-        """Return the key of one block."""
+        """Return the key of one block of a group of layers."""
         return self.keys[group * self.blocks + block]
 
     @property
@@ -141,10 +141,10 @@ class Match(msgspec.Struct, frozen=True):
     ----------
     tokens : int
         Number of tokens, from the first on, whose KV the engine has after `PrefixCache.load`, including the first
-        `compute` ones; 0 if the engine should compute all of them.
+        `compute` tokens; 0 if the engine should compute all of them.
     compute : int
-        Number of tokens at the front that the engine computes itself while the rest is loaded; 0 unless the lookup
-        allowed a split.
+        Number of leading tokens that the engine computes itself while the rest is loaded; 0 unless the lookup allowed a
+        split.
     found : int
         Number of tokens whose KV is stored.
     reason : Reason or None
@@ -154,17 +154,19 @@ class Match(msgspec.Struct, frozen=True):
     request : str
         The engine's name of the request.
     weights_id : str
-        Name of the weights that have computed the KV. After the engine has changed its weights, a load gives nothing.
+        Name of the weights that have computed the KV. After the engine has changed its weights, a load returns 0
+        tokens.
     salt : bytes
         The salt of the request.
     arm : {"load", "hold-out", "probe"}
-        Group of requests to which this one belongs: most load if that is faster; a few do the opposite, to measure.
+        Group of requests to which this request belongs: ``load`` follows the estimated times; a few requests do the
+        opposite, to measure: ``hold-out`` computes and ``probe`` loads.
     seconds : float
         Time that the lookup took.
     wanted : Wanted
         The blocks that were looked up.
     far_bytes : int
-        Bytes of `tokens` that have to come from nodes.
+        Bytes of the KV of `tokens` that have to come from nodes, because they are not in this process's memory.
     ends : sequence of int
         For each block 1 if this rank could continue after it; empty if all layers need all blocks.
     """
@@ -186,17 +188,17 @@ class Match(msgspec.Struct, frozen=True):
 
 @dataclass
 class Current:
-    """Namespace of the weights in use. It is replaced as a whole, so each call sees the old weights or the new ones."""
+    """Namespace of the weights in use. It is replaced as a whole, so each call sees the old or the new weights."""
 
     namespace: Namespace
 
     def is_outdated(self, match: Match) -> bool:
-        """Return True if the engine uses other weights now than at a lookup."""
+        """Return True if the engine has changed its weights since the lookup of `match`."""
         return match.wanted.namespace.digest != self.namespace.digest
 
 
 class Shape:
-    """Layers of an engine, and the blocks that their KV is stored in.
+    """Layers of an engine, and the groups and blocks in which their KV is stored.
 
     Parameters
     ----------
@@ -205,7 +207,7 @@ class Shape:
     block : int
         Tokens of a block.
     pieces : int
-        Number of parts that the layers are stored in.
+        Number of groups into which the layers of each kind are divided.
     rank : int
         Number of this process's part of the KV.
 
@@ -233,12 +235,12 @@ class Shape:
         self._rank = rank
 
     def groups_of(self, layers: Collection[int] | None) -> Sequence[int]:
-        """Return the numbers of the groups that some layers are stored in; of all groups if `layers` is None.
+        """Return the numbers of the groups in which these layers are stored; of all groups if `layers` is None.
 
         Raises
         ------
         ConfigError
-            The layers are not whole groups.
+            The layers are not all layers of one or more groups.
         """
         if layers is None:
             return range(len(self.groups))
@@ -249,7 +251,7 @@ class Shape:
         return numbers
 
     def keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
-        """Compose the keys of all blocks of a sequence from its chains, one group of layers after the other."""
+        """Compose the keys of all blocks of a sequence from its chained hashes, one group of layers after the other."""
         return block_keys(namespace.digest, chains, range(len(self.groups)), self._rank)
 
     def keys_of_tokens(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
@@ -261,28 +263,31 @@ class Shape:
     ) -> tuple[list[bytes], bytes, list[bytes]]:
         """Return the keys of a sequence's blocks, a name of the sequence, and the chained hash of each block.
 
-        The name is made from all tokens and the salt.
+        The name depends on all tokens and the salt.
         """
         chains = token_chain(tokens, self.block, chain_seed(namespace.digest, salt_bytes(salt)))
         rest = array("Q", list(tokens[len(chains) * self.block :])).tobytes()  # tokens that no block covers
         return self.keys(namespace, chains), b"".join(chains[-1:]) + rest, chains
 
     def wanted(self, namespace: Namespace, prompt: Prompt, leave: int = 0) -> Wanted:
-        """Return the blocks of a prompt, except for the last `leave` tokens."""
+        """Return the blocks of a prompt without its last `leave` tokens."""
         tokens, salt = prompt.tokens, salt_bytes(prompt.salt)
         own = tokens[: max(0, len(tokens) - leave)]
         keys = self.keys_of_tokens(namespace, own, salt)
         return Wanted(namespace, keys, len(own) // self.block, len(tokens), prompt.request, salt)
 
     def stored(self, wanted: Wanted) -> list[int]:
-        """Return the bytes of the object that each block is stored as."""
+        """Return for each block the size in bytes of its stored object, header included."""
         sizes: list[int] = []
         for one in self.groups:
             sizes += [HEADER_BYTES + one.group.block_bytes] * wanted.blocks
         return sizes
 
     def usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
-        """Return the number of blocks after which every layer can continue, and the reason why it is not larger."""
+        """Return the largest number of blocks after which every layer can continue.
+
+        If this is less than `blocks`, also return the reason; otherwise None.
+        """
         if found.is_whole or not blocks:
             return blocks, None
         rows = self._rows(found, blocks)
@@ -295,17 +300,17 @@ class Shape:
         return usable, next((reason for reason in reasons if reason is not None), None)
 
     def ends(self, found: Found, blocks: int, usable: int) -> list[int]:
-        """Return for each block 1 if every layer can continue after it, up to `usable` blocks."""
+        """Return for each block 1 if every layer can continue after it, else 0; after `usable` blocks always 0."""
         ends = set(self._ends(self._rows(found, blocks), usable))
         return [int(end in ends) for end in range(1, blocks + 1)]
 
     def _rows(self, found: Found, blocks: int) -> list[list[bool]]:
-        """Return which blocks of each group were found."""
+        """Return for each group of layers a list that tells for each block whether it was found."""
         there = found.found
         return [there[number * blocks : (number + 1) * blocks] for number in range(len(self.groups))]
 
     def _ends(self, rows: Sequence[Sequence[bool]], most: int) -> Iterator[int]:
-        """Yield the numbers of blocks, at most `most`, after which every layer can continue, the largest first."""
+        """Yield each number of blocks, from `most` down, after which every layer can continue."""
         for usable in range(most, 0, -1):
             if all(
                 all(row[one.first_block(usable, self.block) : usable])
@@ -314,18 +319,21 @@ class Shape:
                 yield usable
 
     def needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, range]]:
-        """Yield each group with the blocks from `first` on that it needs to continue after `usable` blocks."""
+        """Yield the number of each group, and the blocks that it needs to continue after `usable` blocks.
+
+        Blocks before `first` are left out.
+        """
         for number in range(len(self.groups)) if groups is None else groups:
             yield number, range(max(first, self.groups[number].first_block(usable, self.block)), usable)
 
     def nbytes(self, usable: int) -> int:
-        """Return the bytes of all blocks that `needed` yields."""
+        """Return the size in bytes of all blocks that `needed` yields."""
         if self.is_uniform:
             return usable * self.block_bytes
         return sum(self.groups[number].group.block_bytes * len(blocks) for number, blocks in self.needed(usable))
 
     def loaded(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
-        """Return how many tokens of a match are usable after a load of these blocks had these outcomes."""
+        """Return how many tokens of a match are usable after loading blocks with these outcomes."""
         lost = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is not None]
         if not lost:
             return match.tokens
@@ -333,11 +341,11 @@ class Shape:
         return min(lost) * self.block if self.is_uniform else match.compute
 
     def to_save(self, groups: Sequence[int]) -> list[int]:
-        """Return groups in the order in which they are saved: blocks that others need come first."""
+        """Return groups in the order in which they are saved: first the groups whose blocks other blocks need."""
         return sorted(groups, key=lambda number: not self.groups[number].needs_all)
 
     def parent(self, wanted: Wanted, group: int, block: int) -> bytes | None:
-        """Return the key of the block that this block needs in order to be usable; None if it needs no other."""
+        """Return the key of the block without which this block cannot be used; None if there is no such block."""
         if self.groups[group].needs_all:
             return wanted.key(group, block - 1) if block else None
         # A window or a state is usable only with all blocks before it of the layers with full attention.
@@ -345,5 +353,5 @@ class Shape:
 
 
 def picked(values: list[T], numbers: Sequence[int]) -> list[T]:
-    """Return the values that have these numbers; the list itself if these are all of its numbers."""
+    """Return the values at these indices; `values` itself if these are all of its indices."""
     return values if len(numbers) == len(values) else [values[number] for number in numbers]

@@ -1,7 +1,7 @@
 """Values under write-once keys in a pool of this process, for a cache of KV that needs no nodes.
 
 The pool decides which bytes are in fast memory, in DRAM or in a file. This module decides which values are kept: if all
-values need more than the capacity, `farpool.kv.eviction` chooses which are evicted, and which are not taken.
+values together would exceed the capacity, `farpool.kv.eviction` chooses which values are evicted or refused.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = ["PoolObjects"]
 T = TypeVar("T")
 
 _CHUNK_BYTES_MAX = 1 << 20
-"""Maximum bytes that are pinned in the fast tier at a time; at most a sixteenth of that tier."""
+"""Maximum bytes that a copy pins in the fast tier at a time. A copy also pins at most a sixteenth of that tier."""
 _GET_TIMEOUT_S = 1e6
-"""Time of a call that has no timeout of its own."""
+"""Timeout in seconds of calls without a timeout argument."""
 
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """A value. It has a storage once all of its bytes are there."""
+    """A stored value. Its `storage` is None until all of its bytes are written."""
 
     key: bytes
     number: int
@@ -68,12 +68,13 @@ class _Value:
 class PoolObjects:
     """Immutable values under keys in a pool, up to a number of bytes. Thread-safe.
 
-    It implements `farpool.abc.objects.Objects`, and `ObjectCalls` too, so that a `BlockCache` uses it like nodes.
+    This class implements `farpool.abc.objects.Objects` and `ObjectCalls`, so a `BlockCache` can use it in place of
+    nodes.
 
     Parameters
     ----------
     pool : Pool
-        Holds the bytes. Its tiers need room for `capacity` in addition to everything else in the pool.
+        Pool that stores the bytes. Its tiers need room for `capacity` in addition to everything else in the pool.
     capacity : int or str
         Bytes of all values together, such as ``"8GiB"``.
 
@@ -104,7 +105,7 @@ class PoolObjects:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Close the objects in a forked child, because their pool is closed there."""
+        """Close these objects in a forked child, because their pool is closed there."""
         self._lock = threading.Lock()
         self._closed = True
 
@@ -117,14 +118,14 @@ class PoolObjects:
             self._eviction = Eviction(self._capacity)
 
     def stats(self) -> EvictionStats:
-        """Return counts of values, bytes and hits by tenant, the policy in use, and what others would have hit."""
+        """Return counts of values, bytes and hits by tenant, the policy in use, and the hits of the shadow caches."""
         with self._lock:
             return self._eviction.stats()
 
     # ---- Objects -------------------------------------------------------------------------------------------------
 
     def best_effort(self) -> PoolObjects:
-        """Return these objects themselves: they have the calls that a store returns for caches."""
+        """Return this object itself, because it also implements `ObjectCalls`."""
         return self
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
@@ -139,17 +140,17 @@ class PoolObjects:
         return [one if isinstance(one, bytes) else None for one in found]
 
     def drop(self, key: bytes) -> bool:
-        """Drop one value; return True if it was there."""
+        """Drop one value; return True if it was stored."""
         return self.drop_many([key], 0.0) == [1]
 
     # ---- ObjectCalls ---------------------------------------------------------------------------------------------
 
     def is_mapped(self) -> bool:
-        """Return True, because a lookup needs no message."""
+        """Return True, because a lookup sends no message."""
         return True
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
-        """Return the bytes of values; see `ObjectCalls.lookup`."""
+        """Return for each key the size of its value in bytes; None if there is no value."""
         self._check_open()
         now = time.monotonic()
         with self._lock:
@@ -158,41 +159,44 @@ class PoolObjects:
     def get_into_many(
         self, keys: Sequence[bytes], targets: Sequence[Payload], timeout: float
     ) -> Sequence[int | Exception | None]:
-        """Read values into buffers; see `ObjectCalls.get_into_many`."""
+        """Read values into buffers; return for each key the bytes read, None if there is no value, or the error."""
         return self._each(self._read, zip(keys, targets, strict=True), timeout)
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
-        """Store values under keys that have none yet; see `ObjectCalls.put_many`."""
+        """Store values under keys that have none yet; return for each value whether it was stored, or the error."""
         return self._each(partial(self._put, about), items, timeout)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Pin values for a limited time; see `ObjectCalls.hold_many`. All pins of a value are one."""
+        """Pin values for a limited time; return a pin for each value, None if there is no value.
+
+        All owners share one pin of a value, which ends at the latest time of all of them.
+        """
         self._check_open()
         now = time.monotonic()
         with self._lock:
             return [self._pin(key, now, now + ttl_ms / 1000) for key in keys]
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """End pins; see `ObjectCalls.release_many`."""
+        """End pins that `hold_many` has returned."""
         with self._lock:
             for _, number, _, _ in holds:
                 self._release(number)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values; return for each 1 if it was there."""
+        """Drop values; return for each key 1 if its value was stored, otherwise 0."""
         with self._lock:
             return [int(self._delete(key)) for key in keys]
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the pool's fast tier into the tiers below; see `ObjectCalls.demote_many`."""
+        """Move values out of the pool's fast tier into the tiers below; return for each key the outcome."""
         return self._each(self._demote, zip(keys, strict=True), timeout)
 
     # ---- one value -----------------------------------------------------------------------------------------------
 
     def _each(self, call: Callable[..., T], items: Iterable[tuple[Any, ...]], timeout: float) -> list[T | Exception]:
-        """Make a call for each item, all of them by one deadline; an error takes the place of the result."""
+        """Make a call for each item, all with the same deadline; return the result or the error of each call."""
         self._check_open()
         deadline = time.monotonic() + timeout
         outcomes: list[T | Exception] = []
@@ -283,12 +287,15 @@ class PoolObjects:
             raise StoreClosedError("these objects in a pool were closed, or left in a child by a fork; make new ones")
 
     def _find(self, key: bytes, now: float) -> _Value | None:
-        """Return a value that is complete and has not expired."""
+        """Return the value of a key; None if it is missing, not completely written, or expired."""
         value = self._values.get(key)
         return None if value is None or value.storage is None or value.expires <= now else value
 
     def _insert(self, key: bytes, nbytes: int, about: About) -> _Value | None:
-        """Make room for a value, and return it, pinned until it is complete; None if the key has a value already."""
+        """Make room for a value, and return it; None if the key has a value already.
+
+        The value is pinned until all of its bytes are written.
+        """
         self._check_open()
         now = time.monotonic()
         expires = now + about.ttl_ms / 1000 if about.ttl_ms else float("inf")
@@ -326,23 +333,23 @@ class PoolObjects:
         return b"", value.number, 0, 0
 
     def _release(self, number: int) -> None:
-        """End the pin of a value, if it is pinned."""
+        """End the pin of the value with this number, if there is one."""
         value = self._pinned.pop(number, None)
         if value is not None:
             self._unpin(value)
 
     def _unpin(self, value: _Value) -> None:
-        """Remove one pin of a value from the eviction, if the value is still there."""
+        """Unpin a value in the eviction once, if the value is still stored."""
         if self._values.get(value.key) is value:
             self._eviction.unpin(value.key)
 
     def _delete(self, key: bytes) -> bool:
-        """Delete a value; return False if it is not there."""
+        """Delete a value; return False if it is not stored."""
         self._eviction.remove(key)
         return self._forget(key)
 
     def _forget(self, key: bytes) -> bool:
-        """Forget a value that the eviction no longer has; return False if it is not there."""
+        """Forget a value that the eviction has already evicted or removed; return False if it is not stored."""
         # The storage may die here, which takes no other lock: its finalizer only leaves a note for the pool.
         value = self._values.pop(key, None)
         if value is not None:
@@ -376,7 +383,7 @@ class PoolObjects:
 
     @contextmanager
     def _in_fast_tier(self, storage: Storage, start: int, stop: int, mode: Mode) -> Iterator[NDArray[Any]]:
-        """Pin some bytes of a storage in the fast tier, and view them."""
+        """Pin some bytes of a storage in the fast tier, and yield an array that shows them."""
         if self._blocks.closed:
             raise PoolClosedError("the pool of this cache is closed")
         access = self._blocks.acquire([Use(storage, start, stop, mode)], "KV block")

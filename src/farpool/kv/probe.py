@@ -1,9 +1,9 @@
-"""The probe of a connector: it moves one known block before it serves any other.
+"""The probe of a connector: before a connector moves other blocks, it moves one block of known bytes and compares them.
 
-Checksums protect a block between a save and a load. They cannot see a connector that takes the wrong bytes from the
-engine's memory, or puts the right bytes into the wrong place, for example after the engine has changed its layout. So a
-connector first moves a block of known bytes, which it writes and reads with the engine's own functions. If other bytes
-come back, it refuses to serve: every block is missing, and none is saved.
+Checksums protect a block between a save and a load. They cannot detect a connector that reads the wrong bytes from the
+engine's memory, or writes the right bytes to the wrong place, for example after the engine has changed its layout. So a
+connector first saves and loads a block of known bytes, which it writes and reads with the engine's own functions. If
+other bytes come back, the cache moves no block: every lookup is a miss, and no block is saved.
 
 A connector for a serving engine has the engine's memory when it starts: it makes its probe with `Probe(name, caches)`
 and calls `Probe.check`. `farpool.kv.PrefixCache` and the caches for transformers see memory only when they first save
@@ -43,9 +43,11 @@ __all__ = ["EngineBlock", "Probe"]
 _LOG = logging.getLogger("farpool.kv")
 
 _PROBE_TTL_S = 60.0
-"""Seconds after which a probe's block expires if its program dies before deleting it."""
+"""Seconds after which a probe's block expires, in case its program ends before it deletes the block."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
-"""Reasons why nodes never store a block: the access key may only read, or the block is larger than a node."""
+"""Reasons why nodes can never store a probe's block: the access key allows only reading, or the block is larger than a
+node.
+"""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.WRONG_VERSION})
 _NO_PROOF = "no known block has come back through memory like this"
 
@@ -57,18 +59,18 @@ class EngineBlock:
     Attributes
     ----------
     nbytes : int
-        Bytes of the block.
+        Size of the block in bytes.
     write, read : callable
         Write and read the block with the engine's own functions.
     values : callable
-        Return the payloads of the block as the connector saves them, one for each key.
+        Returns the payloads of the block as the connector saves them, one for each key.
     targets : callable
-        Return the memory into which the connector loads the block.
+        Returns the memory into which the connector loads the block.
     land : callable
-        Move the loaded bytes from `targets` to their place, if that is somewhere else.
+        Moves the loaded bytes from `targets` to their place in the engine's memory, if that is somewhere else.
     known : bytes or None
-        The bytes that `values` have now. The probe moves them if the engine's memory may only be read. None if the
-        probe writes random bytes first.
+        Present bytes of the block, if the engine's memory may only be read. The probe then moves these bytes. If this
+        is None, the probe writes random bytes and moves them.
     """
 
     nbytes: int
@@ -81,7 +83,7 @@ class EngineBlock:
 
     @classmethod
     def private(cls, nbytes: int) -> EngineBlock:
-        """Make a block in new memory, for a probe while the engine uses all of its own memory."""
+        """Make a block in new memory, for a probe that runs while the engine uses all of its own memory."""
         memory = bytearray(nbytes)
         view = memoryview(memory)
 
@@ -92,22 +94,22 @@ class EngineBlock:
 
 
 class Probe:
-    """Decides if a connector may serve blocks. Thread-safe.
+    """Decides if a connector may move blocks. Thread-safe.
 
     Parameters
     ----------
     where : str
         Name of the engine, for messages.
     *caches : BlockCache
-        The caches to guard; see `guard`.
+        The caches that move no block until the probe has passed; see `guard`.
     at_first_use : bool
-        The engine's memory is probed by `admit`. Blocks may be looked up before that.
+        If True, the engine's memory is probed by `admit`, and blocks may be looked up before that.
 
     Attributes
     ----------
     reason : Reason or None
-        Why no block is served; None once the probe has passed, and before the first use. `UNPROVED` if the probe has
-        failed, else the reason why the nodes could not be asked yet.
+        Why no block may be moved. None once the probe has passed, and also before the first use if `at_first_use` is
+        set. `UNPROVED` if the probe has failed, otherwise the reason why the nodes could not be asked yet.
     error : ProbeError or None
         Error of a probe that has failed.
     """
@@ -126,33 +128,34 @@ class Probe:
 
     @classmethod
     def of(cls, cache: BlockCache, where: str) -> Probe:
-        """Return the probe that guards a cache; a new one, which probes at the first use, if none guards it yet."""
+        """Return the probe that guards a cache. If the cache has none, make a probe that runs at the first use."""
         return cache.probe if isinstance(cache.probe, Probe) else cls(where, cache, at_first_use=True)
 
     def guard(self, *caches: BlockCache) -> None:
         """Keep caches from moving blocks until this probe has passed.
 
-        The probe saves its block through the first cache and loads it through the second one, if there is one.
+        The probe saves its block through the first cache, and loads it through the second cache if there are two.
         """
         self._caches = caches
         for cache in caches:
             cache.require(self)
 
     def begin_in_child(self) -> None:
-        """Forget a probe that another thread was making when this process was forked."""
+        """Forget, in the child of a fork, a probe that another thread of the parent was running."""
         self._lock = threading.Lock()
         self._asking: Future[None] | None = None
         self._thread: int | None = None  # the thread that makes the probe now
 
     def is_of_this_thread(self) -> bool:
-        """Return True while this thread makes the probe, because caches may then move the probe's block."""
+        """Return True while this thread runs the probe, so that caches let it move the probe's block."""
         # No lock: only this thread can have written its own identity.
         return self._thread == threading.get_ident()
 
     def check(self, block: EngineBlock) -> None:
-        """Move a known block through a part of the engine's memory, at the start.
+        """Probe a part of the engine's memory when the connector starts.
 
-        If no node answers, the probe uses a copy in memory instead, and `attempt` tries the nodes later.
+        If no node can be reached, the block is copied within this host's memory instead, and `attempt` tries the nodes
+        later.
 
         Parameters
         ----------
@@ -164,7 +167,10 @@ class Probe:
                 self.reason = self._proved(block)
 
     def attempt(self) -> None:
-        """Probe the nodes if none has answered yet, with new memory, because the engine may be using its own now."""
+        """Repeat the probe with the nodes if they could not be reached before.
+
+        The probe uses new memory, because the engine may be using its own memory now.
+        """
         with self._lock:
             if self.error is None and self.reason is not None and self._nbytes:
                 self.reason = self._proved(EngineBlock.private(self._nbytes))
@@ -180,9 +186,10 @@ class Probe:
         *,
         through_nodes: bool = True,
     ) -> Reason | None:
-        """Move a known block through each kind of memory that no call has used before.
+        """Probe each kind of memory that no call has used before, and return why the call must not move its blocks.
 
-        If no node can be asked, the probe uses a copy in memory instead, and the next call asks the nodes.
+        If no node can be reached, the probe copies its block within this host's memory, and the next call tries the
+        nodes.
 
         Parameters
         ----------
@@ -195,17 +202,17 @@ class Probe:
         kinds : iterable
             Names of the kinds of memory that the call uses.
         block : callable
-            Make the block of the kinds that have to be probed.
+            Makes the block to probe; its argument is the list of kinds that have to be probed.
         timeout : float or None
-            Maximum time in seconds; None for the cache's own time for each request.
+            Maximum time in seconds; None for the cache's own timeout for each request.
         through_nodes : bool
-            False if the call needs no node, so that a copy in memory is enough.
+            False if the call needs no node, so that the probe need not ask the nodes.
 
         Returns
         -------
         Reason or None
-            Why the call must not move its blocks; the cache then counts them as missed, and the journal tells why. None
-            if it may.
+            Why the call must not move its blocks; None if it may. With a reason, the blocks are counted as missed, and
+            the journal has an entry for them.
 
         Raises
         ------
@@ -226,7 +233,7 @@ class Probe:
         *,
         through_nodes: bool,
     ) -> Reason | None:
-        """Probe the kinds of memory that no call has used before; return why no block may be moved through them."""
+        """Probe the kinds of memory that no call has used before; return why the call must not use them."""
         # Without the lock, because each load and save comes here. The sets only grow, and a call that misses an entry
         # looks again below.
         if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
@@ -249,20 +256,26 @@ class Probe:
             self._lock.release()
 
     def _ask_later(self) -> None:
-        """Ask the nodes with the cache's own timeout, because calls that never have enough time would stay unproved."""
+        """Probe the nodes in the background, with the cache's own timeout.
+
+        Otherwise an engine whose calls all have too little time for a probe would never move a block.
+        """
         if self._caches and (self._asking is None or self._asking.done()):
             with contextlib.suppress(StoreClosedError):
                 self._asking = self._caches[0].submit(self._ask_nodes)
 
     def _ask_nodes(self) -> None:
-        """Move a block in new memory for kinds whose first use left no time for nodes."""
+        """Probe the nodes with new memory, for kinds of memory whose first use left too little time for that."""
         with self._lock:
             kinds = self._without_nodes - self._passed
             if self.error is None and kinds and self._proved(EngineBlock.private(self._nbytes)) is None:
                 self._passed |= kinds
 
     def _proved(self, block: EngineBlock, *, through_nodes: bool = True, until: float | None = None) -> Reason | None:
-        """Move a known block, through a copy in memory if the nodes cannot; return why blocks may not be moved yet."""
+        """Probe a block; return why blocks may not be moved yet, None if they may.
+
+        If the nodes cannot be reached, the block is copied within this host's memory, which can still show an error.
+        """
         self._nbytes = block.nbytes
         reason = self._moved(block, through_nodes=through_nodes, until=until)
         if reason is not None and self.error is None:
@@ -279,7 +292,7 @@ class Probe:
         return reason
 
     def _moved(self, block: EngineBlock, *, through_nodes: bool, until: float | None = None) -> Reason | None:
-        """Move a known block and compare it; return why it could not be moved."""
+        """Move a block of known bytes and compare the result; return why the nodes did not move it."""
         known, reason = block.known or _known(block.nbytes), None
         self._thread = threading.get_ident()
         try:
@@ -316,7 +329,7 @@ class Probe:
 
 
 def _known(nbytes: int) -> bytes:
-    """Return random bytes, which differ in each place and each probe."""
+    """Return random bytes, so that no two places and no two probes have the same bytes."""
     return hashlib.shake_128(os.urandom(16)).digest(nbytes)
 
 
@@ -325,7 +338,7 @@ def _inverted(known: bytes) -> bytes:
 
 
 def _copied(block: EngineBlock, known: bytes) -> None:
-    """Copy the block out of the engine's memory and back, as a save and a load would."""
+    """Copy the block out of the engine's memory and back, as a save and a load would, but without nodes."""
     copies = [b"".join(flat(part).tobytes() for part in parts_of(as_payload(value))) for value in block.values()]
     # The place holds other bytes before the load, so a load that writes nothing is noticed.
     block.write(_inverted(known))
@@ -341,7 +354,7 @@ def _copied(block: EngineBlock, known: bytes) -> None:
 def _carried(
     block: EngineBlock, known: bytes, saving: BlockCache, loaders: Sequence[BlockCache], until: float | None
 ) -> Reason | None:
-    """Save the block and load it again; return why the save or the load failed."""
+    """Save the block and load it again through the nodes; return why the save or the load failed."""
     values = block.values()
     namespace = Namespace(
         engine="farpool",

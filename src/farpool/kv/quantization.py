@@ -1,18 +1,19 @@
 """Lossy codecs: KV as whole numbers of 8 or 4 bits, with a bound on the error of each element.
 
-As in KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024), keys are quantized
-per channel, because a few channels are much larger than the others, and values are quantized per token: a group is 32
-tokens of one channel of one head, or 32 channels of one token of one head. Latents that do not separate keys and values
-(MLA) are quantized like values. A group's smallest and largest elements are stored as they are; the codes count equal
-steps between them: ``step = (largest - smallest) / (2 ** bits - 1)``.
+This follows KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024). Keys are
+quantized per channel, because a few channels are much larger than the others: a group is 32 tokens of one channel of
+one head. Values are quantized per token: a group is 32 channels of one token of one head. Latents that do not separate
+keys and values (MLA) are quantized like values. A group's smallest and largest elements are stored as they are. Each
+element is stored as a code, its distance from the smallest element in equal steps: ``step = (largest - smallest) / (2
+** bits - 1)``.
 
-For each element ``x`` and its decoded ``y``, ``|x - y|`` is at most half a step plus the rounding of ``y`` to the
-type of the elements (half a unit in the last place of the group's largest magnitude), and never more than one step;
-float32 arithmetic adds at most 1/1024 of a step and 2**-21 of that magnitude.
+For each element ``x`` and its decoded value ``y``, ``|x - y|`` is at most half a step plus the rounding of ``y`` to the
+type of the elements (half a unit in the last place of the group's largest magnitude), and never more than one step.
+Float32 arithmetic adds at most 1/1024 of a step and 2**-21 of that magnitude.
 
-A payload with NaN or infinity, or with groups whose steps are outside the range of float32, is stored as it is. Zeros
-lose their sign. The arithmetic follows IEEE 754 with one rounding for each operation, so the same payload always gives
-the same bytes.
+A payload that contains NaN or infinity, or groups whose steps are outside the range of float32, is stored as it is.
+Negative zeros become positive. The arithmetic follows IEEE 754 with one rounding for each operation, so the same
+payload always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -38,18 +39,20 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "Axes", "Quantized"]
 
 GROUP = 32
-"""Elements of a group, as in KIVI; the last group of an axis may be shorter."""
+"""Maximum number of elements of a group, as in KIVI. The last group of an axis may be shorter."""
 
 _LETTERS = "slthd"
 _SLICE = 1 << 17
-"""Elements that are processed at a time, so that they stay in the core's cache and in memory that is already backed."""
+"""Number of elements that are processed at a time, so that they stay in the core's cache and in memory that this thread
+has used before.
+"""
 _LARGEST, _SMALLEST_STEP = 2.0**120, 2.0**-100
-"""Limits of a group's elements and steps, within which neither overflows nor loses bits in float32."""
+"""Limits of a group's elements and steps, within which float32 arithmetic neither overflows nor loses bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Meaning and sizes of a payload's axes, the outermost first.
+    """Meaning and sizes of a payload's axes, the outermost axis first.
 
     Attributes
     ----------
@@ -86,7 +89,8 @@ class Axes:
         Raises
         ------
         ConfigError
-            The namespace's layout does not consist of letters of axes, or its sizes do not give a block's bytes.
+            The namespace's layout does not consist of letters of axes, or the product of the sizes is not a block's
+            bytes.
         """
         layout, own = namespace.layout, namespace.groups[group]
         sizes = {"s": 2, "l": 1, "t": namespace.tokens_per_block, "h": namespace.heads, "d": namespace.head_dim}
@@ -108,13 +112,16 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class _Float:
-    """An element type: its bits in numpy, and its type in torch."""
+    """A type of elements: the numpy type that contains its bits, and its type in torch."""
 
     bits: str
     dtype: torch.dtype
 
     def widen(self, bits: NDArray[Any], into: NDArray[np.float32]) -> None:
-        """Convert elements to float32, with numpy, because torch warns about read-only memory."""
+        """Convert elements, given by their bits, to float32 in `into`.
+
+        This uses numpy, because torch warns about read-only memory.
+        """
         if self.dtype == torch.bfloat16:
             wide = into.view(np.uint32)
             wide[...] = bits
@@ -123,7 +130,7 @@ class _Float:
             into[...] = bits
 
     def narrow(self, values: NDArray[np.float32]) -> NDArray[Any]:
-        """Round to the nearest elements, ties to even, and return their bits."""
+        """Round float32 values to the nearest elements of this type, ties to even; return the elements' bits."""
         of_size = torch.uint32 if self.dtype == torch.float32 else torch.uint16
         return torch.from_numpy(values).to(self.dtype).view(of_size).numpy().view(self.bits)
 
@@ -136,10 +143,11 @@ _FLOATS = {
 
 
 class Quantized:
-    """Whole numbers of 8 or 4 bits for each element, and two elements for each group.
+    """Codec that stores a whole number of 8 or 4 bits for each element, and two elements for each group.
 
-    The stored form has, for keys and then for values, the smallest elements, the largest elements and the codes of each
-    run of groups. Two codes of 4 bits share a byte, the first one in the lower half.
+    The stored form contains the keys and then the values. Each part of them that is encoded together is stored as the
+    smallest elements of its groups, the largest elements, and the codes. Two codes of 4 bits share a byte, the first of
+    them in the lower half.
 
     Parameters
     ----------
@@ -153,7 +161,7 @@ class Quantized:
     Raises
     ------
     ConfigError
-        The type is not one of these, or there are no axes.
+        `dtype` is not one of these types, or `axes` is None.
     """
 
     def __init__(self, bits: int, dtype: str, axes: Axes | None) -> None:
@@ -226,7 +234,10 @@ class Quantized:
             raise CodecError(f"{len(stored)} bytes are more than the {place} of a payload of {len(payload)}")
 
     def _groups(self, payload: NDArray[np.uint8]) -> Iterator[tuple[NDArray[Any], int]]:
-        """Yield views of the payload's elements in stored order, each with the axis along which its groups are."""
+        """Yield the parts of the payload that are encoded together, each with the axis of its groups.
+
+        The parts are in the order in which they are stored.
+        """
         axes = self._axes
         array = payload.view(self._float.bits).reshape(axes.sizes)
         order = [axes.order.index(axis) for axis in _LETTERS if axis in axes.order]
@@ -242,7 +253,7 @@ class Quantized:
                     yield run[first : first + rows], axis
 
     def _scratch(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Return this thread's memory for float32, because new memory would cost many page faults."""
+        """Return this thread's reusable float32 memory in this shape. New memory would cost many page faults."""
         size = math.prod(shape)
         if getattr(self._memory, "array", np.empty(0)).size < size:
             self._memory.array = np.empty(max(size, _SLICE), np.float32)

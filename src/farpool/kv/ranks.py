@@ -4,11 +4,11 @@ Ranks of a tensor-parallel engine must load the same number of tokens, because a
 collectives. Each rank has its own blocks, clock and link, so ranks find and load different amounts. They agree on the
 smallest amount.
 
-A waiting rank cannot distinguish a late rank from a dead one, and it must not guess, because the late rank may have
-received an answer. So the answer of an exchange is one key of a store that all ranks use, and the store lets only the
-first writer set it. Rank 0 writes the minimum of all numbers there after it has received the numbers of every rank. A
-rank whose timeout has passed writes a refusal. Every rank takes the answer that the store has kept, however late the
-rank reads it.
+A waiting rank cannot distinguish a late rank from a dead rank. It must not guess, because the late rank may have
+received an answer that differs from the guess. So the answer of an exchange is the value of one key in a store that all
+ranks use, and the store lets only the first writer set the key. Rank 0 collects the numbers of all ranks and writes the
+minimum of each number. If the timeout of a rank passes before that, the rank writes a refusal. Every rank uses the
+value that was written first, even if it reads the value much later.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from farpool.errors import ConfigError, NodeError
 __all__ = ["Exchange", "Ranks", "StoreRanks"]
 
 Exchange = Callable[[Sequence[int]], Sequence[int]]
-"""Takes the numbers of one rank, each at least 0, and returns the minimum of each number over all ranks."""
+"""An exchange: call it with the numbers of this rank, each at least 0. It returns the minimum of each number over all
+ranks.
+"""
 
 _REFUSED = "refused"
 _KEPT_EXCHANGES_MAX = 1 << 12
-"""Number of exchanges whose keys stay in the store after they have ended. A rank that is paused for more exchanges gets
-an error instead of an answer."""
+"""Number of ended exchanges whose keys stay in the store. A rank that is paused during more exchanges gets an error
+instead of an answer."""
 _RECORD_PERIOD = 1 << 8
-"""Number of exchanges after which rank 0 records again which answers it may have deleted. A record at each exchange
-would cost one more request to the store."""
+"""Number of exchanges after which rank 0 records in the store which answers it may have deleted. If it did so at each
+exchange, each exchange would cost one more request to the store."""
 
 
 class Ranks(Protocol):
-    """The ranks among which an engine's KV is divided; `farpool.kv.PrefixCache` needs this interface.
+    """Interface through which the ranks of an engine agree, for `farpool.kv.PrefixCache`.
 
-    An engine that can compute the minimum over its ranks implements this over its own collectives.
+    An engine that can compute the minimum over its ranks can implement this interface with its own collectives.
 
     Attributes
     ----------
     rank, size : int
-        Number of this rank, and how many ranks there are.
+        Number of this rank, and number of all ranks.
     """
 
     @property
@@ -55,19 +57,19 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def begin(self) -> Exchange:
-        """Begin an exchange; all ranks begin their exchanges in the same order.
+        """Begin an exchange; all ranks must begin their exchanges in the same order.
 
         Returns
         -------
         callable
-            It is called once, perhaps later and on another thread. It returns the same numbers on all ranks: the
-            minimum of each, or zeros if a rank did not give its numbers in time or gave fewer numbers than another
-            rank. A rank whose call has failed, for example on a damaged note, gives two zeros.
+            Call it once, perhaps later and on another thread. It returns the same numbers on all ranks: the minimum of
+            each number, or zeros if a rank did not give its numbers in time or gave fewer numbers than another rank. A
+            rank whose call has failed, for example on a damaged note, gives two zeros.
         """
 
 
 class Store(Protocol):
-    """A store of ``torch.distributed``; see the documentation of torch, whose types of it are incomplete."""
+    """The methods of a ``torch.distributed`` store that are used here. Torch's own type hints are incomplete."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -92,7 +94,7 @@ class StoreRanks:
     store : torch.distributed.Store
         Store that all ranks use, such as the `TCPStore` with which the engine has set up its process group.
     rank, size : int
-        Number of this rank, and how many ranks there are.
+        Number of this rank, and number of all ranks.
     timeout : float
         Seconds that a rank waits for the other ranks before it refuses an exchange.
     name : str
@@ -125,13 +127,13 @@ class StoreRanks:
         self._deleted = 0  # rank 0 has recorded that answers before this number may be gone
 
     def begin(self) -> Exchange:
-        """Begin an exchange; see `Ranks.begin`.
+        """Begin an exchange, as `Ranks.begin` does.
 
         Raises
         ------
         NodeError
-            The returned callable raises it if the store fails, or if this rank was paused for so long that rank 0 has
-            deleted the answer. This rank then cannot know which answer the other ranks have: end it.
+            The returned callable raises this error if the store fails, or if this rank was paused for so long that rank
+            0 has deleted the answer. This rank then cannot know which answer the other ranks have, so end this rank.
         """
         number = next(self._numbers)
         return lambda values: values if self.size == 1 else self._least(number, values)
@@ -151,7 +153,7 @@ class StoreRanks:
         return found if len(found) == len(values) else nothing
 
     def _lead(self, store: Store, number: int, values: Sequence[int]) -> str:
-        """Collect the numbers of all ranks, and write the answer, unless a rank has refused."""
+        """Collect the numbers of all ranks, write the minima, and return the answer that was written first."""
         answer = _REFUSED
         if any(values):
             keys = [self._key(number, rank) for rank in range(1, self.size)]
@@ -169,7 +171,7 @@ class StoreRanks:
         return answer
 
     def _follow(self, store: Store, number: int, values: Sequence[int]) -> str:
-        """Give this rank's numbers, and take the answer."""
+        """Give this rank's numbers to rank 0, and return the answer."""
         # A rank with only zeros gives them, too, because rank 0 waits for the numbers of all ranks.
         store.set(self._key(number, self.rank), ",".join(map(str, values)))
         if not any(values):
@@ -188,13 +190,14 @@ class StoreRanks:
     def _is_deleted(self, store: Store, number: int) -> bool:
         """Return True if rank 0 may have deleted the answer of an exchange.
 
-        A rank that finds no answer writes a refusal, so the refusal that it finds may have replaced a deleted answer.
+        A rank that finds no answer writes a refusal. So if a rank reads a refusal, the real answer may have been
+        deleted.
         """
         key = self._key("deleted")
         return store.check([key]) and int(store.get(key)) > number
 
     def _tidy(self, store: Store, number: int) -> None:
-        """Delete this rank's key of an exchange that has ended long ago."""
+        """Delete old keys of this rank from the store, and on rank 0 record which answers may be deleted."""
         old = number - _KEPT_EXCHANGES_MAX - _RECORD_PERIOD
         if self.rank:
             if old >= 0:
@@ -215,7 +218,7 @@ class StoreRanks:
         return "/".join(map(str, (self._name, *parts)))
 
     def _connection(self) -> Store:
-        """Return this thread's own connection; a waiting call blocks all other threads that use its connection."""
+        """Return this thread's own connection, because a waiting call blocks all other calls on the same connection."""
         if os.getpid() != self._process:
             raise ConfigError(
                 f"process {os.getpid()} was forked from rank {self.rank} and is not a rank itself: make its cache "

@@ -27,11 +27,11 @@ class Reason(StrEnum):
     Attributes
     ----------
     ABSENT
-        No node has it: it was never saved, has expired, or was evicted.
+        No node has the block: it was never saved, has expired, or was evicted.
     LATE
-        It did not arrive by the deadline.
+        The block did not arrive by the deadline.
     NODE_AWAY
-        The nodes that may have it cannot be reached.
+        The nodes that may have the block cannot be reached.
     CORRUPT
         Other bytes arrived than were saved.
     FOREIGN
@@ -41,29 +41,29 @@ class Reason(StrEnum):
     WRONG_VERSION
         The payload was written in another version of the format.
     FULL
-        The nodes have no room for it.
+        The nodes have no room for the block.
     REFUSED
-        The access key may not do this.
+        The access key does not allow this operation.
     PINNED
-        It stays in memory, because a program holds or reads it.
+        The block stays in memory, because a program pins or reads it.
     NO_LOWER_TIER
-        It stays in memory, because there is no lower tier.
+        The block stays in memory, because there is no lower tier.
     OTHER_WEIGHTS
-        Other weights than the ones in use have computed it.
+        The KV was computed with other weights than the weights in use.
     OTHER_DTYPE
-        There is KV of this model, in another data type.
+        KV of this model is stored, but in another data type.
     OTHER_LAYOUT
-        There is KV of this model and data type, in another layout, block size, or set of layers or ranks.
+        KV of this model and data type is stored, but in another layout, block size, or set of layers or ranks.
     BYPASSED
-        Computing it was expected to take less time.
+        Computing the KV was expected to take less time.
     OTHER_RANK
         Another rank of this engine lacks the block, computes it, or did not answer in time.
     UNPROVED
-        The connector's probe has failed, or was not made yet, so the connector moves no block.
+        The connector's probe has failed, or has not run yet, so the connector moves no block.
     CLOSED
         The cache or its store is closed.
     FAILED
-        Something else went wrong; the log (``farpool.kv``) has the error, once.
+        Another error was raised. The log (``farpool.kv``) contains each such error once.
     """
 
     ABSENT = "absent"
@@ -88,12 +88,12 @@ class Reason(StrEnum):
 
 
 def reason_of(answer: object) -> Reason | None:
-    """Return why a store's answer for a block is a failure; None if it is a success.
+    """Return the reason why a store's call for a block failed; None if it succeeded.
 
     Parameters
     ----------
     answer : object
-        None if there is no such block, an error, or a reason. Anything else is the result of a success.
+        The store's answer: None if there is no such block, or an error, or a reason. Anything else means success.
     """
     if answer is None:
         return Reason.ABSENT
@@ -127,4 +127,4 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
     (ValueError, Reason.WRONG_SIZE),  # the target is smaller than the value
     (OSError, Reason.NODE_AWAY),  # NodeError, ReplicationError, and errors of sockets
 )
-"""The first class that fits counts."""
+"""Reasons for classes of errors. The first class of which an error is an instance decides."""

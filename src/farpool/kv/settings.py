@@ -26,7 +26,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights_id : str
         Name of exactly the weights that the engine runs.
     tenant : str
-        Users who share nothing with other users.
+        Name of users who share nothing with other users.
     access_key : str or None
         Access key of the nodes; None for the key in the environment (``FARPOOL_KEY``).
     replicas : int
@@ -42,8 +42,9 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads : int
         Threads that move blocks.
     hold_out : bool
-        If True, compute blocks that would take longer to load, and compute a few other requests to measure the gain of
-        loading. If False, load everything that is stored, for example in benchmarks whose engine computes nothing.
+        If True, compute blocks that would take longer to load, and also compute a few other requests, to measure how
+        much time loading gains. If False, load everything that is stored, for example in benchmarks whose engine
+        computes nothing.
     """
 
     weights_id: str
@@ -58,7 +59,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hold_out: bool = True
 
     def blocks(self, nodes: Sequence[str] | Objects, namespace: Namespace, judge: Judge) -> BlockCache:
-        """Make a cache of blocks with these settings.
+        """Make a `BlockCache` with these settings.
 
         Parameters
         ----------
@@ -88,7 +89,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that every connector takes from its engine's configuration: `StoreSettings`, and the nodes.
+    """Settings that a user gives to every connector in the engine's configuration: `StoreSettings`, and the nodes.
 
     Attributes
     ----------
@@ -100,19 +101,19 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Self:
-        """Check settings that an engine hands over.
+        """Check the settings that an engine passes to its connector, and return them as an object.
 
         Parameters
         ----------
         settings : mapping
             Names and values.
         where : str
-            Place where the user wrote them, for messages.
+            Place where the user wrote the settings, for messages.
 
         Raises
         ------
         ConfigError
-            One is missing, unknown, or of the wrong type.
+            A setting is missing, unknown, or of the wrong type.
         """
         try:
             return msgspec.convert(dict(settings), cls)
@@ -121,11 +122,11 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{where}: {error}; farpool's settings there are {known}") from None
 
     def judge(self) -> Judge:
-        """Make a judge for an engine that loads all of a prefix or nothing."""
+        """Make a judge for an engine that loads either all of a prefix or no block of it."""
         return Judge(hold_out=self.hold_out)
 
     def cache(self, namespace: Namespace, judge: Judge | None = None) -> BlockCache:
-        """Make the cache of blocks that these settings describe, with a judge of its own by default.
+        """Make the `BlockCache` that these settings describe; without `judge`, it has a judge of its own.
 
         Raises
         ------
@@ -136,7 +137,7 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `farpool.kv.PrefixCache`: `StoreSettings`, and everything else that makes bytes of a block differ.
+    """Settings of `farpool.kv.PrefixCache`: `StoreSettings`, and everything else on which the bytes of a block depend.
 
     Attributes
     ----------
@@ -152,16 +153,17 @@ class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fi
         KV heads of a layer, and channels of a head; the codecs ``int8`` and ``int4`` need them.
     parallel : mapping of str to int, optional
         Sizes of the groups of processes that the KV is divided among, such as ``{"tp": 2}``; left out if each process
-        has all of it.
+        has all of the KV.
     rank : int
-        Number of this process's part among all that `parallel` makes, from 0 on. Each part is stored by itself, and
-        never loaded for another one.
+        Number of this process's part of the KV, from 0 on, among all parts that `parallel` describes. Each part is
+        stored separately, and is never loaded in place of another part.
     extra : mapping of str to (str or int), optional
-        Everything else that makes bytes differ.
+        Everything else on which the bytes of a block depend.
     pieces : int
-        Number of parts that the layers are stored in, for loads and saves of some layers.
+        Number of groups into which the layers of each kind are divided, so that some layers can be loaded or saved
+        before the others.
     near_bytes : int
-        Memory of this process for blocks that `PrefixCache.prefetch_by` brings.
+        Bytes of this process's memory for blocks that `PrefixCache.prefetch_by` brings; 0 to keep none here.
     """
 
     model: str
@@ -177,7 +179,7 @@ class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fi
     near_bytes: int = 0
 
     def namespace(self, groups: Sequence[Group]) -> Namespace:
-        """Return the namespace of layers that are stored in these groups."""
+        """Return the namespace of KV whose layers are stored in these groups."""
         return Namespace(
             engine="farpool",
             model=self.model,

@@ -1,4 +1,4 @@
-"""Counters of the blocks of a cache by step and outcome, and their entries in the journal."""
+"""Counters of the blocks of a cache by step and outcome, and entries in the journal for the same steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Requests = str | Sequence[str]
 
 
 class Tally:
-    """Counts blocks, and writes them into the journal. Thread-safe."""
+    """Counts blocks by step and outcome, and writes each step into the journal. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -28,12 +28,12 @@ class Tally:
         self._lock = threading.Lock()
 
     def stats(self) -> dict[str, int]:
-        """Return counters: blocks by step and outcome (``load.done``, ``load.late``), bytes moved (``load.bytes``)."""
+        """Return counters: blocks by step and outcome (such as ``load.late``), and bytes moved (``load.bytes``)."""
         with self._lock:
             return dict(self._counts)
 
     def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
-        """Record blocks that no node was asked for, because the engine cannot use them."""
+        """Record blocks that were not requested from any node, because the engine cannot use them."""
         with self._lock:
             self._counts[f"{step}.{reason}"] += blocks
         record(request, step, blocks, 0, {str(reason): blocks}, 0.0, note)
@@ -41,7 +41,7 @@ class Tally:
     def ended(
         self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int = 0
     ) -> None:
-        """Record a step.
+        """Record a step that has ended.
 
         Parameters
         ----------
@@ -52,11 +52,11 @@ class Tally:
         blocks : int
             Number of blocks.
         reasons : sequence of Reason or None
-            For each block why the step failed; empty if it succeeded for all.
+            For each block why the step failed, None if it succeeded; empty if it succeeded for all blocks.
         began : float
             Time when the step began.
         moved : int
-            Bytes that it moved.
+            Number of bytes that the step moved.
         """
         failures = [str(reason) for reason in reasons if reason is not None]
         failed: Mapping[str, int] = Counter(failures) if failures else {}

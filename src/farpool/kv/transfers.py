@@ -1,4 +1,7 @@
-"""Transfers between an engine's memory, the memory of this process and the nodes."""
+"""Transfers of blocks between an engine's memory, the memory of this process and the nodes.
+
+Blocks in the memory of this process are called near.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ class _Moved(NamedTuple):
     Attributes
     ----------
     outcomes : list of Reason or None
-        For each block None or the reason why it is missing.
+        For each block None, or the reason why it was not loaded.
     under_way, seconds : int and float
-        For the judge: the bytes under way, and the time of the load; 0 seconds if the judge cannot use them.
+        For the judge: the number of bytes under way, including other loads, and the time of the load. The time is 0 if
+        the judge must not use it.
     """
 
     outcomes: list[Reason | None]
@@ -54,16 +58,16 @@ class Transfers:
     near : NearMemory
         Blocks in the memory of this process.
     judge : Judge
-        Learns how long loads take.
+        Receives the times of loads.
     peers : Peers
-        The other ranks.
+        Agrees with the other ranks.
     current : Current
         The weights in use.
 
     Attributes
     ----------
     memory : EngineMemory
-        Finds blocks in the engine's memory, and probes it at its first use.
+        Finds blocks in the engine's memory, and probes this memory at its first use.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Transfers:
         until: float,
         exchange: Exchange | None,
     ) -> list[int]:
-        """Load some groups of layers of prompts; return for each prompt how many tokens all ranks can use afterwards.
+        """Load some groups of layers of prompts; return for each prompt how many tokens all ranks can then use.
 
         Parameters
         ----------
@@ -111,7 +115,7 @@ class Transfers:
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
     ) -> tuple[list[int], _Moved]:
-        """Load this rank's blocks; return the tokens that it can use of each prompt."""
+        """Load this rank's blocks; return for each prompt how many tokens this rank can use, and the load's result."""
         batch, step = Batch(matches[0].request if len(matches) == 1 else []), self._shape.block
         numbers: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
@@ -130,12 +134,12 @@ class Transfers:
         return usable, moved
 
     def _learn(self, under_way: int, seconds: float) -> None:
-        """Report the time of a load to the judge, if it is known."""
+        """Report the time of a load to the judge, unless it is 0."""
         if seconds:
             self._judge.loaded(under_way, seconds)
 
     def usable(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
-        """Return how many tokens of a prompt the engine can use, given the outcomes of loading some of its blocks."""
+        """Return how many tokens of a prompt the engine can use after loading blocks with these outcomes."""
         if match.tokens and self._current.is_outdated(match):  # the weights may have changed during the load
             said = f"it is of weights {match.weights_id!r}, and {self._current.namespace.weights!r} are in use"
             self._blocks.missed("load", match.request, match.tokens // self._shape.block, Reason.OTHER_WEIGHTS, said)
@@ -143,7 +147,10 @@ class Transfers:
         return self._shape.loaded(match, blocks, outcomes)
 
     def fetch(self, wanted: Wanted, memory: KVMemory, until: float) -> Found:
-        """Load all blocks of a prompt whose layers need all blocks; return the result that a lookup would have had."""
+        """Load all blocks of a prompt without a lookup; return the result that a lookup would have returned.
+
+        All layers of the model must need all blocks of a prefix.
+        """
         batch = Batch(wanted.request)
         self.memory.add_targets(batch, wanted, memory, self._shape.needed(wanted.blocks))
         moved = self._move(batch, until)
@@ -154,7 +161,7 @@ class Transfers:
         return Found([reason or nbytes for reason, nbytes in zip(moved.outcomes, stored, strict=True)])
 
     def _move(self, batch: Batch, until: float) -> _Moved:
-        """Probe memory that is used for the first time, then copy blocks that are near, and load the others."""
+        """Probe memory that is used for the first time, then copy blocks that are near, and load the other blocks."""
         keys = batch.keys
         if batch.uses:
             # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
@@ -244,14 +251,14 @@ class Transfers:
         return [sum(key in there for key in own) for own in saved]
 
     def bring_near(self, wanted: Wanted, usable: int, until: float) -> int:
-        """Load the usable blocks of a sequence into this process, or pin them in the memory of the nodes.
+        """Bring blocks of a sequence into the memory of this process.
 
-        They are pinned if this process has no memory for such blocks.
+        If this process has no memory for such blocks, pin them in the memory of the nodes instead.
 
         Returns
         -------
         int
-            Number of blocks that are in this process or pinned.
+            Number of blocks that are now in this process, or pinned.
         """
         needed = [
             (key, self._shape.groups[number].group.block_bytes)
