@@ -539,7 +539,10 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         )
 
     def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        """Report stored objects to LMCache, but not those that were reported before, evicted and stored again."""
+        """Report stored objects to LMCache.
+
+        An object that was reported before, evicted by the nodes and stored again is not reported a second time.
+        """
         with self._lock:
             new = [(key, size) for key, size in zip(keys, sizes, strict=True) if key not in self._accounted]
             self._accounted.update(new)
