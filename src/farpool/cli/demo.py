@@ -106,7 +106,7 @@ def demo(
 
 
 def _shared_context(tokens: int, *, json: bool) -> None:
-    """Run the part of the demo in which processes share KV, and show its report."""
+    """Run the demo of ``--kv``, in which two processes share KV, and show the report."""
     from farpool.observe.tables import show
 
     try:

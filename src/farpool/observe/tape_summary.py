@@ -1,4 +1,4 @@
-"""Figures of a tape: sizes, times, its loop, reuse, and the least bytes to move at smaller budgets."""
+"""Figures of a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes to move at budgets."""
 
 from __future__ import annotations
 
