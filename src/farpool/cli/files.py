@@ -90,7 +90,7 @@ def as_shown(text: str | bytes) -> str:
 
 
 def _is_special(path: Path) -> bool:
-    """Return True if the path names a device, a FIFO or a folder. The commands must not replace these by a file."""
+    """Return True if the path names a device, a FIFO or a folder, which must not be replaced by a file."""
     try:
         return not S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:

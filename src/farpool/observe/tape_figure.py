@@ -21,7 +21,7 @@ COLOURS = {
     "expert": INK, "bytes": GREY,
 }  # fmt: skip
 _POINTS_MAX = 200_000
-"""Maximum number of points. Of more points, evenly spaced ones are drawn, because a picture has fewer pixels."""
+"""Maximum number of points. If there are more, evenly spaced points are drawn, because a picture has fewer pixels."""
 
 
 def draw_tape(trace: Trace, path: Path) -> None:

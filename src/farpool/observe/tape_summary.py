@@ -79,7 +79,8 @@ class TapeSummary:
         The loop at whose period the most accesses repeat; None if the accesses have no loop.
     reuse : tuple of Reuse
     least_moved : tuple of LeastMoved
-        Bytes to move at the recorded budget and at parts of `peak_bytes`, sorted by budget.
+        Bytes to move at the recorded budget and at shares of `peak_bytes`, sorted by budget. Budgets that are smaller
+        than the largest access are left out.
     cut_off : str
         Reason why the file could not be read to its end; empty if the file was read completely.
     """
@@ -101,7 +102,7 @@ class TapeSummary:
 
 
 def summarize(trace: Trace) -> TapeSummary:
-    """Compute the figures of a tape. Takes some ten seconds for a million operands."""
+    """Compute the figures of a tape. This takes about ten seconds for a million operands."""
     sizes = [sum(info.nbytes for info in touched) for touched in trace.touched]
     largest = max(sizes, default=0)
     budgets = {trace.metadata.budget, *(int(trace.peak * part) for part in _BUDGETS)}

@@ -287,7 +287,7 @@ def _bar(event: Event, start: float, stop: float) -> Bar:
 
 
 def _visible(bars: list[Bar], seconds: float) -> list[Bar]:
-    """Return the bars, with bars that are thinner than a pixel widened to a pixel so that they are visible."""
+    """Return the bars, each at least about a pixel wide so that it is visible."""
     thinnest = seconds * 1e3 / 1700
     return [(left, max(width, thinnest)) for left, width in bars]
 

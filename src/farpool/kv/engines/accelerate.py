@@ -2,8 +2,8 @@
 
 Accelerate's hooks give each module its weights before the module runs, and remove the weights afterwards. The hooks
 read the weights from a mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up returns a
-plain copy of one weight.
-Modules ask for weights in the same order in each pass, so the pool prefetches the next ones.
+plain copy of one weight. Each pass of the model reads the weights in the same order, so the pool prefetches the next
+weights.
 """
 
 from __future__ import annotations

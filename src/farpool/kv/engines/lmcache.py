@@ -75,8 +75,8 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
         codec, and if the objects are plain bytes, as vLLM's objects are with fp8. Without this setting, objects of
         plain bytes are neither stored nor found.
     layout : str
-        Name of the order of bytes in an object; empty for the shapes and data types of LMCache's objects. Required,
-        with `kv_dtype`, for an adapter with ``serde``, whose objects are bytes without a shape.
+        Name of the order of bytes in an object. If empty, the shapes and data types of LMCache's objects are the name.
+        An adapter with ``serde`` requires `layout` and `kv_dtype`, because its objects are bytes without a shape.
     chunk_size : int
         Tokens of a chunk; the same number as the server's ``--chunk-size``.
     hash_algorithm : str
@@ -205,7 +205,7 @@ class _Locks:
             del self._ends[first]
 
     def release(self, key: bytes, now: float) -> bool:
-        """End one lock of an object; return True if it was the last one."""
+        """End one lock of an object; return True if the object has no more locks."""
         ends = self._ends[key]
         ends.popleft()  # the oldest, even if its time is over: this may be its unlock
         while ends and ends[0] <= now:
@@ -596,7 +596,7 @@ def _bytes_of(one: MemoryObj) -> memoryview:
 
 
 def _chunk(key: ObjectKey) -> Hashable:
-    """Return the identity of an object's chunk of tokens. A chunk has one object for each rank and layer group."""
+    """Return the identity of an object's chunk of tokens. A chunk has one object per rank and object group."""
     return key.model_name, key.cache_salt, key.chunk_hash
 
 

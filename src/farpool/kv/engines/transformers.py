@@ -5,9 +5,10 @@ token, become `PagedLayer`. Other layers (sliding windows, recurrent states) are
 
 *Prefixes.* With a `BlockCache` (see `prefix_blocks`), `FarpoolCache.save` stores the keys and values of whole blocks of
 tokens under keys that name these tokens, and `FarpoolCache.load` loads as many leading blocks as the nodes have. A
-layer with a sliding window forgets the tokens before its window, so it can continue only from a place at which its
-state was stored: the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists.
-If anything goes wrong with nodes or bytes, the loaded prefix is shorter, and the model computes the rest.
+layer with a sliding window forgets the tokens before its window, so it can continue only after a block for which its
+state was stored. The cache keeps the state that such a layer had at the end of its latest whole block, `save` stores
+this state, and `load` loads the longest prefix with such a state. If a node fails or bytes are damaged, the loaded
+prefix is shorter, and the model computes the rest.
 
 *How a prefix is found.* A prefix is found by its tokens: the tokens of one sequence without padding, from position 0
 on. If keys and values depend on anything else, such as images, the caller names these inputs in a salt. Models for

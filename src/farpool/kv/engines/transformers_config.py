@@ -2,9 +2,9 @@
 
 A prefix is found by its tokens alone, so the same tokens must always give the same keys and values. If the model also
 sees images or sounds, the same tokens may give other keys and values, so the caller has to name the contents of these
-inputs (`inputs_beside_tokens`). Some models are refused, because their keys and values depend on still other things
-(`check_prefixes`): rotary frequencies that depend on the length of the whole prompt, tokens that see later tokens, and
-positions that follow the shapes of images. Types of rotary embedding that are not known to be safe are refused, too.
+inputs (`inputs_beside_tokens`). A model is refused (`check_prefixes`) if the frequencies of its rotary embedding depend
+on the length of the whole prompt, if its tokens see later tokens, or if positions follow the shapes of images. Types of
+rotary embedding that are not known to be safe are refused, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITHOUT_INPUTS = frozenset({"attn_config", "ffn_config"})
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a model; an argument that is a configuration already is returned as it is."""
+    """Return the configuration of a model. If the argument is a configuration, return the argument."""
     return model.config if isinstance(model, torch.nn.Module) else model
 
 
@@ -64,12 +64,12 @@ def inputs_beside_tokens(config: Any) -> str:
 
 
 def check_prefixes(config: Any) -> None:
-    """Check that the keys and values of a prefix depend on nothing that comes after it.
+    """Check that the keys and values of a prefix do not depend on later tokens or on the shapes of images.
 
     Raises
     ------
     UnsupportedError
-        Something that comes after a prefix changes its keys or values, or may change them.
+        The keys or values of a prefix depend on later tokens or on the shapes of images, or may depend on them.
     """
     described = config.to_dict()
     text = config.get_text_config(decoder=True).to_dict()

@@ -205,7 +205,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values, and return all of them.
+        """Add the keys and values of new tokens, and return the keys and values of all tokens.
 
         Parameters
         ----------
@@ -215,7 +215,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns
         -------
         tuple of torch.Tensor
-            Contiguous keys and values of all tokens. Their memory is used again as soon as nothing refers to it.
+            Contiguous keys and values of all tokens. The memory of these tensors is reused as soon as no tensor refers
+            to it.
 
         Raises
         ------

@@ -74,7 +74,7 @@ class Payloads:
         return next((number, group) for number, group in enumerate(self._namespace.groups) if group.kind == kind)
 
     def nbytes(self, blocks: int) -> int:
-        """Return the bytes of a prefix of this many blocks, including the states at its end."""
+        """Return the bytes of a prefix of this many blocks, including the states of sliding windows at its end."""
         full = blocks * self.group(FULL)[1].block_bytes if self.full else 0
         return full + (self.group(SLIDING)[1].block_bytes if self.sliding else 0)
 

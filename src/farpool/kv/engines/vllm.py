@@ -1,4 +1,4 @@
-"""vLLM's KV blocks on the pool: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
+"""vLLM's KV blocks on nodes: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
 
 vLLM copies blocks from the accelerator into rows of host memory, which it calls the primary tier, and offers these rows
 to secondary tiers. A row holds one block with the bytes of all ranks, so only the scheduler's process talks to nodes.
@@ -71,7 +71,7 @@ _BYTES = "vllm:kv_offload_farpool_bytes"
 _MAPPED_LOOKUP_TIMEOUT_S = 0.005
 """Maximum time of a lookup on nodes whose memory is mapped into this process. The scheduler waits for the answer."""
 _DRAIN_WARNING_S = 10.0
-"""While vLLM waits for all transfers to end, a log message reports the rest of them at this interval."""
+"""While vLLM waits for transfers to end, a log message reports the number of unfinished transfers at this interval."""
 _USELESS = frozenset({Reason.FOREIGN, Reason.WRONG_SIZE})
 """Reasons that make a block unusable for every reader. Such a block is dropped, because keys are write-once and its
 presence would block a new save. The cache itself drops corrupt blocks."""
@@ -80,7 +80,7 @@ presence would block a new save. The cache itself drops corrupt blocks."""
 class FarpoolTier(SecondaryTierManager):
     """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool.
 
-    vLLM makes this object from the tier's entry in its JSON configuration.
+    vLLM makes this object from the entry for this tier in vLLM's JSON configuration.
 
     Parameters
     ----------
@@ -289,7 +289,7 @@ class FarpoolTier(SecondaryTierManager):
         return run
 
     def find(self, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = None) -> list[bool]:
-        """Ask the nodes which blocks they have; a block counts as missing if its answer comes too late."""
+        """Ask the nodes which blocks they have. Blocks without an answer within `timeout` seconds count as missing."""
         assert self._cache is not None
         found = self._cache.lookup(self._keys(keys), request=req_context.req_id, timeout=timeout)
         return found.found
@@ -492,7 +492,7 @@ class _AsyncLookups(AsyncLookupManager):
 
 
 def _run_of(req_context: ReqContext) -> list[OffloadKey]:
-    """Return the keys of a request's blocks in the order of its tokens; empty if vLLM does not report them."""
+    """Return the keys of a request's blocks in the order of the tokens; empty if vLLM does not report the keys."""
     return list(getattr(req_context, "_offload_key_positions", ()))
 
 
