@@ -24,8 +24,7 @@ __all__: list[str] = []
 
 _PART_BYTES = 16 << 20
 _WAIT_SLICE_S = 5.0
-"""Maximum length of one wait for a version. Python handles signals only between waits, so `watch` waits again and again
-instead of once."""
+"""Maximum length of one wait. `watch` divides a longer wait, because Python handles signals only between waits."""
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 RegistryOption = Annotated[
@@ -88,7 +87,7 @@ def open_name(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a name's value to a file or to stdout. If the value is tensors, list them instead.
+    """Write a name's value to a file or to stdout. If the value is tensors, list the tensors instead.
 
     A file is written completely or not at all.
     """
@@ -146,7 +145,7 @@ def unpublish(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Unpublish a name. Programs that have its last version open can still read that version."""
+    """Unpublish a name. Programs that have the last version open can still read that version."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         _tell([names.unpublish(name, expect=expect)], json)
 

@@ -174,7 +174,7 @@ def _shares(given: list[str]) -> dict[int, int]:
 def _reload(running: Node, keys: Path | None) -> None:
     """Make the node read its keys and its certificate again.
 
-    If they are invalid, log the reason; the node then keeps the old keys and the old certificate.
+    If the new keys or the new certificate are invalid, log the reason. The node then keeps the old ones.
     """
     try:
         running.reload(lambda: None if keys is None else load_keys(keys))
@@ -185,7 +185,7 @@ def _reload(running: Node, keys: Path | None) -> None:
 
 
 def _announce(line: str) -> None:
-    """Write a line for the program that started the node; if writing fails, log that and go on."""
+    """Write a line for the program that started the node; if writing fails, log the failure and continue."""
     try:
         print(line, end="", flush=True)  # does nothing if there is no stdout
     except OSError as error:

@@ -156,7 +156,7 @@ def stat(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Show the properties of an object (exit code 1 if there is none), or the state of the nodes."""
+    """Show the properties of an object, or without a key the state of the nodes. Exit code 1: there is no object."""
     from rich.text import Text
 
     from farpool.observe.tables import Table, show
@@ -217,7 +217,7 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Replace copies of objects that were lost with their nodes. Objects with the fewest copies are repaired first.
+    """Make new copies of objects that lost copies with a node. Objects with the fewest copies are repaired first.
 
     Prints each object that still has too few copies, with the reasons. Exit code 1: there are such objects. Objects
     that were dropped, evicted or expired while the command ran are counted as gone and do not change the exit code.

@@ -48,7 +48,7 @@ class Counts:
     hit_rate : float or None
         Share of the accesses whose bytes were resident; None if there were no accesses.
     prefetch_accuracy : float or None
-        Used prefetches divided by used and wasted prefetches; None if there were neither.
+        Used prefetches divided by used and wasted prefetches; None if no prefetch was used or wasted.
     """
 
     accesses: int

@@ -287,7 +287,8 @@ def _second_act(
 ) -> StartUp:
     """Run the second act: start new processes with weights from a file or a node, and check their embeddings.
 
-    `reference` gives the right embeddings. This function changes it to the second version of the weights (`tune`).
+    `reference` gives the right embeddings for both versions of the weights. This function changes the weights of
+    `reference` to the second version with `tune`.
     """
     texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
     expected = []

@@ -89,14 +89,14 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Times of a start in seconds, as medians over the processes.
+    """Times of a process's start in seconds. In `StartUp` they are medians over several processes.
 
     Attributes
     ----------
     importing : float
         From the process's beginning until its packages were imported.
     weights : float
-        From the end of these imports until the weights were ready.
+        From the end of the imports until the weights were ready.
     mapping : float
         The part of `weights` that was spent connecting to the node, and mapping and verifying its memory.
     whole : float
@@ -119,7 +119,7 @@ class StartUp:
     Attributes
     ----------
     equal : bool
-        True if every process on mapped weights gave the same embeddings, bit for bit.
+        True if every process on mapped weights gave the expected embeddings, bit for bit.
     processes : int
         Number of new processes for each way to start.
     tensors, nbytes : int
