@@ -1,4 +1,4 @@
-"""``farpool bench``: the benchmarks, which a package of its own brings and offers as an entry point."""
+"""``farpool bench``: the benchmarks of the separate package farpool-bench, found by its entry point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUP = "farpool.commands"
 
 
 class _Benchmarks(TyperGroup):
-    """The package's commands, loaded when the first of them is asked for: other commands start without them."""
+    """The commands of the package farpool-bench. They are imported at first use, so that other commands start fast."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return self._loaded().list_commands(ctx)

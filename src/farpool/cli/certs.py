@@ -36,7 +36,7 @@ def init(
     name: Annotated[str, typer.Option(metavar="NAME", help="The authority's name.")] = "farpool",
     days: Days = 3650,
 ) -> None:
-    """Make an authority. Keep its ca.key off the nodes: a thief of it can make certificates that all nodes accept."""
+    """Make an authority. Keep its ca.key off the nodes: with it, anyone can make certificates that all nodes accept."""
     authority = _authority_class()
     authority.create(ca, name, days)
     typer.echo(f"{ca}: an authority, valid for {days} days; keep {ca / 'ca.key'} to yourself")
@@ -79,7 +79,8 @@ def rotate(
 ) -> None:
     """Replace the key and certificate in a folder by new ones with the same name, role and hosts.
 
-    A node uses them after SIGHUP, a program from its next connection on. Open connections go on.
+    A node uses the new files after SIGHUP, and a program uses them from its next connection on. Open connections stay
+    open.
     """
     authority = _authority_class()
     name, end = authority(ca).rotate(folder, days=days)
@@ -87,7 +88,7 @@ def rotate(
 
 
 def _authority_class() -> type[Authority]:
-    """Import `Authority`, which needs a package that only these commands use."""
+    """Import the class `Authority`. It needs a package that only the commands of ``farpool certs`` use."""
     require_package("cryptography", "tls", "farpool certs")
     from farpool.cluster.wire.authority import Authority
 

@@ -76,10 +76,10 @@ def demo(
     weights, new processes map them, and the demo compares their start with reading the weights from a file.
 
     With --kv a small language model, built from a configuration, answers questions over one long context in two
-    processes: the second one loads the KV that the first has saved on a node. Both must give the same tokens, and the
-    second must have loaded all whole blocks of the context.
+    processes: the second process loads the KV that the first has saved on a node. Both processes must give the same
+    tokens, and the second must have loaded all whole blocks of the context.
 
-    Exit code 0: equal. 1: not equal, or not loaded. 2: an error.
+    Exit code 0: results are equal. 1: they are not equal, or KV was not loaded. 2: an error.
     """
     if kv:
         _shared_context(context, json=json)
@@ -106,7 +106,7 @@ def demo(
 
 
 def _shared_context(tokens: int, *, json: bool) -> None:
-    """Run the part of the demo in which processes share KV, and show its report."""
+    """Run the demo of ``--kv``, in which two processes share KV, and show the report."""
     from farpool.observe.tables import show
 
     try:

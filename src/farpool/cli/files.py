@@ -17,12 +17,12 @@ __all__ = ["as_shown", "open_source", "read_parts", "write_whole"]
 
 
 def open_source(file: str) -> BinaryIO:
-    """Open a file for reading; ``-`` is stdin, which stays open.
+    """Open a file for reading. ``-`` is stdin, which stays open when the returned file is closed.
 
     Raises
     ------
     ConfigError
-        It cannot be read.
+        The file cannot be opened.
     """
     try:
         return open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-")
@@ -31,12 +31,12 @@ def open_source(file: str) -> BinaryIO:
 
 
 def read_parts(source: BinaryIO, file: str, nbytes: int) -> Iterator[bytes]:
-    """Yield parts of at most `nbytes` bytes to the end of a source; `file` is its name in errors.
+    """Yield parts of at most `nbytes` bytes until the end of a source; `file` is the source's name in errors.
 
     Raises
     ------
     ConfigError
-        It cannot be read.
+        The source cannot be read.
     """
     while True:
         try:
@@ -49,12 +49,12 @@ def read_parts(source: BinaryIO, file: str, nbytes: int) -> Iterator[bytes]:
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file completely or not at all; write directly to a device or a FIFO.
+    """Write a file completely or not at all. A device or a FIFO receives each part as it arrives.
 
     Raises
     ------
     ConfigError
-        It cannot be written.
+        The file cannot be written.
     """
     try:
         if _is_special(path):
@@ -83,14 +83,14 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def as_shown(text: str | bytes) -> str:
-    """Escape control characters, so that a terminal shows them instead of acting on them."""
+    """Escape control characters, so that a terminal shows the characters instead of acting on them."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _is_special(path: Path) -> bool:
-    """Return True if the path names a device, a FIFO or a folder, which no file may replace."""
+    """Return True if the path names a device, a FIFO or a folder, which must not be replaced by a file."""
     try:
         return not S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:

@@ -36,7 +36,7 @@ Replicas = Annotated[
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module of ``farpool.kv``, which needs packages that the extra ``kv`` installs."""
+    """Import a module of ``farpool.kv``. These modules need packages that the extra ``kv`` installs."""
     try:
         return importlib.import_module(f"farpool.kv.{name}")
     except ModuleNotFoundError as error:
@@ -52,7 +52,7 @@ def why(
 ) -> None:
     """Show why a request's KV was loaded, computed or missed.
 
-    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no engine knows such a request.
+    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no engine has such a request.
     """
     from farpool.observe.tables import show
 
@@ -70,7 +70,7 @@ def why(
 
 
 def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
-    """Make a table of the steps of each request, under its whole name, which the user can pass to `why`."""
+    """Make a table of steps for each request, under the request's whole name, so that users can pass it to `why`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -101,10 +101,10 @@ def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
 
 @app.command("ls")
 def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0, json: Json = False) -> None:
-    """List models, weights and tenants that have KV on the nodes, and how many bytes it takes.
+    """List models, weights and tenants that have KV on the nodes, and how many bytes the KV takes.
 
-    Question marks mean that a namespace has blocks but its description is lost; "farpool kv purge --namespace" removes
-    the blocks.
+    Question marks: the description of a namespace is lost, but its blocks still exist. "farpool kv purge --namespace"
+    removes the blocks.
     """
     from farpool.observe.tables import show
 
@@ -137,7 +137,7 @@ def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout 
 
 
 def _namespaces_table(rows: Iterable[tuple[bytes, Any, int, int]]) -> RenderableType:
-    """Make a table of namespaces: each one's digest and description, and how many blocks and bytes it has."""
+    """Make a table of namespaces: the digest, the description, the number of blocks and the bytes of each."""
     from rich.text import Text
 
     from farpool.observe.tables import Table
@@ -194,7 +194,7 @@ def purge(
 
 
 def _left_over(digest: bytes, count: int) -> str:
-    """Report blocks whose namespace has no description, and the command that removes them."""
+    """Return a message about blocks whose namespace has no description, with the command that removes them."""
     return f"{count} blocks of unknown namespace {digest.hex()}: farpool kv purge --namespace {digest.hex()}"
 
 

@@ -1,7 +1,7 @@
 """Entry point of the ``farpool`` command: its verbs, its version, and the display of errors.
 
-This module imports the modules of all verbs. These import large packages only inside their functions, so that a node
-starts fast.
+This module imports the modules of all verbs. The verbs' modules import large packages only inside functions, so that a
+node starts fast.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; an error of farpool's own is one line on stderr and exit code 2."""
+    """Run the command. A `FarpoolError` becomes one line on stderr and exit code 2."""
     try:
         app(prog_name="farpool")
     except FarpoolError as error:

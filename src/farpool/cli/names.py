@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 _PART_BYTES = 16 << 20
 _WAIT_SLICE_S = 5.0
-"""Length of one wait. Python handles a signal only between two waits."""
+"""Maximum length of one wait. `watch` divides a longer wait, because Python handles signals only between waits."""
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 RegistryOption = Annotated[
@@ -58,7 +58,7 @@ def publish(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Publish a file as the next version of a name. It is sent in parts and never completely in memory."""
+    """Publish a file as the next version of a name. The file is sent in parts and is never completely in memory."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         with progress_bars() as progress, open_source(file) as source:
             info = names.publish(name, _parts(source, file, progress), expect=expect)
@@ -87,7 +87,10 @@ def open_name(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a name's value to a file or to stdout; list tensors. A file is written completely or not at all."""
+    """Write a name's value to a file or to stdout. If the value is tensors, list the tensors instead.
+
+    A file is written completely or not at all.
+    """
     with (
         open_store(node, replicas, timeout) as store,
         _names(store, registry, timeout) as names,
@@ -123,7 +126,7 @@ def names_(
 
 @app.command()
 def history(name: NameArgument, json: Json = False, registry: RegistryOption = None, timeout: Timeout = 30.0) -> None:
-    """List the versions of a name, oldest first. Exit code 1: it was never published."""
+    """List the versions of a name, oldest first. Exit code 1: the name was never published."""
     with _names(None, registry, timeout) as names:
         versions = names.history(name)
         _tell(versions, json)
@@ -142,7 +145,7 @@ def unpublish(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Unpublish a name; programs that have its last version open keep it."""
+    """Unpublish a name. Programs that have the last version open can still read that version."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         _tell([names.unpublish(name, expect=expect)], json)
 
@@ -177,13 +180,13 @@ def watch(
 
 @app.command()
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
-    """Release the objects of old versions that no program holds. Each publish does so, too."""
+    """Release the objects of old versions that no program holds. Each publish releases such objects, too."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
         typer.echo(f"{names.sweep()} objects released")
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:
-    """Open the names; `store` may be None for commands that read no objects."""
+    """Open the names in a registry. `store` may be None for commands that need no objects."""
     return Names(store, registry or None, hold=hold, timeout=timeout)
 
 

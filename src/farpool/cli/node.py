@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["node"]
 
 _SIGNAL_PAIR_S = 1.0
-"""A second signal within this time is the same request to stop."""
+"""A second signal within this time after the first one counts as the same request to stop."""
 
 Size = Annotated[str, typer.Option(metavar="SIZE", help="Memory to lend, for example 2GiB.", show_default=False)]
 Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 picks a free one.")]
@@ -172,7 +172,10 @@ def _shares(given: list[str]) -> dict[int, int]:
 
 
 def _reload(running: Node, keys: Path | None) -> None:
-    """Make the node use the current keys and certificate; if they are invalid, log the reason and keep the old ones."""
+    """Make the node read its keys and its certificate again.
+
+    If the new keys or the new certificate are invalid, log the reason. The node then keeps the old ones.
+    """
     try:
         running.reload(lambda: None if keys is None else load_keys(keys))
     except ConfigError as error:
@@ -182,7 +185,7 @@ def _reload(running: Node, keys: Path | None) -> None:
 
 
 def _announce(line: str) -> None:
-    """Write a line for the program that started the node; if writing fails, log that and go on."""
+    """Write a line for the program that started the node; if writing fails, log the failure and continue."""
     try:
         print(line, end="", flush=True)  # does nothing if there is no stdout
     except OSError as error:
@@ -211,10 +214,11 @@ def _ready_line(running: Node, *, json: bool) -> str:
 
 
 def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
-    """Catch SIGTERM and SIGINT from now on; return a function that waits for one of them. SIGHUP calls `reload`.
+    """Catch SIGTERM, SIGINT and SIGHUP from now on; return a function that waits for SIGTERM or SIGINT.
 
-    A second signal ends the process at once, unless it comes within a second: `timeout` and other wrappers signal the
-    process and then its whole group, which is one request to stop.
+    Each SIGHUP before that calls `reload`. A second SIGTERM or SIGINT ends the process at once. But if it arrives
+    within a second after the first, it is ignored, because `timeout` and similar programs signal the process and then
+    its whole group for one request to stop.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
@@ -241,7 +245,10 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: each connection uses one, and the usual limit of 1,024 is too low for a node."""
+    """Raise this process's limit of open files.
+
+    Each connection is an open file, and the usual limit of 1,024 is too low for a node.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 __all__ = ["Told", "progress_bars"]
 
 Told = Callable[[str, int, int], None]
-"""Callable that receives the name of a step, how much of it is done, and the total."""
+"""Callable that receives the name of a step, how much of the step is done, and the total."""
 
 
 @contextmanager
 def progress_bars() -> Iterator[Told]:
-    """Show a bar for each step that the program reports (name, done, total); show none if stderr is not a terminal."""
+    """Show a progress bar for each step that the program reports to the yielded callable.
+
+    If stderr is not a terminal, no bars are shown.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -51,7 +51,7 @@ def restore(
     ] = False,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Restore a backup into an empty registry, a file or etcd. The holds of programs are not restored."""
+    """Restore a backup into an empty registry: a file or etcd. Holds of programs on versions are not restored."""
     from farpool.cluster.registry import backup as backups
     from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError
@@ -69,7 +69,7 @@ def restore(
 
 @app.command()
 def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Verify the checksums of all entries and the entries that names refer to. Exit code 1 if there is damage."""
+    """Verify the checksums of all entries, and that the entries to which names refer exist. Exit code 1: damage."""
     from rich.markup import escape
 
     from farpool.cluster.names.check import check as checked_names
@@ -91,7 +91,7 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
 
 
 def _open(where: str | None, timeout: float) -> Registry:
-    """Open a registry that exists; do not create a file."""
+    """Open an existing registry; raise an error instead of creating a missing file."""
     from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError
 

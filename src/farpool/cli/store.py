@@ -44,7 +44,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.
 
 
 def open_store(node: list[str] | None, replicas: int, timeout: float) -> Store:
-    """Open the store on the nodes of the options, or on those in FARPOOL_NODES."""
+    """Open the store on the nodes from the options; without any, on the nodes in FARPOOL_NODES."""
     nodes = node or os.environ.get("FARPOOL_NODES", "").replace(",", " ").split()
     if not nodes:
         raise ConfigError("no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES", setting="node")
@@ -77,7 +77,7 @@ def put(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Store a file under a key. If the key has a value already, that value stays. Prints "stored" or "present"."""
+    """Store a file under a key. If the key already has a value, that value stays. Prints "stored" or "present"."""
     ttl_of(ttl)  # raises an error for a wrong time to live before we read the file
     with progress_bars() as progress, open_source(file) as source, open_store(node, replicas, timeout) as store:
         # Asked before we read, because a pipe may have no end.
@@ -138,7 +138,7 @@ def ls(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """List objects in no particular order: size, key and remaining time to live."""
+    """List objects with size, key and remaining time to live, in no particular order."""
     with open_store(node, replicas, timeout) as store:
         for info in store.objects(os.fsencode(prefix)):
             if json:
@@ -156,7 +156,7 @@ def stat(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Show the properties of an object (exit code 1 if there is none), or the state of the nodes."""
+    """Show the properties of an object, or without a key the state of the nodes. Exit code 1: there is no object."""
     from rich.text import Text
 
     from farpool.observe.tables import Table, show
@@ -217,10 +217,10 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make the copies again that were lost with their nodes, objects with the fewest copies first.
+    """Make new copies of objects that lost copies with a node. Objects with the fewest copies are repaired first.
 
-    Prints each object that still has too few copies, with the reasons; then the exit code is 1. Objects that were
-    dropped, evicted or expired while the command ran are counted as gone and do not change the exit code.
+    Prints each object that still has too few copies, with the reasons. Exit code 1: there are such objects. Objects
+    that were dropped, evicted or expired while the command ran are counted as gone and do not change the exit code.
     """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
     if metrics is not None:
@@ -254,12 +254,13 @@ def rotate_tenant(
     node: Node = None,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make all objects unreadable that the access key's tenant has put so far. Exit code 1: a node was not reached.
+    """Make all objects unreadable that the access key's tenant has stored so far. Exit code 1: a node was not reached.
 
     No program can read these objects again, on any node and after any restart. Pinned objects stay in memory until they
     are unpinned. The key needs the rights "admin" and "publish". A node that was not reached may still return its
-    objects. It learns of the rotation from the first program with the right "publish" that connects both to it and to a
-    node that was reached, for example "farpool store ls". Opening a name whose objects are gone raises an error.
+    objects. Such a node learns of the rotation from the first program with the right "publish" that connects both to it
+    and to a node that was reached, for example "farpool store ls". Opening a name whose objects are gone raises an
+    error.
     """
     with open_store(node, 1, timeout) as store:
         rotation = store.rotate_tenant()
@@ -293,7 +294,7 @@ def _encoded(info: ObjectInfo) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Format a time to live for people: ``90 s``, ``5 min``, ``3 days``."""
+    """Format a time to live in readable units, such as ``90 s``, ``5 min`` or ``3 days``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 3600 * 48:

@@ -20,7 +20,7 @@ app = typer.Typer(
 
 @app.callback()
 def _tape() -> None:
-    """Look at tape files, which `pool.record(path)` writes."""
+    """Look at tape files: recordings of accesses that `pool.record(path)` writes."""
 
 
 @app.command()
@@ -33,9 +33,9 @@ def show(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
 ) -> None:
-    """Show a tape: sizes, times, its loop, reuse distances, and the least bytes to move at smaller budgets.
+    """Show a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes to move at several budgets.
 
-    If the recording was not closed because its program was killed, the file is shown up to its last whole chunk.
+    If the program was killed during the recording, the file is shown up to its last whole chunk.
     """
     from rich.console import Console
     from rich.markup import escape

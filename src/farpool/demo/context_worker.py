@@ -1,6 +1,6 @@
-"""A process that answers questions over a long context. It computes and saves the context's KV, or loads it.
+"""A process that answers questions over a long context. It computes and saves the context's KV, or loads the KV.
 
-Reads a `ContextRequest` from stdin, writes a `ContextReply` to stdout.
+It reads a `ContextRequest` from stdin and writes a `ContextReply` to stdout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONFIG: dict[str, Any] = {
 
 
 class _Answerer:
-    """The model, and a cache on a node for its KV."""
+    """Answers questions with the model. It has a prefix cache, which keeps KV on a node."""
 
     def __init__(self, node: str) -> None:
         torch.manual_seed(0)
@@ -53,19 +53,19 @@ class _Answerer:
         )
 
     def room(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Allocate keys and values of so many tokens for all layers."""
+        """Allocate memory for the keys and values of this many tokens; return a pair of tensors for each layer."""
         shape = (1, _CONFIG["num_key_value_heads"], tokens, self.width)
         return [(torch.empty(shape), torch.empty(shape)) for _ in range(_CONFIG["num_hidden_layers"])]
 
     def save(self, tokens: list[int]) -> int:
-        """Compute and save the KV of a sequence; return its bytes."""
+        """Compute the KV of a sequence and save it on the node; return the number of bytes of the KV."""
         past = self.computed(tokens)
         pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
         self.cache.save(tokens, TensorMemory(pairs))
         return sum(one.nbytes for pair in pairs for one in pair)
 
     def step(self, tokens: list[int], past: Any) -> torch.Tensor:
-        """Compute tokens that follow the tokens of a cache, and return the logits of the last one."""
+        """Compute tokens that follow the tokens in the cache `past`; return the logits of the last token."""
         inputs = torch.tensor([tokens])
         logits: torch.Tensor = self.model(
             inputs, use_cache=True, logits_to_keep=1, **{self.cache_argument: past}
@@ -73,14 +73,14 @@ class _Answerer:
         return logits
 
     def computed(self, tokens: list[int], past: Any = None) -> Any:
-        """Compute the KV of tokens that follow the tokens of `past`, which begins empty by default."""
+        """Compute the KV of tokens, add it to the cache `past` (by default a new cache), and return this cache."""
         past = DynamicCache(config=self.config) if past is None else past
         if tokens:
             self.step(tokens, past)
         return past
 
     def answer(self, context: list[int], question: list[int], new_tokens: int, *, load: bool) -> Answer:
-        """Answer a question over a context; with `load`, first load the KV that the node has."""
+        """Answer a question over a context. If `load` is true, load the context's KV from the node first."""
         began = time.monotonic()
         past, there, loading, missed = DynamicCache(config=self.config), 0, 0.0, ""
         if load:
@@ -106,7 +106,7 @@ class _Answerer:
 
 
 def main() -> None:
-    """Answer as requested."""
+    """Read the request, save the context's KV if requested, answer the questions, and write the reply."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ContextRequest)
     answerer = _Answerer(request.node)
     computed: list[Answer] = []

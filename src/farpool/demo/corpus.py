@@ -14,7 +14,8 @@ from farpool.errors import ConfigError
 __all__ = ["Passage", "folder_passages", "library_passages", "pick"]
 
 PASSAGE_CHARACTERS = 900
-"""About 200 word pieces of English: the model reads 256, so it reads most passages completely."""
+"""Maximum length of a passage. It is about 200 word pieces of English. The model reads the first 256 word pieces of a
+text, so it reads most passages completely."""
 
 DOCSTRING_CHARACTERS_MIN = 150
 
@@ -47,7 +48,7 @@ class Passage:
 
 
 def library_passages() -> list[Passage]:
-    """Return passages from docstrings of the running Python's standard library, read from its source files."""
+    """Return passages from the docstrings in the source files of the running Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     return [
         passage
@@ -83,7 +84,7 @@ def folder_passages(folder: Path, progress: Callable[[int, int], None] | None = 
 
 
 def pick(passages: list[Passage], count: int) -> list[Passage]:
-    """Pick `count` passages, evenly spaced over all of them; all of them if there are fewer."""
+    """Return `count` passages, evenly spaced over the list; the whole list if it is shorter."""
     if count >= len(passages):
         return passages
     return [passages[index * len(passages) // count] for index in range(count)]

@@ -1,4 +1,4 @@
-"""The figures that the demo reports: times of the batches, and a pool's counters between two moments."""
+"""The figures that the demo reports: times of the batches, and how much a pool's counters grew between two moments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Timing:
     Attributes
     ----------
     first_seconds, rest_seconds : float
-        Seconds of the first batch, and of all others.
+        Seconds of the first batch, and the sum of the seconds of all other batches.
     texts_per_second : float
         Throughput without the first batch, unless it is the only one.
     """
@@ -28,7 +28,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """Traffic over one link, and the seconds for which the link was busy with it."""
+    """Traffic over one link, and the seconds for which the link was busy."""
 
     source: str
     target: str
@@ -39,16 +39,16 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counters of a pool between two moments, named as in :class:`farpool.memory.pool.stats.Stats`.
+    """Growth of a pool's counters between two moments, named as in :class:`farpool.memory.pool.stats.Stats`.
 
     Attributes
     ----------
     hits, late : int
         Accesses whose bytes were resident, and accesses whose bytes were already being fetched.
     hit_rate : float or None
-        Share of the accesses whose bytes were resident; None without accesses.
+        Share of the accesses whose bytes were resident; None if there were no accesses.
     prefetch_accuracy : float or None
-        Share of prefetches that were used, among prefetches that were used or wasted; None without any.
+        Used prefetches divided by used and wasted prefetches; None if no prefetch was used or wasted.
     """
 
     accesses: int
@@ -65,7 +65,7 @@ class Counts:
 
 
 def counts_between(before: Stats, after: Stats) -> Counts:
-    """Return the counts between two statistics of one pool."""
+    """Return the differences between the statistics of one pool at two moments."""
     earlier = {(link.source, link.target): link for link in before.links}
     links = []
     for link in after.links:

@@ -1,6 +1,8 @@
-"""Embed a text collection all resident and inside a byte budget, batch by batch in turn, and compare to the last bit.
+"""Embed a text collection twice, with all weights resident and inside a byte budget, and compare the results.
 
-The first batch counts separately in both runs: it warms the machine up, and in the paged run the pool records it.
+Both runs take turns: each batch is embedded by one run and then by the other. The results must be equal to the last
+bit. The first batch is reported separately in both runs: it warms the machine up, and in the run inside the budget (the
+paged run) the pool records the order of accesses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ANSWERS = 5
 _BATCHES_DRAWN = 2
 _NODE_COUNT = 2
 _NODE_SLACK_BYTES = 64 << 20
-"""Additional memory of a node, for its indexes and because sizes are rounded up to stripes."""
+"""Memory of a node in addition to the pool's bytes: for indexes, and because sizes are rounded up to stripes."""
 MODEL = "all-MiniLM-L6-v2"
 
 Progress = Callable[[str, int, int], None]
@@ -44,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A passage that was found, with its cosine similarity to the question."""
+    """A passage that the search has found, with its cosine similarity to the question."""
 
     score: float
     source: str
@@ -60,21 +62,25 @@ class Outcome:
     equal : bool
         True if all embeddings of both runs are the same, bit for bit.
     weight_bytes, budget_bytes, peak_bytes : int
-        Bytes of the model's parameters and buffers, of the fast tier, and the most bytes used of the fast tier.
+        Bytes of the model's parameters and buffers; bytes of the fast tier; and the most bytes of the fast tier that
+        were in use at once.
     tiers : dict
-        Bytes of each lower tier.
+        Bytes of each lower tier, by its name.
     plain, paged : Timing
         Times of the run with all weights resident, and of the run inside the budget.
     relative_throughput : float
-        Throughput of the paged run divided by the plain run's: the median over all batches but the first.
+        Throughput of the paged run divided by the throughput of the plain run: the median over all batches but the
+        first.
     first, rest : Counts
-        Counts of the pool during the first batch and during all the others.
+        Counts of the pool during the first batch, and during all other batches.
     nodes : tuple of str
         Addresses of the nodes that lent the lower tier; empty if the demo ran without ``--remote``.
     start_up : StartUp or None
-        Outcome of the second act; None if the demo ran without ``--remote``.
+        Outcome of the second act, in which new processes start with published weights; None if the demo ran without
+        ``--remote``.
     unpaged_peak : int or None
-        The most bytes outside the pool, which the budget does not count, such as activations; None if unknown.
+        The most bytes that tensors outside the pool, such as activations, used at once; None if unknown. The budget
+        does not count these bytes.
     """
 
     model: str
@@ -99,21 +105,21 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Run the demo.
+    """Run the demo, and return its outcome.
 
     Parameters
     ----------
     settings : Settings
         Settings of the run.
     progress : callable
-        Receives the name of a step, how much of it is done, and the total.
+        Receives the name of a step, how much of the step is done, and the total.
 
     Raises
     ------
     ConfigError
-        A setting is wrong; the message says which.
+        A setting is wrong; the message names the setting.
     BudgetError
-        One operation needs more than the budget; the message says how much.
+        One operation needs more bytes than the budget; the message gives the number.
     PoolFullError
         The tiers together are too small for the weights.
     """
@@ -179,7 +185,10 @@ def _check(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PagedRun:
-    """Outcome of both runs: embeddings, and the pool's statistics before, after the first batch and at the end."""
+    """Results of both runs: the embeddings, and three statistics of the pool.
+
+    The statistics are from before the first batch, from after the first batch, and from the end.
+    """
 
     pairs: _Pairs
     question: torch.Tensor
@@ -200,7 +209,10 @@ def _run_paged(
     question: Batch,
     progress: Progress,
 ) -> _PagedRun:
-    """Embed batches and question with both models, `embedder` in a pool, and draw the timeline if wanted."""
+    """Embed the batches and the question with both models, and draw the timeline if the settings ask for it.
+
+    The weights of `embedder` are in a pool; the weights of `reference` are resident.
+    """
     expected = reference.embed(question)
     weight_bytes = embedder.weight_bytes
     with Pool(fast=budget, tiers=tiers) as pool:
@@ -232,7 +244,7 @@ def share_of(size: str, whole: int, option: str) -> int:
     Raises
     ------
     ConfigError
-        The text is neither, or gives less than one byte; the message names the option.
+        The text is neither a size nor a percentage, or gives less than one byte; the message names the option.
     """
     text = size.strip()
     try:
@@ -248,7 +260,7 @@ def share_of(size: str, whole: int, option: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Lower:
-    """Tiers below the fast one, and the nodes that lend them, if any."""
+    """The tiers below the fast tier, and the addresses of the nodes that lend the tiers' memory, if any."""
 
     tiers: list[Tier]
     nodes: tuple[str, ...] = ()
@@ -256,7 +268,10 @@ class _Lower:
 
 @contextlib.contextmanager
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
-    """Provide the lower tiers while the context is open: DRAM and a file, or two nodes that lend the same bytes."""
+    """Provide the lower tiers while the context is open: DRAM and a file, or with ``--remote`` two nodes.
+
+    The nodes together lend as many bytes as DRAM and the file would have.
+    """
     if settings.remote:
         share = (dram + nvme) // _NODE_COUNT
         with lending(_NODE_COUNT, share + weight_bytes + _NODE_SLACK_BYTES) as nodes:
@@ -270,7 +285,11 @@ def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Itera
 def _second_act(
     settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
 ) -> StartUp:
-    """Compare new processes, which start with weights from a node, with `reference`, which this function tunes."""
+    """Run the second act: start new processes with weights from a file or a node, and check their embeddings.
+
+    `reference` gives the right embeddings for both versions of the weights. This function changes the weights of
+    `reference` to the second version with `tune`.
+    """
     texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
     expected = []
     for turn in range(2):
@@ -310,7 +329,10 @@ class _Pairs:
     paged_seconds: list[float]
 
     def median_ratio(self) -> float:
-        """Return the median of plain over paged time, over all batches but the first if there are several."""
+        """Return the median over the batches of the plain run's time divided by the paged run's time.
+
+        The first batch does not count if there are several batches.
+        """
         ratios = [plain / paged for plain, paged in zip(self.plain_seconds, self.paged_seconds, strict=True)]
         return statistics.median(ratios[1:] or ratios)
 
@@ -322,7 +344,10 @@ def _embed_in_turn(
     progress: Progress,
     first_batch_done: Callable[[], None],
 ) -> _Pairs:
-    """Embed each batch all resident and then paged, so that both run while the machine is in the same state."""
+    """Embed each batch with all weights resident and then paged.
+
+    So both runs see the same changes in the machine's load. `first_batch_done` is called after the first batch.
+    """
     texts = sum(len(batch.rows) for batch in batches)
     pairs = _Pairs(torch.empty(texts, embedder.width), torch.empty(texts, embedder.width), [], [])
     steps = (
@@ -343,7 +368,7 @@ def _embed_in_turn(
 
 
 def timing_of(batches: Sequence[Batch], seconds: Sequence[float]) -> Timing:
-    """Sum up the times of the batches."""
+    """Return the timing of a run from the seconds of each of its batches."""
     measured = range(1, len(batches)) if len(batches) > 1 else range(1)
     texts = sum(len(batches[number].rows) for number in measured)
     return Timing(seconds[0], sum(seconds[1:]), texts / sum(seconds[number] for number in measured))
@@ -358,7 +383,10 @@ def _draw_stretch(
     weight_bytes: int,
     progress: Progress,
 ) -> None:
-    """Draw the timeline of two batches from the middle, which this runs once more, now without the all-resident run."""
+    """Draw the timeline of two batches from the middle of the collection.
+
+    This function runs batches from the middle once more, without the run with all weights resident in between.
+    """
     middle = len(batches) // 2
     again = range(max(0, middle - _BATCHES_DRAWN), min(len(batches), middle + _BATCHES_DRAWN))
     progress("Drawing the timeline", 0, len(again) + 1)

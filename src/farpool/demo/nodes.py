@@ -23,7 +23,7 @@ def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
     Raises
     ------
     FarpoolError
-        A node does not start; the message has its output.
+        A node does not start; the message contains the node's output.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -34,7 +34,7 @@ def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
 
 
 def bytes_sent(node: str) -> int:
-    """Return the bytes that a node's data loop has sent since its start, including frames."""
+    """Return how many bytes a node's data loop has sent since the node's start, including frame headers."""
     channel = Channel(parse_address(node), transport="tcp")
     try:
         return int(channel.call("stats", time.monotonic() + _CALL_TIMEOUT_S)["bytes_out"])

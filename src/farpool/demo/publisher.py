@@ -1,6 +1,6 @@
 """A process that publishes the model's weights under a name, unchanged or tuned.
 
-Reads a `PublishRequest` from stdin, writes a `Published` to stdout.
+It reads a `PublishRequest` from stdin and writes a `Published` to stdout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farpool.demo.start_up import Published, PublishRequest
 
 
 def main() -> None:
-    """Publish the weights and report their number and size, and how long it took."""
+    """Publish the weights; report the number of tensors, their bytes, and how long loading and publishing took."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=PublishRequest)
     import transformers.models.bert.modeling_bert  # noqa: F401 - here, so that the time of loading excludes it
 

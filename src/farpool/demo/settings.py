@@ -18,7 +18,7 @@ class Settings:
         Sizes of the fast tier, the DRAM tier and the NVMe tier: bytes with a unit (``"20 MiB"``) or a percentage of the
         model's weights (``"25%"``).
     question : str
-        Question to search the text for.
+        Question for which the demo searches the texts.
     docs : Path or None
         Folder of the user's own ``.txt`` and ``.md`` files; None for the standard library's documentation.
     texts : int
@@ -27,9 +27,9 @@ class Settings:
         File to draw the timeline into; None for no timeline.
     remote : bool
         True to use memory of two nodes, which the demo starts, instead of DRAM and NVMe. Then the demo has a second
-        act, in which processes start with weights that another process has published.
+        act, in which processes start with weights that another process has published, or with weights from a file.
     starts : int
-        Processes that start in each way in the second act.
+        Number of processes in the second act that start with published weights, and number that start with a file.
     """
 
     budget: str = "25%"

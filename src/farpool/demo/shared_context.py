@@ -1,7 +1,8 @@
-"""``farpool demo --kv``: two processes answer questions over one long context; one computes its KV, the other loads it.
+"""``farpool demo --kv``: two processes answer questions over one long context.
 
-The model is a small Llama with random weights from a fixed seed, so its answers make no sense. The demo compares the
-tokens of both processes, and the times of their first tokens.
+The first process computes the context's KV and saves it on a node. The second process answers with this KV and without
+it. The model is a small Llama with random weights from a fixed seed, so its answers make no sense. The demo compares
+the tokens of both processes, and the time to the first token with and without loaded KV.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from farpool.observe.tables import Table
 __all__ = ["BLOCK_TOKENS", "Answer", "ContextOutcome", "ContextReply", "ContextRequest", "report", "run"]
 
 BLOCK_TOKENS = 16
-"""Tokens whose KV is saved and loaded together."""
+"""Number of tokens whose KV is saved and loaded together."""
 _PROCESS_TIMEOUT_S = 600.0
 _NODE_BYTES = 1 << 30
 _QUESTIONS = (
@@ -35,7 +36,7 @@ _QUESTIONS = (
 
 
 class ContextRequest(msgspec.Struct, frozen=True):
-    """Request to a process: the context and the questions as token ids, and whether to compute or to load KV.
+    """Request to a process: the context and the questions as token ids, and whether to save or to load KV.
 
     Attributes
     ----------
@@ -67,14 +68,14 @@ class Answer(msgspec.Struct, frozen=True):
     tokens : list of int
         Generated tokens.
     first_seconds : float
-        Time from the question to the first of them.
+        Time from the question to the first token.
     loaded_tokens : int
-        Tokens whose KV was loaded.
+        Number of tokens of the context whose KV was loaded.
     loading_seconds : float
         Time of lookup and load, which is part of `first_seconds`.
     missed : str
-        Reason why some whole blocks were not loaded, as in ``farpool why``; empty if all were loaded, or if this
-        answer was to load nothing.
+        Reason why some whole blocks were not loaded, as in ``farpool why``. Empty if all whole blocks were loaded, or
+        if no load was requested.
     """
 
     tokens: list[int]
@@ -85,7 +86,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class ContextReply(msgspec.Struct, frozen=True):
-    """Reply of a process: answers with loaded and with computed KV, and the bytes of KV that it has saved."""
+    """Reply of a process: its answers with loaded KV and with computed KV, and the bytes of KV that it has saved."""
 
     loaded: list[Answer]
     computed: list[Answer]
@@ -107,19 +108,19 @@ class ContextOutcome:
     loaded_tokens : int
         The fewest tokens whose KV the second process loaded for a question.
     missed : str
-        Reason why it did not load all of `whole_tokens`; empty if it did.
+        Reason why the second process did not load all `whole_tokens`; empty if it loaded all of them.
     nbytes : int
         Bytes of the context's KV.
     questions : list of str
-        Questions in text.
+        The questions as text.
     computed : list of float
-        Seconds to the first token of each answer in the second process when it computes everything.
+        For each question, the seconds to the first token when the second process computes all KV.
     loaded : list of float
-        The same when it loads the context's KV.
+        For each question, the seconds to the first token when the second process loads the context's KV.
     loading : list of float
-        Seconds of lookup and load, for each question.
+        For each question, the seconds of lookup and load.
     speedup : float
-        Median of the ratios `computed` to `loaded`.
+        Median of the ratios of `computed` to `loaded`.
     """
 
     equal: bool
@@ -150,7 +151,7 @@ def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int]
     new_tokens : int
         Length of an answer.
     progress : callable
-        Receives the name of a step, how much of it is done, and the total.
+        Receives the name of a step, how much of the step is done, and the total.
 
     Raises
     ------
@@ -187,7 +188,7 @@ def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int]
 
 
 def _ask(request: ContextRequest, step: str) -> ContextReply:
-    """Run a new process and return its reply."""
+    """Start a new process with a request, and return the process's reply. `step` names the request in errors."""
     done = subprocess.run(
         [sys.executable, "-m", "farpool.demo.context_worker"],
         input=msgspec.json.encode(request),
@@ -201,7 +202,7 @@ def _ask(request: ContextRequest, step: str) -> ContextReply:
 
 
 def report(outcome: ContextOutcome) -> RenderableType:
-    """Build the report: whether the answers are the same, and when their first tokens came."""
+    """Build the report: whether both processes gave the same answers, and the times to their first tokens."""
     table = Table("Time to the first token, in the second process", expand=True)
     table.add_texts("question")
     table.add_figures("computed", "loaded", "of that lookup and load", "times faster")

@@ -1,8 +1,10 @@
-"""The demo's second act: one process publishes the weights, others map them and start, compared with the file.
+"""The demo's second act: compare the start of processes with published weights and with weights from a file.
 
-Each process is new, and both kinds import the same packages. The demo compares the times until the weights are ready:
-read from their file as the library does it (it maps the file, which is in the page cache), or mapped from a node. Then
-one process publishes a second version under the same name while another, which has mapped the first, waits for it.
+A process called publisher publishes the weights on a node. Processes called starters map the published weights, or read
+the weights from their file. Each starter is a new process, and all starters import the same packages. Reading is done
+as transformers does it, which maps the file; the file is in the page cache. The demo compares the times until the
+weights are ready. Then another publisher publishes a second version under the same name, while a starter that has
+mapped the first version waits for the second.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _Reply = TypeVar("_Reply")
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Request to a publisher: node and registry, the name to publish, and whether to tune the weights before."""
+    """Request to a publisher: node and registry, the name to publish, and whether to tune (change) the weights."""
 
     node: str
     registry: str
@@ -48,7 +50,7 @@ class PublishRequest(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """Reply of a publisher: version, number and bytes of the tensors, and the seconds of loading and publishing."""
+    """Reply of a publisher: the version, the number and bytes of its tensors, and the seconds for each step."""
 
     version: int
     tensors: int
@@ -58,7 +60,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """Request to a starter: how it gets the weights, its texts, and whether it waits for the next version."""
+    """Request to a starter: the source of the weights, the texts, and whether to wait for the next version."""
 
     way: Way
     node: str
@@ -72,7 +74,10 @@ class StartRequest(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Reply of a starter: times of the monotonic clock, which all processes share; seconds of mapping; embeddings."""
+    """Reply of a starter: the time of each step, the seconds of mapping, and the embeddings.
+
+    Times are of the monotonic clock, which all processes of a host share.
+    """
 
     imported: float
     mapping: float
@@ -84,16 +89,16 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Times of a start in seconds, as medians over the processes.
+    """Times of a process's start in seconds. In `StartUp` they are medians over several processes.
 
     Attributes
     ----------
     importing : float
         From the process's beginning until its packages were imported.
     weights : float
-        From then until the weights were ready.
+        From the end of the imports until the weights were ready.
     mapping : float
-        Part of `weights` that went into connecting to the node, and mapping and verifying its memory.
+        The part of `weights` that was spent connecting to the node, and mapping and verifying its memory.
     whole : float
         From the process's beginning until the weights were ready.
     answered : float
@@ -114,9 +119,9 @@ class StartUp:
     Attributes
     ----------
     equal : bool
-        True if every process on mapped weights gave the same embeddings, bit for bit.
+        True if every process on mapped weights gave the expected embeddings, bit for bit.
     processes : int
-        New processes for each way.
+        Number of new processes for each way to start.
     tensors, nbytes : int
         Number of tensors that were published, and their bytes.
     load_seconds : float
@@ -126,13 +131,16 @@ class StartUp:
     file, mapped : Start
         Times of processes that read the weights from their file, and of processes that mapped them from the node.
     relative_weights : float
-        Seconds until the weights are ready, mapped over file; median over the pairs.
+        Seconds until mapped weights are ready, divided by the seconds until weights from the file are ready; the median
+        over pairs of processes.
     sent_bytes : int
-        Bytes that the node sent to a process on mapped weights, on average. The weights are not among them.
+        Average number of bytes that the node sent to a process on mapped weights. The weights are not among these
+        bytes.
     followed : bool
-        True if a process that had mapped the first version then mapped the second, and gave its embeddings bit for bit.
+        True if one process mapped both versions, one after the other, and gave the right embeddings for each version,
+        bit for bit.
     changed_tensors, changed_bytes : int
-        Tensors and bytes of the second version that are not in the first.
+        Number of tensors of the second version that are not in the first version, and their bytes.
     """
 
     equal: bool
@@ -163,7 +171,10 @@ def compare_starts(
     sent: Callable[[], int],
     progress: Callable[[int, int], None],
 ) -> StartUp:
-    """Publish weights, start processes in both ways in turn, and have a process follow to a second version.
+    """Run the second act.
+
+    Publish weights, start processes with weights from the file and with mapped weights in turn, and publish a second
+    version, to which a running process changes.
 
     Parameters
     ----------
@@ -174,7 +185,7 @@ def compare_starts(
     texts : sequence of str
         Texts that each process embeds.
     expected, expected_later : bytes
-        The right embeddings with the first and with the second version.
+        The right embeddings with the first and with the second version of the weights.
     batch : int
         Texts in a batch.
     threads : int
@@ -248,7 +259,7 @@ def _follow(request: StartRequest) -> tuple[Started, list[int]]:
 
 
 def _start(started: Started, begin: float) -> Start:
-    """Return the times of a process that was started at `begin`."""
+    """Return the durations in the start of a process that was started at the time `begin`."""
     return Start(
         started.imported - begin,
         started.ready - started.imported,
@@ -259,7 +270,7 @@ def _start(started: Started, begin: float) -> Start:
 
 
 def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Reply, float]:
-    """Run a new process of this module; return its reply, and when it began."""
+    """Run the module with this name in a new process; return the process's reply and its start time."""
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", f"farpool.demo.{module}"],

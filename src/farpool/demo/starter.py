@@ -1,7 +1,7 @@
-"""A process that starts with the model's weights, from their file or mapped from a node, and embeds texts.
+"""A process that reads the model's weights from their file or maps them from a node, and embeds texts.
 
-Reads a `StartRequest` from stdin, writes a `Started` to stdout. With `follow` it waits for the next version of the
-weights and embeds the texts again.
+It reads a `StartRequest` from stdin and writes a `Started` to stdout. If the request has `follow`, the process then
+waits for the next version of the weights and embeds the texts again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Start as requested, and report when each step was done."""
+    """Read the request, prepare the model, embed the texts, and report when each step ended."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=StartRequest)
     # Both kinds of start import the same packages, so that the times differ in the weights only.
     import torch

@@ -1,4 +1,4 @@
-"""Finds the period at which a sequence repeats itself."""
+"""Finds a loop in a sequence: the period at which the sequence repeats itself."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CANDIDATES = 32
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Loop in a sequence that repeats itself.
+    """A loop in a sequence. One turn of the loop is one repetition of the same entries.
 
     Attributes
     ----------
     period : int
-        Entries of one turn.
+        Number of entries in one turn.
     turns : int
         Number of turns, including the first one.
     repeated : float
-        Share of the entries that equal the entry one period earlier.
+        Share of the entries after the first turn that equal the entry one period earlier.
     """
 
     period: int
@@ -34,9 +34,10 @@ class Loop:
 
 
 def find_loop(entries: Sequence[int]) -> Loop | None:
-    """Find the period at which most entries equal the entry one period earlier; among equals, the shortest.
+    """Find the period for which the most entries equal the entry one period earlier.
 
-    A loop that contains inner loops is found once it has turned so often that it explains more entries than they do.
+    Among several such periods, the shortest is returned. A loop that contains inner loops is found instead of the inner
+    loops once it has had enough turns, so that more entries repeat at its period than at the periods of inner loops.
 
     Returns
     -------

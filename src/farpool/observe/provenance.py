@@ -1,4 +1,4 @@
-"""Provenance of a result: machine, date, versions, command. Every result file begins with it."""
+"""Provenance of a result: machine, date, versions, command. Every result file begins with its provenance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("farpool", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Facts with which a reader can judge a figure or reproduce it."""
+    """Facts that a reader needs to judge a result or to reproduce it."""
 
     command: str
     date: str
@@ -27,11 +27,11 @@ class Provenance:
     system: str
     versions: dict[str, str]
     gpu: str = ""
-    """The GPU that the process has used; empty if it has used none."""
+    """Name of the GPU that the process has used; empty if the process has used no GPU."""
 
 
 def _program() -> str:
-    """Return the name of the command; ``python -m farpool`` is the same as ``farpool``."""
+    """Return the name of the running program; ``farpool`` also for ``python -m farpool``."""
     name = os.path.basename(sys.argv[0])
     return "farpool" if name == "__main__.py" else name
 

@@ -12,12 +12,13 @@ __all__ = ["quantiles", "reuse_distances"]
 
 
 def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
-    """Count reused bytes by reuse distance: bytes of all blocks touched since the previous use, each counted once.
+    """Return how many bytes were reused at each reuse distance.
 
-    The block itself counts, too. A cache that evicts the least recently used block still has a reused block if the
-    cache is at least as large as the distance (R. L. Mattson et al., "Evaluation techniques for storage hierarchies",
-    IBM Systems Journal 9(2), 1970). A use that does not need the content, because it is the first one after the
-    creation or overwrites the block, is no reuse. Freed blocks no longer count.
+    The reuse distance of a use is the sum of the sizes of all blocks that were touched since the previous use of the
+    same block. Each block counts once, the reused block counts, too, and freed blocks do not count. A cache that evicts
+    the least recently used block still has a reused block if the cache is at least as large as the distance (R. L.
+    Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). The first use
+    after a block's creation and a use that overwrites the block do not need its content, so they are no reuse.
     """
     touches = sum(len(access.operands) for access in accesses)
     tree = _PrefixSums(touches)
@@ -44,7 +45,10 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
 
 
 def quantiles(distances: Counter[int], shares: Iterable[float]) -> list[tuple[float, int]]:
-    """Return, for each share (ascending), the smallest distance that covers this share of the reused bytes."""
+    """Return, for each share, the smallest distance within which this share of the reused bytes was reused.
+
+    The shares must ascend. Each result is a share and its distance; the list is empty if no bytes were reused.
+    """
     ordered = sorted(distances.items())
     whole = sum(distances.values())
     found: list[tuple[float, int]] = []
@@ -66,7 +70,7 @@ def _forget(block: int, latest: dict[int, tuple[int, int]], tree: _PrefixSums) -
 
 
 class _PrefixSums:
-    """Sums of the first entries of an array that changes (a Fenwick tree)."""
+    """An array whose entries can change, with fast sums of its first entries (a Fenwick tree)."""
 
     def __init__(self, length: int) -> None:
         self._nodes = [0] * (length + 1)
@@ -78,7 +82,7 @@ class _PrefixSums:
             index += index & -index
 
     def before(self, index: int) -> int:
-        """Return the sum of the entries before this one."""
+        """Return the sum of all entries before `index`."""
         value = 0
         while index:
             value += self._nodes[index]

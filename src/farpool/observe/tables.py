@@ -1,9 +1,9 @@
 """Tables of the command line: they fit the terminal, or 80 columns in a pipe, and show every figure and name whole.
 
-rich's own tables cut cells ("17.6 T…") when the columns do not fit together. These save space in another order: they
-leave out the frame, they wrap headers and texts between words, and if the figures of a row still do not fit on one
-line, they print each cell on a line of its own. They never break a figure, nor a name that the user may pass to another
-command: a name wider than the terminal has a line of its own and exceeds it.
+rich's own tables cut cells ("17.6 T…") when the columns do not fit into the width. The tables of this module save space
+in other ways: first they leave out the frame, and wrap headers and texts between words. If a row still does not fit on
+one line, they print each cell on a line of its own. They never break a figure, nor a name that the user may pass to
+another command: a name wider than the terminal has a line of its own, which exceeds the width.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def show(content: RenderableType) -> None:
 
 
 class Table(RichTable):
-    """Table of texts, names and figures that loses none of them in a narrow terminal.
+    """Table of texts, names and figures, which shows every cell whole in a narrow terminal, too.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Table(RichTable):
             self.add_column(header, justify="right", no_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the widest of the forms that fit the width."""
+        """Render the widest form that fits the width: with a frame, without a frame, or one cell on each line."""
         width = options.max_width
         if _full_width(self, console, options) <= width:
             yield from super().__rich_console__(console, options)
@@ -84,7 +84,10 @@ class Table(RichTable):
         yield from self._records(console, width)
 
     def _fitted(self, console: Console, options: ConsoleOptions, gap: int) -> Table | None:
-        """Return a copy without a frame whose columns fit with `gap` spaces between them, or None if they do not."""
+        """Return a copy without a frame that fits the width, with `gap` spaces between columns.
+
+        None if the columns do not fit.
+        """
         least, full = zip(*(_widths(console, column) for column in self.columns), strict=True)
         fitted = copy.copy(self)
         fitted.box, fitted.show_edge, fitted.pad_edge = boxes.SIMPLE_HEAD, False, False
@@ -102,7 +105,7 @@ class Table(RichTable):
         return fitted
 
     def _records(self, console: Console, width: int) -> Iterator[RenderableType | Segment]:
-        """Render each row as lines of a header and its cell; a cell without a header begins the row."""
+        """Render each cell of a row on a line of its own, after its column's header if the column has a header."""
         if self.title:
             yield _rendered(console, self.title)
         headers = [_rendered(console, column.header) for column in self.columns]
@@ -129,7 +132,7 @@ class Table(RichTable):
 
 
 def _full_width(table: RichTable, console: Console, options: ConsoleOptions) -> int:
-    """Measure a table without its title, which wraps."""
+    """Return the width of a table without any wrapped cells. The title does not count, because it may wrap."""
     compact = copy.copy(table)
     compact.expand = False
     return Measurement.get(console, options.update(width=_WIDTH_CHARACTERS_MAX), compact).maximum
@@ -150,7 +153,7 @@ def _lines(text: Text) -> int:
 
 
 def _widths(console: Console, column: Column) -> tuple[int, int]:
-    """Return the least width of a column, and the one at which nothing wraps."""
+    """Return the minimum width of a column, and the width at which none of its texts wraps."""
     header = _rendered(console, column.header)
     cells = [_rendered(console, cell) for cell in column.cells]
     full = max(_lines(text) for text in (header, *cells))
@@ -160,7 +163,10 @@ def _widths(console: Console, column: Column) -> tuple[int, int]:
 
 
 def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] | None:
-    """Divide the width among columns: each gets its least width, and the column that lacks most gets the rest."""
+    """Divide the width among columns; return None if `room` is less than the sum of the minimum widths.
+
+    Each column receives its minimum width. Each further character goes to the column that lacks the most characters.
+    """
     widths = list(least)
     left = room - sum(widths)
     if left < 0:
@@ -174,5 +180,5 @@ def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] |
 
 
 def _wrapped(console: Console, header: RenderableType, width: int) -> Text:
-    """Break a header between words so that it fits its column, even if the cells below must not wrap."""
+    """Return a header broken between words to fit its column, also if the cells of the column must not wrap."""
     return Text("\n").join(_rendered(console, header).wrap(console, width))

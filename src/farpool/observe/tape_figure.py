@@ -1,4 +1,4 @@
-"""A picture of a tape: the blocks that each access touches, and the reuse distances of blocks."""
+"""Draws a picture of a tape: the blocks that each access touches, and the reuse distances of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {
     "expert": INK, "bytes": GREY,
 }  # fmt: skip
 _POINTS_MAX = 200_000
-"""Maximum number of points. If there are more, an even selection is drawn, because a picture has fewer pixels."""
+"""Maximum number of points. If there are more, evenly spaced points are drawn, because a picture has fewer pixels."""
 
 
 def draw_tape(trace: Trace, path: Path) -> None:

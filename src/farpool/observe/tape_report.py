@@ -21,7 +21,7 @@ _SIGNS = {Mode.READ: "", Mode.WRITE: "+", Mode.OVERWRITE: "="}
 
 
 def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
-    """Build the report: origin of the tape, its contents, and the bytes that other budgets would move."""
+    """Build the report: origin and contents of the tape, and the least bytes to move at several budgets."""
     tiers = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in metadata.tiers) or "none"
     loop = summary.loop
     parts: list[RenderableType] = [
@@ -55,8 +55,8 @@ def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
 def access_lines(accesses: Iterable[Access]) -> list[str]:
     """Format one line for each access: number, thread, microseconds, operation, and runs of blocks.
 
-    A run is ``first`` or ``first-last``, with ``+`` if it is changed, ``=`` if it is overwritten and ``*`` for rows of
-    a table.
+    A run of blocks is ``first`` or ``first-last``. It has a ``+`` if the access changes it, a ``=`` if the access
+    overwrites it, and a ``*`` if it consists of rows of a table.
     """
     lines = ["     access thread    think us    stall us  compute us  operation: blocks"]
     for number, access in enumerate(accesses):

@@ -1,4 +1,4 @@
-"""Figures of a tape: sizes, times, its loop, reuse, and the least bytes to move at smaller budgets."""
+"""Figures of a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes to move at budgets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "s
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _BUDGETS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
-"""Budgets to examine, as parts of the most bytes that existed at once."""
+"""Budgets for which `LeastMoved` is computed, as shares of the peak: the most bytes that existed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """Blocks of a class: how many were made, and the most bytes of them that existed at once."""
+    """Figures of one class of blocks: how many were created, and the most bytes that existed at once."""
 
     name: str
     blocks: int
@@ -29,7 +29,7 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True)
 class OpSummary:
-    """Accesses of an operation, and seconds of compute in them."""
+    """Figures of one operation: the number of its accesses, and the seconds for which it computed."""
 
     name: str
     accesses: int
@@ -38,7 +38,7 @@ class OpSummary:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The smallest distance, in bytes, that covers this share of the reused bytes."""
+    """The smallest reuse distance, in bytes, within which a share of the reused bytes was reused."""
 
     share: float
     distance: int
@@ -46,7 +46,10 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class LeastMoved:
-    """Bytes that Belady's rule moves at a budget; see `farpool.memory.pager.belady`."""
+    """Bytes that are fetched and written at a budget in bytes, if victims are chosen by Belady's rule.
+
+    Belady's rule knows all later accesses (see `farpool.memory.pager.belady`).
+    """
 
     budget: int
     fetched: int
@@ -63,21 +66,23 @@ class TapeSummary:
     peak_bytes : int
         The most bytes of blocks that existed at once.
     largest_access : int
-        Bytes of the largest access: the smallest budget that can work.
+        Bytes of the largest access, which must fit into the budget.
     accesses, threads : int
     touched_bytes : int
         Bytes of all operands of all accesses.
     ops : tuple of OpSummary
         Operations, sorted by compute time, longest first.
     compute_seconds, think_seconds, stall_seconds : float
-        Sums over all threads.
+        Sums over all threads. Compute: from the grant of an access's operands to their release. Think: from a release
+        to the thread's next request. Stall: from a request to its grant.
     loop : Loop or None
-        The loop that repeats most accesses; None if there is none.
+        The loop at whose period the most accesses repeat; None if the accesses have no loop.
     reuse : tuple of Reuse
     least_moved : tuple of LeastMoved
-        Bytes to move at the recorded budget and at parts of `peak_bytes`, sorted by budget.
+        Bytes to move at the recorded budget and at shares of `peak_bytes`, sorted by budget. Budgets that are smaller
+        than the largest access are left out.
     cut_off : str
-        Reason why the file could not be read to its end; empty if it could.
+        Reason why the file could not be read to its end; empty if the file was read completely.
     """
 
     classes: tuple[ClassSummary, ...]
@@ -97,7 +102,7 @@ class TapeSummary:
 
 
 def summarize(trace: Trace) -> TapeSummary:
-    """Compute the figures of a tape. Takes some ten seconds for a million operands."""
+    """Compute the figures of a tape. This takes about ten seconds for a million operands."""
     sizes = [sum(info.nbytes for info in touched) for touched in trace.touched]
     largest = max(sizes, default=0)
     budgets = {trace.metadata.budget, *(int(trace.peak * part) for part in _BUDGETS)}

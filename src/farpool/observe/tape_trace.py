@@ -1,4 +1,4 @@
-"""A tape file as a whole in memory, its accesses resolved to blocks with sizes."""
+"""Reads a whole tape file into memory, and finds the sizes of the blocks that each access names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockInfo:
     nbytes : int
     cls : str
     label : int
-        Number of the block; in each turn of a loop, the same block has the same number.
+        Number by which a block is recognized: in each turn of a loop, corresponding blocks have the same label.
     """
 
     nbytes: int
@@ -35,9 +35,9 @@ class ClassUse:
     Attributes
     ----------
     blocks : int
-        Number of blocks that existed at the beginning or were made later.
+        Number of blocks that existed at the beginning or were created later.
     live, peak : int
-        Bytes of existing blocks at the end, and the maximum at any time.
+        Bytes of the blocks that exist at the end of the tape, and the most bytes that existed at once.
     """
 
     blocks: int = 0
@@ -53,18 +53,20 @@ class Trace:
     ----------
     metadata : Metadata
     accesses : list of Access
-        The accesses in the order of the program.
+        The accesses in the order of the tape.
     blocks : list of BlockAccess
-        The same accesses, as blocks that are made, touched and dropped.
+        For each access, the blocks that it touches, the blocks that were created without content before it, and the
+        blocks that are freed after it.
     touched : list of tuple of BlockInfo
-        Blocks of the operands of each access.
+        For each access, the properties of the blocks that it touches.
     entries : list of int
-        The same accesses as numbers; equal accesses have equal numbers even if their blocks have other names.
+        For each access, a number. Equal accesses in different turns of a loop have equal numbers.
     classes : dict of str to ClassUse
+        Figures of each class of blocks, by the name of the class.
     live, peak : int
-        Bytes of existing blocks at the end, and the maximum at any time.
+        Bytes of the blocks that exist at the end of the tape, and the most bytes that existed at once.
     cut_off : str
-        Reason why the file could not be read to its end; empty if it could.
+        Reason why the file could not be read to its end; empty if the file was read completely.
     """
 
     metadata: Metadata
@@ -79,12 +81,12 @@ class Trace:
 
 
 def read_trace(tape: TapeFile) -> Trace:
-    """Read a tape file; if it was cut off, up to its last whole chunk.
+    """Read a tape file. If the end of the file is missing, read up to the last whole chunk.
 
     Raises
     ------
     TapeFileError
-        The file is damaged, or an access names a block that no record has made.
+        The file is damaged, or a record names a block that was not created before.
     """
     trace = Trace(tape.metadata)
     infos: dict[int, BlockInfo] = {}
@@ -148,7 +150,10 @@ def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand]
 
 
 def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
-    """Return a key that is equal for equal accesses; accesses to any rows of the same table are equal."""
+    """Return a key that equal accesses have in common: same operation, same labels of blocks, same modes.
+
+    Accesses to the same table are equal even if they touch different rows.
+    """
     # Labels and not block numbers, because a block has the same label in each turn.
     tables = {infos[run.table].label for run in access.runs if run.table >= 0}
     runs = tuple((infos[run.first].label, run.count, run.mode) for run in access.runs if run.table < 0)

@@ -1,4 +1,4 @@
-"""A picture of a pool's work: resident bytes, transfers on each link, operations and stalls."""
+"""Draws a timeline of a pool's work: resident bytes, transfers on each link, operations and stalls."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ Bar = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A labelled moment in the picture.
+    """A moment that the picture shows with a label.
 
     Attributes
     ----------
     time : float
-        Monotonic seconds, as in the events.
+        Seconds of the monotonic clock, like the times of events.
     label : str
         Text of the label.
     """
@@ -65,13 +65,14 @@ class Mark:
 def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
     """Return the bytes in use in the fast tier after each event.
 
-    Several threads report events, each a little after its event has ended. The bytes were counted at the time of the
-    report, so this function makes the times ascend in the order of the reports.
+    Several threads report events, each a little after the event has ended, so the events may not be in the order of
+    their ends. The bytes were counted at the time of the report. So this function keeps the order of the reports, and
+    raises times where necessary so that they ascend.
 
     Returns
     -------
     list of (float, int)
-        Monotonic seconds, and the bytes from that time until the time of the next entry.
+        Seconds of the monotonic clock, and the bytes in use from that time until the time of the next entry.
     """
     curve: list[tuple[float, int]] = []
     for event in events:
@@ -81,7 +82,7 @@ def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def check_drawable(path: Path, what: str = "timeline") -> None:
-    """Check, before a long run, that its picture can be drawn.
+    """Check that a picture can be drawn into a file. Programs call this before a long run.
 
     Parameters
     ----------
@@ -127,9 +128,9 @@ def draw_timeline(
     title : str
         Heading of the picture.
     window : (float, float), optional
-        Monotonic seconds to show; everything by default.
+        Start and end of the time to show, in seconds of the monotonic clock. By default, all events are shown.
     marks : sequence of Mark, optional
-        Moments to label, for example where batches begin.
+        Moments to label, for example when batches begin.
 
     Raises
     ------
@@ -271,7 +272,7 @@ def _draw_work(axes: Axes, events: Sequence[Event], start: float, stop: float) -
 
 
 def _links(events: Sequence[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Group transfers by link; the links that bring bytes in come first."""
+    """Group transfers by link. The links that bring bytes into the fast tier are first."""
     links: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in {"fetch", "writeback"}:
@@ -280,19 +281,19 @@ def _links(events: Sequence[Event]) -> dict[tuple[str, str], list[Event]]:
 
 
 def _bar(event: Event, start: float, stop: float) -> Bar:
-    """Return an event's left end and width in milliseconds, cut to the window."""
+    """Return the left end and the width of an event's bar in milliseconds, cut to the window."""
     left, right = max(event.time, start), min(event.time + event.duration, stop)
     return (left - start) * 1e3, (right - left) * 1e3
 
 
 def _visible(bars: list[Bar], seconds: float) -> list[Bar]:
-    """Widen bars that are thinner than a pixel, because they would not be visible."""
+    """Return the bars, each at least about a pixel wide so that it is visible."""
     thinnest = seconds * 1e3 / 1700
     return [(left, max(width, thinnest)) for left, width in bars]
 
 
 def _covered(bars: list[Bar]) -> float:
-    """Return how many milliseconds at least one bar covers."""
+    """Return the milliseconds that the bars cover together; overlaps count once."""
     edges: list[list[float]] = []
     for left, width in sorted(bars):
         if edges and left <= edges[-1][1]:

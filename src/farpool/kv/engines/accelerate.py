@@ -1,8 +1,9 @@
-"""Weights for accelerate's hooks, in a pool or from a name on nodes.
+"""Weights in a pool for accelerate's hooks. They can come from a model, or from a name on nodes.
 
-Accelerate gives each module its weights before the module runs, and removes them afterwards. It takes them from a
-mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up returns a plain copy of one weight.
-Modules ask for weights in the same order in each pass, so the pool prefetches the next ones.
+Accelerate's hooks give each module its weights before the module runs, and remove the weights afterwards. The hooks
+read the weights from a mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up returns a
+plain copy of one weight. Each pass of the model reads the weights in the same order, so the pool prefetches the next
+weights.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor], pool: Pool) -> Self:
-        """Copy weights into a pool, tied weights only once.
+        """Copy weights into a pool. Weights that share memory (tied weights) are copied once.
 
         Parameters
         ----------
@@ -68,7 +69,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         UnsupportedError
             A weight is sparse, quantized, without memory, or on another device than the pool.
         PoolFullError
-            The tiers of the pool have no room for them.
+            The tiers of the pool have no room for the weights.
         """
         made: dict[object, torch.Tensor] = {}
         copies: dict[str, torch.Tensor] = {}
@@ -82,14 +83,14 @@ class PooledWeights(Mapping[str, torch.Tensor]):
 
     @classmethod
     def published(cls, store: Store, name: str, pool: Pool, *, version: int | None = None) -> Self:
-        """Read the weights that are published under a name into a pool, one after the other.
+        """Read published weights from nodes into a pool, one weight at a time.
 
         Parameters
         ----------
         store : Store
             Store with a registry.
         name : str
-            Name under which ``store.publish(name, model.state_dict())`` has published them.
+            Name under which ``store.publish(name, model.state_dict())`` has published the weights.
         pool : Pool
             Pool on the CPU or a GPU.
         version : int, optional
@@ -102,7 +103,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         ConfigError
             The name holds no tensors.
         PoolFullError
-            The tiers of the pool have no room for them.
+            The tiers of the pool have no room for the weights.
         """
         copies: dict[str, torch.Tensor] = {}
         with store.open(name, version) as opened:

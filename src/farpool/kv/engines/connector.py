@@ -1,4 +1,8 @@
-"""The caches of blocks of a serving engine, with the judge and the probe that guard them."""
+"""The block caches of a serving engine, with a judge and a probe.
+
+The judge decides whether the engine loads blocks or computes them. The probe moves a known block through the engine's
+memory first, and the caches move no other block until the known block has come back unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ T = TypeVar("T")
 
 
 class Connector:
-    """Opens the caches of one engine, and runs work on their threads. Thread-safe once the caches are open.
+    """Opens the block caches of one engine, and runs work on the caches' threads. Thread-safe once they are open.
 
     Parameters
     ----------
@@ -35,15 +39,15 @@ class Connector:
     tokens_per_block : int
         Tokens of a block.
     decides : bool
-        False if this process loads everything that it finds, because another rank decides, or because the connector
-        cannot see which blocks a request needs.
+        True if the judge of this process decides. False if this process loads every block that it finds, because
+        another rank decides, or because the connector cannot see which blocks a request needs.
 
     Attributes
     ----------
     judge : EngineJudge
-        Decides between loading and computing, for all caches together.
+        Decides between loading and computing; all caches share it.
     probe : Probe
-        Keeps the caches from moving blocks until its `check` has passed.
+        Keeps the caches from moving blocks until ``probe.check`` has passed.
     """
 
     def __init__(self, engine: str, settings: CacheSettings, tokens_per_block: int, *, decides: bool = True) -> None:
@@ -60,9 +64,9 @@ class Connector:
         Parameters
         ----------
         namespace : Namespace
-            Everything that readers and writers have to agree on.
+            Everything that readers and writers of blocks have to agree on.
         *threads : int
-            Number of threads of each cache; left out for one cache with the number of threads in the settings.
+            Number of threads of each cache to open. Without any, one cache with the number of threads in the settings.
         """
         self.close()
         numbers = threads or (self._settings.threads,)
@@ -76,16 +80,18 @@ class Connector:
     def submit(
         self, cache: BlockCache, work: Callable[[], T], done: Callable[[T], None], *, failed: T, closed: T
     ) -> bool:
-        """Run work on a thread of a cache, and call `done` exactly once, because the engine waits for each result.
+        """Run work on a thread of a cache, and pass the result to `done`.
+
+        `done` is called exactly once in every case, because the engine waits for each result.
 
         Parameters
         ----------
         cache : BlockCache
             The cache whose thread does the work.
         work : callable
-            Return the result.
+            Returns the result.
         done : callable
-            Receives the result, on that thread.
+            Receives the result, on the thread that did the work.
         failed : object
             Result if `work` raises an error, which is logged.
         closed : object
@@ -116,13 +122,13 @@ class Connector:
         return True
 
     def stats(self) -> Counter[str]:
-        """Return the counters of all caches together, and the blocks that were computed although they were found."""
+        """Return the sums of all caches' counters, with the number of blocks computed although they were found."""
         counts = Counter(self.judge.stats())
         for cache in self._caches:
             counts.update(cache.stats())
         return counts
 
     def close(self) -> None:
-        """Close the caches; when it returns, none of their threads touches the engine's memory. Idempotent."""
+        """Close the caches. Afterwards none of their threads accesses the engine's memory. Idempotent."""
         for cache in self._caches:
             cache.close()

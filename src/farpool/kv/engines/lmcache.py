@@ -1,8 +1,9 @@
-"""LMCache's second level (L2) on the pool: objects for which its server has no memory, shared by all servers.
+"""LMCache's second level (L2) on nodes: it keeps objects that do not fit into an LMCache server's own memory.
 
-LMCache loads it as a plug-in (docs/kv-lmcache.md). LMCache submits tasks from two threads, which must not wait, and
-asks for results when an event is signalled. LMCache sets no deadline for tasks, so this adapter does: objects that have
-not arrived by then are reported as not found, and the engine computes them.
+All LMCache servers share these objects. LMCache loads this adapter as a plug-in (docs/kv-lmcache.md). LMCache submits
+tasks from two threads, which must not wait, and collects the results when the adapter signals an event. LMCache sets no
+deadline for tasks, so the adapter sets one: it reports objects that have not arrived by the deadline as not found, and
+the engine computes them.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _RELEASE = version("lmcache")
 _REQUIRED = ("nodes", "weights_id")
 _CHAIN_BYTES = 32
 _NAMESPACES_MAX = 4096
-"""Maximum number of namespaces that are kept ready; others are made again when they are needed."""
+"""Maximum number of namespaces that are kept in memory. Further namespaces are made again at each use."""
 _CODED_GROUPS_MAX = 64
-"""Maximum number of object groups of a model that a codec encodes; objects of further groups are stored as they are."""
+"""Number of a model's object groups that a codec encodes. Objects of further groups are stored without the codec."""
 _ACCOUNTED_KEYS_MAX = 1 << 20
-"""Maximum number of keys in LMCache's account of this tier. Beyond that the oldest are no longer counted."""
+"""Maximum number of keys that LMCache counts as stored here. Beyond that the oldest are reported to it as deleted."""
 _PLACED_CHUNKS_MAX = 1 << 16
-"""Maximum number of chunks whose position is remembered until they are stored. Beyond that the oldest count as position
-0."""
+"""Maximum number of chunks whose positions are kept from their lookup until they are stored. Beyond that the oldest
+positions are forgotten, and their chunks count as being at position 0."""
 _UNKNOWN_TYPE = (
     "LMCache's objects are plain bytes, which may be fp8_e4m3 or fp8_e5m2, so no object is stored or found; "
     'name the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
@@ -65,26 +66,26 @@ T = TypeVar("T")
 
 
 class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings in ``adapter_params``: the fields of `CacheSettings`, and facts that LMCache does not give its adapters.
+    """Settings in ``adapter_params``: the fields of `CacheSettings`, and facts that LMCache does not report.
 
     Attributes
     ----------
     kv_dtype : str
         Logical data type of the KV, such as ``fp8_e4m3``; empty for the type of LMCache's objects. Required with a
-        codec, and if the objects are plain bytes, as vLLM's are with fp8; without it such objects are neither stored
-        nor found.
+        codec, and if the objects are plain bytes, as vLLM's objects are with fp8. Without this setting, objects of
+        plain bytes are neither stored nor found.
     layout : str
-        Name of the order of bytes in an object; empty for the shapes and data types of LMCache's objects. Required,
-        with `kv_dtype`, for an adapter with ``serde``, whose objects are bytes without a shape.
+        Name of the order of bytes in an object. If empty, the shapes and data types of LMCache's objects are the name.
+        An adapter with ``serde`` requires `layout` and `kv_dtype`, because its objects are bytes without a shape.
     chunk_size : int
         Tokens of a chunk; the same number as the server's ``--chunk-size``.
     hash_algorithm : str
         Hash of the tokens; the same name as the server's ``--hash-algorithm``.
     lock_ttl : float
-        Seconds after which a lock ends by itself if LMCache does not unlock.
+        Seconds after which a lock on an object ends by itself if LMCache does not unlock the object.
     capacity_bytes : int
-        Bytes at which LMCache starts its own eviction of this tier, if that is configured; 0 to leave eviction to the
-        nodes.
+        Bytes at which LMCache begins to evict objects from the nodes, if LMCache is configured to do so; 0 to let only
+        the nodes evict.
     """
 
     kv_dtype: str = ""
@@ -140,7 +141,7 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
 
 
 class _Results(Generic[T]):
-    """Keeps the results of one kind of task until LMCache takes them, and signals an event for each."""
+    """Keeps the results of one kind of task until LMCache takes them, and signals an event for each result."""
 
     def __init__(self) -> None:
         self._event = create_event_notifier()
@@ -176,7 +177,7 @@ class _Results(Generic[T]):
 class _Locks:
     """Counts the locks of each object: a lookup adds one lock, and an unlock ends one. Not thread-safe.
 
-    A node has one pin for all locks of an object; each new lock renews it.
+    All locks of an object share one pin on a node, and each new lock renews this pin.
 
     Parameters
     ----------
@@ -194,7 +195,7 @@ class _Locks:
         return key in self._ends
 
     def add(self, key: bytes, now: float) -> None:
-        """Add a lock that begins now, and forget locks whose time is over."""
+        """Add a lock on an object from `now` on, and remove locks whose time is over."""
         ends = self._ends.setdefault(key, deque())
         ends.append(now + self._ttl)
         self._ends.move_to_end(key)
@@ -204,7 +205,7 @@ class _Locks:
             del self._ends[first]
 
     def release(self, key: bytes, now: float) -> bool:
-        """End one lock of an object; return True if it was the last one."""
+        """End one lock of an object; return True if the object has no more locks."""
         ends = self._ends[key]
         ends.popleft()  # the oldest, even if its time is over: this may be its unlock
         while ends and ends[0] <= now:
@@ -215,9 +216,11 @@ class _Locks:
 
 
 class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
-    """L2 adapter of LMCache over nodes. If anything goes wrong there, objects are "not found". Thread-safe.
+    """L2 adapter of LMCache that keeps objects on nodes. Thread-safe.
 
-    It connects when it is made, to move the block of its probe. It tries unreachable nodes again later.
+    If a node or a transfer fails, the adapter reports the objects as not found. The constructor connects to the nodes
+    and moves the known block of its probe (see `Connector`). If nodes are unreachable, the adapter tries them again
+    later.
 
     Parameters
     ----------
@@ -316,8 +319,9 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     def report_status(self) -> dict[str, Any]:
         """Return the state of this adapter: counters by step and outcome, and the bytes moved.
 
-        Unreachable nodes do not make it unhealthy, because LMCache continues without them; a failed probe does.
-        ``probe`` is the reason why the adapter moves no object; empty if it moves objects.
+        The adapter is unhealthy if it is closed or its probe has failed. It stays healthy without reachable nodes,
+        because LMCache continues without them. ``probe`` is the reason why the adapter moves no object; empty if it
+        moves objects.
         """
         probe = self._connector.probe
         return {
@@ -330,7 +334,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         }
 
     def close(self) -> None:
-        """End all tasks; when it returns, no thread reads or writes LMCache's memory. Idempotent.
+        """End all tasks. Afterwards no thread of the adapter reads or writes LMCache's memory. Idempotent.
 
         Tasks that have not begun fail at once, and tasks that have begun end by their deadline.
         """
@@ -351,7 +355,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         argument: Any,
         ended: Callable[[], None] = lambda: None,
     ) -> int:
-        """Begin a task, and return its number. Its result is `nothing` if it fails or begins too late."""
+        """Begin a task, and return its number. The task's result is `nothing` if it fails or begins too late."""
         task = next(self._tasks)
         # LMCache does not wait for stores; those that have not begun hold memory of LMCache, which bounds their number.
         until = math.inf if cache is self._stores else time.monotonic() + self._settings.timeout
@@ -370,7 +374,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return task
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        """Store the objects that the nodes lack; the task has failed if an object could not be stored."""
+        """Store the objects that the nodes lack. The result is a failure if any object could not be stored."""
         blocks = self._blocks_of("save", self._stores, keys, self._layouts_of(keys, objects))
         there = self._stores.lookup([key for _, key in blocks.values()]).found
         by_space: dict[Namespace, list[int]] = {}
@@ -436,7 +440,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lookups.unpin([data for data in own if data is not None and self._locks.release(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
-        """Decide whether computing is faster than loading the objects that were found.
+        """Return True if computing is expected to be faster than loading the objects that were found.
 
         Parameters
         ----------
@@ -469,12 +473,12 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return outcomes
 
     def _layouts_of(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> dict[int, str]:
-        """Name the layouts of objects, by their indices."""
+        """Return the name of each object's layout, by the object's index."""
         each = enumerate(zip(keys, objects, strict=True))
         return {number: self._layout_of(_meta_shapes(one), key) for number, (key, one) in each}
 
     def _layout_of(self, pairs: Iterable[tuple[Sequence[int], object]], key: ObjectKey) -> str:
-        """Name the layout of an object, and remember it for calls that do not give it."""
+        """Return the name of an object's layout, and remember it for calls that receive only the object's key."""
         layout = self._settings.layout or ", ".join(
             f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs
         )
@@ -490,8 +494,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     ) -> dict[int, tuple[Namespace, bytes]]:
         """Return the namespace and the key of each object's block, by the object's index.
 
-        Objects whose data type is not known are left out and count as failed. Plain bytes may be fp8_e4m3 or fp8_e5m2,
-        and an engine with one type must not load KV of the other.
+        Objects of plain bytes are left out and count as failed if the setting `kv_dtype` is missing: their type may be
+        fp8_e4m3 or fp8_e5m2, and an engine that uses one type must not load KV of the other type.
         """
         blocks: dict[int, tuple[Namespace, bytes]] = {}
         for number, layout in layouts.items():
@@ -509,7 +513,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return self._layouts.get((key.model_name, key.object_group_id), ())
 
     def _known_keys(self, key: ObjectKey) -> list[bytes]:
-        """Return the keys under which this adapter may have stored an object, one for each layout that it knows."""
+        """Return all keys under which an object may be stored: one for each layout that this adapter has seen."""
         return [_key(self._space(key, layout), key) for layout in self._known_layouts(key)]
 
     def _space(self, key: ObjectKey, layout: str) -> Namespace:
@@ -535,7 +539,10 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         )
 
     def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        """Report stored objects to LMCache, each only once, even if the nodes evicted it and it was stored again."""
+        """Report stored objects to LMCache.
+
+        An object that was reported before, evicted by the nodes and stored again is not reported a second time.
+        """
         with self._lock:
             new = [(key, size) for key, size in zip(keys, sizes, strict=True) if key not in self._accounted]
             self._accounted.update(new)
@@ -547,7 +554,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_deleted([key for key, _ in over], [size for _, size in over])
 
     def _forget(self, keys: list[ObjectKey]) -> None:
-        """Report to LMCache that objects are gone, if they were reported to it as stored."""
+        """Report deleted objects to LMCache, if they were reported as stored before."""
         with self._lock:
             gone = [(key, self._accounted.pop(key)) for key in keys if key in self._accounted]
         if gone:
@@ -566,7 +573,10 @@ def _dtypes_of(layout: str) -> set[str]:
 
 
 def _object_for_probe(tokens: int) -> EngineBlock:
-    """Make an LMCache object with keys and values of one layer, which are written and read through its tensor."""
+    """Make an LMCache object for the probe, with keys and values of one layer.
+
+    The probe writes and reads the values through the object's tensor, as LMCache does.
+    """
     shape, dtype = torch.Size([2, 1, tokens, 2]), torch.bfloat16
     memory = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
     meta = MemoryObjMetadata(shape, dtype, memory.data_ptr(), memory.numel(), 1, fmt=MemoryFormat.KV_2LTD)
@@ -586,7 +596,7 @@ def _bytes_of(one: MemoryObj) -> memoryview:
 
 
 def _chunk(key: ObjectKey) -> Hashable:
-    """Name a chunk of tokens; each rank has one object of it."""
+    """Return the identity of an object's chunk of tokens. A chunk has one object per rank and object group."""
     return key.model_name, key.cache_salt, key.chunk_hash
 
 
@@ -595,7 +605,7 @@ def _chunks(keys: Iterable[ObjectKey]) -> list[Hashable]:
 
 
 def _outcomes_of_chunks(keys: Iterable[ObjectKey], outcomes: Iterable[Reason | None]) -> list[Reason | None]:
-    """Return one outcome for each chunk: the first failure among its objects, or None."""
+    """Return one outcome for each chunk: the first failure among the chunk's objects, or None for success."""
     folded: dict[Hashable, Reason | None] = {}
     for key, reason in zip(keys, outcomes, strict=True):
         folded[_chunk(key)] = folded.get(_chunk(key)) or reason

@@ -1,7 +1,8 @@
 """Storage backend for SGLang's hierarchical cache: nodes keep its pages (docs/kv-sglang.md).
 
-Three threads of SGLang call at the same time: one looks up pages, one loads pages, and one saves pages. Each call is
-one request to the nodes and ends by the cache's deadline. If anything goes wrong, the page counts as missing.
+SGLang keeps pages in *host pools*: memory of the host for KV, and further pools, for example for sliding windows. Three
+threads of SGLang call this backend at the same time: one looks up pages, one loads pages, and one saves pages. Each
+call sends one request to the nodes and ends by the cache's deadline. If a page cannot be moved, it counts as missing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["FarpoolHiCache"]
 
 _WHERE = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""SGLang's own settings in the value of this option, next to the settings of `_Settings`."""
+"""SGLang's own settings in the value of the option `_WHERE`, which also contains the fields of `_Settings`."""
 _KV = str(PoolName.KV)
 _BYTES_PER_GB = 1e9
 _GEOMETRY = (
@@ -53,11 +54,12 @@ _GEOMETRY = (
     *("qk_rope_head_dim", "kv_cache_dim", "num_mamba_layers", "temporal_state_elem_size", "item_bytes", "ring_size"),
     *("state_page_bytes", "indexer_page_stride_size", "storage_format_tag"),
 )
-"""Attributes of host pools that say how a page's bytes are divided into values, in addition to the number of heads. No
-pool has all of them."""
+"""Attributes of host pools that describe how values are arranged in a page's bytes, in addition to the number of heads.
+No pool has all of these attributes."""
 _AXES = {"layer_first": "lsthd", "page_first": "stlhd", "page_first_direct": "slthd", "page_head": "shtld"}
-"""Axes of a page with keys and values of heads, by layout, as letters of `farpool.kv.quantization.Axes`. The lossy
-codecs need them. SGLang's own flat copy of ``layer_first`` separates keys and values like ``page_first_direct``."""
+"""Axes of a page that has keys and values for each head, by SGLang's name of the layout. The letters are explained in
+`farpool.kv.quantization.Axes`; the lossy codecs need them. In SGLang's flat copy of a page with the layout
+``layer_first``, keys and values are separated as in ``page_first_direct``."""
 _NOT_REGISTERED = (
     "the pool of KV is not registered; SGLang registers it when it attaches the backend, so attach the backend first"
 )
@@ -72,18 +74,18 @@ Parts = tuple[memoryview, ...]
 
 
 class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of all connectors, and the logical type of the KV, for pools in which SGLang keeps it as plain bytes."""
+    """The settings of all connectors, and ``kv_dtype``: the type of KV that SGLang keeps as plain bytes."""
 
     kv_dtype: str = ""
 
 
 class _Pages:
-    """Pages of one host pool: their places in memory, and the keys under which they are stored.
+    """Pages of one host pool: their places in memory, and the keys under which nodes store them.
 
     Each page is stored as one value. But if engines with different sizes of tensor parallelism share pages
-    (``tp_lcm_size``), the heads of a page are divided into parts, and each part is stored as one value. The buffers of
-    a value are stored one after the other without a copy. If a pool cannot give the addresses of its pages, SGLang's
-    own flat copy of the page is stored.
+    (``tp_lcm_size``), the heads of a page are divided into parts, and each part is stored as one value. A value may
+    consist of several buffers of the pool, which are sent one after the other without a copy. If a pool cannot give the
+    addresses of its pages, SGLang's own flat copy of the page is stored.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class _Pages:
 
     @property
     def is_logical(self) -> bool:
-        """True if this pool only has numbers of pages, and other pools have the bytes."""
+        """True if this pool has no bytes, only page numbers for other pools, which have the bytes."""
         return not self.nbytes
 
     def keys(self, cache: BlockCache, hashes: Sequence[str]) -> list[bytes]:
@@ -173,7 +175,7 @@ class _Pages:
         return self._where(indices)
 
     def land(self, indices: torch.Tensor, targets: Sequence[Parts], loaded: Sequence[bool]) -> None:
-        """Copy loaded pages to their places in the pool; do nothing if `targets` are these places."""
+        """Copy loaded pages from `targets` to the pool; do nothing if the load wrote directly into the pool."""
         if self.is_copied:
             for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
                 # A page that did not arrive whole has unspecified bytes in its copy, and they must not reach the pool.
@@ -182,19 +184,20 @@ class _Pages:
                     self.pool.set_from_flat_data_page(first, torch.frombuffer(copy, dtype=like))
 
     def of_pages(self, answers: Sequence[bool]) -> list[bool]:
-        """Return one answer for each page: True if the answers for all its parts are True."""
+        """Return one answer for each page: True if the answers for all parts of the page are True."""
         return [all(answers[at : at + self._split]) for at in range(0, len(answers), self._split)]
 
     def reasons_of_pages(self, reasons: Sequence[Reason | None]) -> list[Reason | None]:
-        """Return one reason for each page: the first reason among its parts, or None."""
+        """Return one reason for each page: the first reason among the parts of the page, or None."""
         parts = [reasons[at : at + self._split] for at in range(0, len(reasons), self._split)]
         return [next((reason for reason in own if reason is not None), None) for own in parts]
 
     @contextmanager
     def free_page(self) -> Iterator[EngineBlock]:
-        """Allocate a page of the pool for a probe.
+        """Allocate a page of the pool, through which the probe can move a known page.
 
-        It is new memory if the pool has no free pages, or if the pool's flat copies do not have all bytes of a page.
+        The probe gets new memory instead if the pool has no free pages, or if a flat copy does not have all bytes of a
+        page.
         """
         flat = self.pool.get_dummy_flat_data_page()
         is_whole = flat.numel() * flat.element_size() == self.nbytes
@@ -241,7 +244,7 @@ class _Pages:
 
 
 class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not installed when types are checked
-    """SGLang's storage backend ``dynamic``, which keeps pages of the hierarchical cache on nodes.
+    """Storage backend for SGLang's option ``dynamic``. It keeps pages of the hierarchical cache on nodes.
 
     Parameters
     ----------
@@ -275,7 +278,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
             _log.warning('each page is copied one more time; set "interface_v1": 1 in %s to avoid that', _WHERE)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the pool of KV, from which the namespace is made, and open the cache."""
+        """Register the pool of KV, make the namespace from it, and open the cache."""
         super().register_mem_pool_host(mem_pool_host)
         pages = self._pages(mem_pool_host, _KV)
         self.close()
@@ -296,13 +299,13 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
             self._check(pages)
 
     def _check(self, pages: _Pages) -> None:
-        """Move a known page through a pool; if other bytes come back, no page of any pool is moved from then on."""
+        """Move a known page through a pool. If other bytes come back, pages of all pools are no longer moved."""
         if self._connector is not None and not pages.is_logical:
             with pages.free_page() as block:
                 self._connector.probe.check(block)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return the number of leading pages that the nodes have; 0 if computing them is faster."""
+        """Return how many leading pages the nodes have; 0 if computing is expected to be faster than loading."""
         kv = self._pools[_KV]
         if kv.is_logical or not keys:
             return 0
@@ -317,22 +320,22 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Find out, with one request, how many leading pages can be restored, given the pages that each pool needs.
+        """Find out with one request how many leading pages can be restored from all pools together.
 
         Parameters
         ----------
         keys : list of str
             Hashes of the pages of a sequence, in hex.
         pool_transfers : list of PoolTransfer, optional
-            Pools that are needed in addition to KV, with the policy of each.
+            Pools that are needed in addition to KV. The policy of each says which of its pages a prefix needs.
         extra_info : HiCacheStorageExtraInfo, optional
             SGLang's facts about the request.
 
         Returns
         -------
         PoolTransferResult
-            The longest prefix in pages, the longest prefix of each pool alone, and all lengths that can be restored;
-            nothing if computing is faster.
+            The longest prefix that can be restored, the longest prefix of each pool alone, and all lengths that can be
+            restored, in pages. Zeros and no lengths if computing is expected to be faster than loading.
         """
         began = self._judge.clock()
         transfers = pool_transfers or []
@@ -366,31 +369,34 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages of KV into the host's pool; True for each page that is in place, whole and verified."""
+        """Load pages of KV into the host pool. Return True for each page that was loaded whole and verified."""
         return self._move([(_KV, keys, host_indices)], extra_info, saving=False)[0]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Save the pages of KV that the nodes lack; True for each page that they have now."""
+        """Save the pages of KV that the nodes lack. Return True for each page that the nodes have now."""
         return self._move([(_KV, keys, host_indices)], extra_info, saving=True)[0]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Load pages of several pools with one request; see `batch_get_v1`."""
+        """Load pages of several pools with one request. Return the results of each pool as `batch_get_v1` does."""
         return self._move_pools(transfers, extra_info, saving=False)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Save pages of several pools with one request; see `batch_set_v1`."""
+        """Save pages of several pools with one request. Return the results of each pool as `batch_set_v1` does."""
         return self._move_pools(transfers, extra_info, saving=True)
 
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: object = None
     ) -> list[torch.Tensor | None]:
-        """Load flat pages into tensors; None for each missing page. For SGLang's interface without addresses."""
+        """Load flat copies of pages into tensors; return None for each missing page.
+
+        SGLang calls this method if it does not use the addresses of pages (``interface_v1`` is off).
+        """
         kv = self._pools[_KV]
         if not kv.is_copied:
             return [None] * len(keys)
@@ -406,7 +412,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Save flat pages; True if the nodes have all of them now. For SGLang's interface without addresses."""
+        """Save flat copies of pages; return True if the nodes have all of them now.
+
+        SGLang calls this method if it does not use the addresses of pages (``interface_v1`` is off).
+        """
         kv = self._pools[_KV]
         if not kv.is_copied or values is None:
             return False
@@ -419,7 +428,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """Load one flat page; see `batch_get`."""
+        """Load the flat copy of one page as `batch_get` does; return None if the page is missing."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def set(
@@ -429,7 +438,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Save one flat page; see `batch_set`."""
+        """Save the flat copy of one page as `batch_set` does; return True if the nodes have it now."""
         return self.batch_set([key], None if value is None else [value])
 
     def exists(self, key: str) -> bool:
@@ -437,7 +446,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Delete all pages of this namespace, of all ranks.
+        """Delete the pages of all ranks in this namespace from the nodes.
 
         Raises
         ------
@@ -447,7 +456,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         self._blocks.purge()
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return pages and GB/s of each batch since the last call; None if SGLang's storage metrics are off."""
+        """Return the pages and GB/s of each batch since the last call of this method.
+
+        None if SGLang's storage metrics are off.
+        """
         if self._metrics is None:
             return None
         metrics, self._metrics = self._metrics, StorageMetrics()
@@ -473,7 +485,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def _bypasses(
         self, keys: list[str], there: int, nbytes: int, began: float, extra_info: HiCacheStorageExtraInfo | None
     ) -> bool:
-        """Return True if computing is faster than loading the pages that a lookup has found."""
+        """Return True if computing is expected to be faster than loading the pages that a lookup has found."""
         before, request = _before(extra_info), _request(keys, extra_info)
         return self._judge.looked_up(keys, there, nbytes, began=began, request=request, before=before).is_bypassed
 
@@ -486,16 +498,19 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         nbytes: int,
         request: str,
     ) -> list[Reason | None]:
-        """Load pages, and pages of other pools after them; the judge measures the load by the first pages.
+        """Load pages of one or several pools with one request. The judge measures the load.
+
+        The judge counts pages, and a request may have pages of several pools for the same tokens. So the judge receives
+        only the outcomes of the pages of the first pool.
 
         Parameters
         ----------
         pages : _Pages
-            Pool of the first pages.
+            The first pool.
         hashes : sequence of str
-            Hashes of the first pages.
+            Hashes of the pages of the first pool.
         keys, parts : sequence
-            Keys and memory of all pages.
+            Keys and memory of all pages, beginning with the first pool.
         nbytes : int
             Bytes of all pages.
         request : str
@@ -519,7 +534,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         hashes: Sequence[str],
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> dict[str, list[bool]]:
-        """Look up pages of several pools with one request; for each pool, True for each page that was found."""
+        """Look up pages of several pools with one request. Return, by pool, True for each page that was found."""
         batches = [[] if pages.is_logical else pages.keys(self._blocks, wanted) for pages, wanted in asked]
         found = self._blocks.lookup([key for batch in batches for key in batch], request=_request(hashes, extra_info))
         answers = iter(found.found)
@@ -543,7 +558,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         *,
         saving: bool,
     ) -> list[list[bool]]:
-        """Save or load pages of several pools with one request; for each pool, True for each page that was moved."""
+        """Save or load pages of several pools with one request. Return one list for each pool: True for a moved page.
+
+        Pages without bytes of their own, and pages that another rank saves, count as moved.
+        """
         began = time.perf_counter()
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
         keys = [key for batch in batches for key in batch.keys]
@@ -591,7 +609,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
 
 @dataclass(slots=True)
 class _Batch:
-    """Pages of one pool within a request; it has no keys if no node has to be asked."""
+    """Pages of one pool within a request. The batch has no keys if nothing has to be sent for these pages."""
 
     done: list[bool]
     keys: Sequence[bytes] = ()
@@ -615,7 +633,10 @@ def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:
 
 
 def _of_release(pool: Any, name: str) -> dict[str, str]:
-    """Name the pool and the release, because another release may order the bytes of an equal page differently."""
+    """Return the names of the pool and of SGLang's release, for the namespace.
+
+    Another release may order the bytes of a page of the same size differently.
+    """
     return {"pool": name, "class": type(pool).__name__, "release": version("sglang")}
 
 
@@ -632,13 +653,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _request(hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> str:
-    """Name a request for ``farpool why``: by its session if SGLang gives one, else by the first page's hash."""
+    """Return a request's name for ``farpool why``: its session if SGLang gives one, else the first page's hash."""
     known = (extra_info.extra_info if extra_info else None) or {}
     return str(known.get("session_id") or (hashes[0] if hashes else ""))
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
-    """Return the number of pages before the pages of a call; 0 if SGLang does not give it."""
+    """Return how many pages of the sequence precede the pages of a call; 0 if SGLang does not give the number."""
     return len(extra_info.prefix_keys or ()) if extra_info else 0
 
 
@@ -647,7 +668,7 @@ def _leading(answers: Sequence[bool]) -> int:
 
 
 def _usable_lengths(transfer: PoolTransfer, pages: Sequence[bool]) -> set[int]:
-    """Return the lengths of prefix, in pages, for which a pool has all pages that its policy needs."""
+    """Return all prefix lengths, in pages, at which a pool has the pages that its policy needs."""
     match transfer.hit_policy:
         case PoolHitPolicy.TRAILING_PAGES:
             return _ends_of_windows(pages, max(1, len(transfer.keys or ())))
@@ -658,7 +679,10 @@ def _usable_lengths(transfer: PoolTransfer, pages: Sequence[bool]) -> set[int]:
 
 
 def _ends_of_windows(pages: Sequence[bool], window: int) -> set[int]:
-    """Return the lengths of prefix whose last `window` pages were found, or all pages of a shorter prefix."""
+    """Return all prefix lengths, in pages, at which the last `window` pages of the prefix were found.
+
+    A prefix that is shorter than the window needs all of its pages.
+    """
     ends, run = set(), 0
     for length, is_there in enumerate(pages, 1):
         run = run + 1 if is_there else 0
@@ -668,7 +692,7 @@ def _ends_of_windows(pages: Sequence[bool], window: int) -> set[int]:
 
 
 def _hashes_for(transfer: PoolTransfer, hashes: Sequence[str]) -> Sequence[str]:
-    """Return the hashes under which a pool has the pages of a sequence."""
+    """Return the hashes of the pages that a pool has for a sequence."""
     if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
         return hashes
     block, group = transfer.block_pages, transfer.group_pages

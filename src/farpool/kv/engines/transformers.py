@@ -1,27 +1,29 @@
 """A cache for transformers whose keys and values are in a pool, and whose prefixes other processes can use.
 
-Use `FarpoolCache` in place of a ``DynamicCache``. The layers that a ``DynamicCache`` keeps as they grow (full
-attention) become `PagedLayer`; all others (sliding windows, recurrent states) are small and stay as they are.
+Use `FarpoolCache` in place of a ``DynamicCache``. Layers with full attention, whose keys and values grow with each
+token, become `PagedLayer`. Other layers (sliding windows, recurrent states) are small and stay as they are.
 
 *Prefixes.* With a `BlockCache` (see `prefix_blocks`), `FarpoolCache.save` stores the keys and values of whole blocks of
 tokens under keys that name these tokens, and `FarpoolCache.load` loads as many leading blocks as the nodes have. A
-layer with a sliding window forgets the tokens before its window, so it can continue only from a place at which its
-state was stored: the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists.
-If anything goes wrong with nodes or bytes, the loaded prefix is shorter, and the model computes the rest.
+layer with a sliding window forgets the tokens before its window, so it can continue only after a block for which its
+state was stored. The cache keeps the state that such a layer had at the end of its latest whole block, `save` stores
+this state, and `load` loads the longest prefix with such a state. If a node fails or bytes are damaged, the loaded
+prefix is shorter, and the model computes the rest.
 
-*How a prefix is found.* By its tokens from the first one on, at positions 0, 1, 2 and so on, of one sequence without
-padding. If keys and values depend on anything else, such as images, the caller gives it as a salt. Models for which
-that cannot be enough are refused (`farpool.kv.engines.transformers_config`). A cache never sees masks and positions. It
-detects wrong use if it can: padding at the beginning, several sequences, other tokens or another salt than the prefix
-was loaded with.
+*How a prefix is found.* A prefix is found by its tokens: the tokens of one sequence without padding, from position 0
+on. If keys and values depend on anything else, such as images, the caller names these inputs in a salt. Models for
+which tokens and salt are not enough are refused (`farpool.kv.engines.transformers_config`). A cache never sees masks
+and positions, but it detects some kinds of wrong use: padding at the beginning, several sequences, and other tokens or
+another salt than the prefix was loaded with.
 
-*Load or compute.* The cache sees when a pass of the model reaches its first layer and its last layer, so it measures
-the compute time, and it measures its own loads. With both, the `Judge` of the blocks decides, as it does for
-`PrefixCache`. A device runs behind the program, so on a device nothing is timed and everything is loaded.
+*Load or compute.* The cache sees when a pass (one call) of the model reaches the first and the last layer, so it
+measures the compute time. It also measures its own loads. From both times the `Judge` of the blocks decides whether to
+load a prefix or to compute it, as it does for `PrefixCache`. A GPU still computes when the program has gone on, so on a
+GPU nothing is timed, and every prefix that is found is loaded.
 
-*Probe.* Before the first save or load through a `BlockCache`, a known block goes through layers like the layers of the
-model, in the same pool: `FarpoolCache.update` fills them as the model does, and they are saved, loaded, and read as
-attention reads them.
+*Probe.* Before the first save or load through a `BlockCache`, a test moves a known block through layers like the layers
+of the model, in the same pool: it fills these layers with `FarpoolCache.update` as the model does, saves and loads
+them, and reads them as attention does. If other bytes come back, no prefix is saved or loaded.
 """
 
 from __future__ import annotations
@@ -53,14 +55,16 @@ __all__ = ["FarpoolCache", "prefix_blocks"]
 
 
 class _Pass(NamedTuple):
-    """A pass of the model that has reached its first layer: when, and how many tokens there were before."""
+    """A pass of the model that has begun: the time, and the number of tokens in the cache at that time."""
 
     began: float
     context: int
 
 
 class _PassTimer:
-    """Measures how long the passes of a model take, from its first layer to its last one.
+    """Measures how long the passes of a model take.
+
+    It measures the time from the first layer to the last layer, and scales that time to all layers.
 
     Parameters
     ----------
@@ -82,11 +86,14 @@ class _PassTimer:
         self._pass: _Pass | None = None
 
     def begin(self, context: int) -> None:
-        """Record that a pass has reached the first layer, which holds `context` tokens."""
+        """Record that a pass has reached the first layer, which holds `context` tokens from earlier passes."""
         self._pass = _Pass(time.monotonic(), context)
 
     def left(self, number: int) -> tuple[int, float] | None:
-        """Record that a pass leaves a layer; after the last one, return the tokens before the pass and its seconds."""
+        """Record that a pass leaves a layer.
+
+        After the last layer, return the number of tokens before the pass, and the seconds of the pass; otherwise None.
+        """
         if number != self._last or self._pass is None:
             return None
         found, self._pass = self._pass, None
@@ -96,8 +103,8 @@ class _PassTimer:
 class FarpoolCache(Cache):
     """A cache for transformers with the keys and values of full attention in a pool.
 
-    Tokens, scores and logits equal the results with a ``DynamicCache`` to the last bit, unless the loaded prefixes have
-    a lossy codec.
+    Tokens, scores and logits equal the results with a ``DynamicCache`` to the last bit, except after loading prefixes
+    that a lossy codec has encoded.
 
     Parameters
     ----------
@@ -107,14 +114,14 @@ class FarpoolCache(Cache):
     pool : Pool
         Pool for the bytes, on the device that the model computes on.
     tokens_per_block : int, optional
-        Tokens of a layer that are moved together. Chosen by the budget of the pool if left out.
+        Tokens of a layer that are moved together. By default, the number depends on the budget of the pool.
     prefixes : BlockCache, optional
         Blocks from `prefix_blocks`, in which `save` and `load` store and find prefixes.
 
     Raises
     ------
     ConfigError
-        `tokens_per_block` is not positive, or `prefixes` are of something else than transformers.
+        `tokens_per_block` is not positive, or `prefixes` were not made by `prefix_blocks`.
 
     Examples
     --------
@@ -158,7 +165,7 @@ class FarpoolCache(Cache):
         return OperandMemory(self._pool.ledger), OperandMemory(self._pool.ledger)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FarpoolCache:
-        """Return a copy that continues by itself; blocks that both have are stored once."""
+        """Return an independent copy. Blocks that the copy and this cache have in common are stored once."""
         memory = self._operand_memory()
         return self._with_layers(
             [layer.twin(memory) if type(layer) is PagedLayer else copy.deepcopy(layer, memo) for layer in self.layers]
@@ -189,7 +196,10 @@ class FarpoolCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values to a layer, and return all that attention needs; see `PagedLayer.update`."""
+        """Add keys and values to a layer, and return all keys and values that attention needs.
+
+        `PagedLayer.update` describes the arguments, the results and the errors.
+        """
         prefix, timer = self._prefix, self._timer
         if timer is not None and layer_idx == timer.first:
             layer: Any = self.layers[layer_idx]
@@ -211,13 +221,13 @@ class FarpoolCache(Cache):
         super().reset()  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; give their number with a minus sign."""
+        """Remove the last tokens. The argument is their number with a minus sign: -3 removes three tokens."""
         super().crop(tokens_to_remove)
         if self._prefix is not None:
             self._prefix.cropped(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let each sequence of the batch continue with the tokens of another one, as beam search does."""
+        """Replace each sequence of the batch by the sequence with the given index, as beam search does."""
         self._forget_states()
         super().reorder_cache(beam_idx)
 
@@ -227,12 +237,12 @@ class FarpoolCache(Cache):
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
+        """Keep only the sequences of the batch with the given indices."""
         self._forget_states()
         super().batch_select_indices(indices)
 
     def _forget_states(self) -> None:
-        """Forget the states of sliding windows, because other sequences take the place of the present ones."""
+        """Forget the states of sliding windows that are kept for `save`, because the batch has other sequences now."""
         if self._prefix is not None:
             self._prefix.payloads.forget_states()
 
@@ -248,21 +258,22 @@ class FarpoolCache(Cache):
         request : str
             Name of the request, for ``farpool why``.
         salt : bytes or str
-            Names everything that the keys and values depend on in addition to these tokens, for example a digest of all
-            images. A prefix is found only with the salt that it was saved with. Models that see more than tokens need a
-            salt, even for prompts of text alone.
+            Name of everything that the keys and values depend on in addition to these tokens, for example a digest of
+            all images. A prefix is found only with the salt with which it was saved. Models that see more than tokens
+            need a salt, even for prompts of text alone.
 
         Returns
         -------
         int
-            Number of leading tokens that `load` can find now. Blocks that the nodes have are not sent again.
+            Number of leading tokens that `load` can find now. Blocks that the nodes already have are not sent again.
 
         Raises
         ------
         ConfigError
-            The cache has no `prefixes`, or keys and values of another dtype or shape than `prefix_blocks` received; it
-            has had more than one sequence; the tokens begin with padding; the salt is missing; tokens or salt differ
-            from the loaded prefix's.
+            - The cache has no `prefixes`, or has had more than one sequence.
+            - Its keys and values have another dtype or shape than the blocks from `prefix_blocks`.
+            - The tokens begin with padding, or the salt is missing.
+            - Tokens or salt differ from the tokens and the salt of the prefix that was loaded or saved before.
         """
         return self._required().save(tokens, self.get_seq_length(), salt, request, self._probe_block)
 
@@ -276,9 +287,9 @@ class FarpoolCache(Cache):
     ) -> int:
         """Load the longest stored prefix into an empty cache, if that is faster than computing it.
 
-        At least one token is left to compute, because the model needs its logits. Once computing and loading have been
-        measured, a prefix is loaded only if that is expected to take less time than computing it, and a few requests
-        compute to check that.
+        At least the last token is not loaded, because the model must compute its logits. Once computing and loading
+        have been measured, a prefix is loaded only if loading is expected to take less time. A few requests compute
+        anyway, to measure how much time loading saves.
 
         Parameters
         ----------
@@ -287,23 +298,24 @@ class FarpoolCache(Cache):
         request : str
             Name of the request, for ``farpool why``.
         salt : bytes or str
-            See `save`.
+            The salt with which the prefix was saved; see `save`.
         judged : bool
-            False to load everything that is found, however long it takes.
+            False to load the longest prefix that is found, even if loading takes longer than computing.
 
         Returns
         -------
         int
-            Number of leading tokens that the cache holds now; 0 if nothing was found in time, or computing takes less
-            time, or the model has another dtype than the prefixes.
+            Number of leading tokens that the cache holds now. 0 if no prefix was found in time, if computing is
+            expected to take less time, or if the model has another dtype than the prefixes.
 
         Raises
         ------
         ConfigError
-            The cache has no `prefixes`, or holds tokens already; the tokens are of several sequences, or begin with
-            padding; the salt is missing.
+            - The cache has no `prefixes`, or holds tokens already.
+            - The tokens are of several sequences, or begin with padding.
+            - The salt is missing.
         BudgetError, PoolFullError, TierError
-            The pool has no room for them; the cache is empty then.
+            The pool has no room for the prefix, or a tier has failed. The cache is empty afterwards.
         """
         prefix = self._required()
         if self.get_seq_length():
@@ -318,7 +330,7 @@ class FarpoolCache(Cache):
         return self._prefix
 
     def _probe_block(self) -> EngineBlock:
-        """Make the block of the probe, in layers like the layers of this cache."""
+        """Make the known block of the probe, in new layers like the layers of this cache."""
 
         def empty() -> tuple[FarpoolCache, Payloads]:
             memory = self._operand_memory()

@@ -1,4 +1,7 @@
-"""The blocks in which prefixes of a transformers model are stored: one namespace, with groups of its layers."""
+"""The blocks in which prefixes of a transformers model are stored.
+
+A model has one namespace. Its layers form groups, and each group has blocks of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ FULL, SLIDING = "full", "sliding"
 """Kinds of groups of layers; a model has at most one group of each kind."""
 LAYOUT = "lshtd"
 """Axes of payloads: layers, keys and values, heads, tokens, elements. The state of a layer with a sliding window is cut
-into pieces, each with as many tokens as a block, which are stored like layers."""
+into pieces of as many tokens as a block has. Each piece is stored as if it were a layer."""
 _SETTINGS_WITHOUT_EFFECT = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Settings in a model's configuration that do not change its keys and values."""
 
@@ -36,16 +39,16 @@ def prefix_blocks(
     dtype: torch.dtype | None = None,
     tokens_per_block: int = 64,
 ) -> BlockCache:
-    """Make the blocks in which the prefixes of a model are stored; one object serves all caches of a program.
+    """Make the `BlockCache` in which the prefixes of a model are stored. One serves all caches of a program.
 
     Parameters
     ----------
     model : PreTrainedModel or PreTrainedConfig
         The model, or its configuration.
     settings : CacheSettings or mapping
-        Nodes, and the exact name of the model's weights (``weights_id``), including adapters.
+        The settings include the nodes and ``weights_id``, the exact name of the model's weights, with all adapters.
     dtype : torch.dtype, optional
-        Data type of the keys and values; the type of the model if left out, or the type in its configuration.
+        Data type of the keys and values. By default, the data type that the model or its configuration states.
     tokens_per_block : int
         Prefixes are stored and found in multiples of this number of tokens.
 
@@ -54,8 +57,8 @@ def prefix_blocks(
     ConfigError
         A setting is wrong, or the data type is not known.
     UnsupportedError
-        The model has layers whose state cannot be stored, such as recurrent layers, or its keys and values depend on
-        later tokens, as with rotary embeddings of the types ``longrope`` and ``dynamic``.
+        The model has layers whose state cannot be stored, such as recurrent layers. Or its keys and values depend on
+        later tokens, for example because its rotary embedding has the type ``longrope`` or ``dynamic``.
     """
     if not isinstance(settings, CacheSettings):
         settings = CacheSettings.of(settings, "prefix_blocks")
@@ -92,7 +95,9 @@ def prefix_blocks(
 
 
 def _groups(config: Any, tokens_per_block: int, token_bytes: int) -> tuple[Group, ...]:
-    """Return one group for the layers with full attention and one for the layers with a sliding window.
+    """Return a group of the layers with full attention and a group of the layers with a sliding window.
+
+    A group without layers is left out.
 
     Raises
     ------
@@ -127,10 +132,10 @@ def probe_of(prefixes: BlockCache) -> Probe:
 
 
 def pieces_of(layer: DynamicSlidingWindowLayer, tokens_per_block: int) -> int:
-    """Return the number of pieces of `tokens_per_block` tokens into which the state of a layer is cut."""
+    """Return into how many pieces of `tokens_per_block` tokens the state of a layer is cut."""
     return -(-(layer.sliding_window - 1) // tokens_per_block)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a data type without the name of the package."""
+    """Return the name of a data type without the prefix ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -1,10 +1,10 @@
 """Checks whether the keys and values of a transformers model depend only on the tokens before them.
 
 A prefix is found by its tokens alone, so the same tokens must always give the same keys and values. If the model also
-sees images or sounds, they differ, and the caller has to name the contents of these inputs (`inputs_beside_tokens`).
-They also differ if the frequencies of the rotary embedding depend on the length of the whole prompt, if tokens see
-later tokens, or if positions follow the shapes of images (`check_prefixes`). Everything that is not known to be safe is
-refused.
+sees images or sounds, the same tokens may give other keys and values, so the caller has to name the contents of these
+inputs (`inputs_beside_tokens`). A model is refused (`check_prefixes`) if the frequencies of its rotary embedding depend
+on the length of the whole prompt, if its tokens see later tokens, or if positions follow the shapes of images. Types of
+rotary embedding that are not known to be safe are refused, too.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ __all__ = ["cache_argument", "check_prefixes", "config_of", "dtype_of", "inputs_
 _ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Types of rotary embedding whose frequencies are the same for prompts of all lengths."""
 _SENSES = ("audio", "image", "speech", "video", "vision", "visual")
-"""Parts of the names of settings that only models with inputs other than tokens have."""
+"""A setting whose name contains one of these words shows that the model has inputs other than tokens."""
 _WITHOUT_INPUTS = frozenset({"attn_config", "ffn_config"})
-"""Configurations within a configuration that describe layers."""
+"""Nested configurations that describe layers, so they do not show that the model has inputs other than tokens."""
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a model, or the argument if it is a configuration."""
+    """Return the configuration of a model. If the argument is a configuration, return the argument."""
     return model.config if isinstance(model, torch.nn.Module) else model
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of a model's argument for its cache, which transformers 5.24 has renamed."""
+    """Return the name of the argument through which a model receives its cache. Transformers 5.24 has renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def dtype_of(model: Any) -> torch.dtype | None:
-    """Return the data type of keys and values by a model or a configuration; None if it names none."""
+    """Return the data type that a model or a configuration states for keys and values; None if it states none."""
     found = model.dtype if isinstance(model, torch.nn.Module) else model.get_text_config(decoder=True).dtype
     return found if isinstance(found, torch.dtype) else None
 
 
 def left_padding(config: Any) -> int | None:
-    """Return the padding token if only padded prompts can begin with it, otherwise None."""
+    """Return the padding token, or None if a prompt without padding may also begin with this token."""
     text = config.get_text_config(decoder=True)
     padding, first, ends = (getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
     others = (first, *ends) if isinstance(ends, list) else (first, ends)
@@ -52,7 +52,10 @@ def left_padding(config: Any) -> int | None:
 
 
 def inputs_beside_tokens(config: Any) -> str:
-    """Name the settings that show that keys and values depend on more than tokens; empty if there are none."""
+    """Return the names of the settings which show that keys and values depend on more than tokens.
+
+    Empty if the configuration has no such settings.
+    """
     described = config.to_dict()
     names = [name for name in config.sub_configs if name not in _WITHOUT_INPUTS]
     names += [name for name in described if any(sense in name for sense in _SENSES)]
@@ -61,12 +64,12 @@ def inputs_beside_tokens(config: Any) -> str:
 
 
 def check_prefixes(config: Any) -> None:
-    """Check that the keys and values of a prefix depend on nothing that comes after it.
+    """Check that the keys and values of a prefix do not depend on later tokens or on the shapes of images.
 
     Raises
     ------
     UnsupportedError
-        Something that comes after a prefix changes its keys or values, or may change them.
+        The keys or values of a prefix depend on later tokens or on the shapes of images, or may depend on them.
     """
     described = config.to_dict()
     text = config.get_text_config(decoder=True).to_dict()
@@ -98,7 +101,10 @@ def _settings(found: Iterator[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types of all rotary embeddings; layers may have different types, and older settings other names."""
+    """Yield the types of all rotary embeddings in the settings.
+
+    Layers may have different types, and older configurations use other names for the setting.
+    """
     for name, value in settings.items():
         if isinstance(value, Mapping):
             if name.startswith("rope_") and "type" in value:

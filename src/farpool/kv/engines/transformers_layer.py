@@ -1,20 +1,23 @@
 """One layer's keys and values in a pool, as a layer of transformers' caches.
 
-*Blocks of tokens.* A layer is a list of storages, each with the same number of tokens. It grows by one more storage, so
-its length need not be known in advance. Only the last storage is ever written again: all others keep their clean copies
-in a lower tier and are evicted from the fast tier without a write. Attention reads the blocks in order, one access
-each, layer by layer, token by token. The pager recognizes this loop after two or three tokens: while a layer is
-computed, the blocks of the next layer are already being transferred.
+*Blocks of tokens.* A block of tokens is one storage of the pool, with the keys and values of a fixed number of tokens.
+A layer is a list of such blocks and grows by adding blocks, so its length need not be known in advance. Only the last
+block is still written. All other blocks keep clean copies in a lower tier, so the pager evicts them from the fast tier
+without a write. For each token, each layer in turn reads its blocks in order, with one access for each block. The pager
+recognizes this loop after two or three tokens: while one layer is computed, the blocks of the next layer are already
+being transferred.
 
-*The last block grows.* Every layer has one, each token writes to it, and its room takes fast memory whether it is
-filled or not. So it begins with room for a few tokens and is copied into twice the room when it is full. While it is
-short, it shares a block of the pager with the last blocks of other layers.
+*The last block grows.* Each token writes to the last block of every layer, so these blocks stay in the fast tier, and
+their unused room takes fast memory, too. So a last block begins with room for a few tokens. When it is full, its
+content is copied into a block with twice the room. While it is short, it shares a block of the pager with the last
+blocks of other layers.
 
-*Operands are plain and exact.* Attention receives contiguous tensors with the shape, strides and alignment that
-``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them while
-they are pinned, which costs as much as ``torch.cat`` does there; no tensor aliases the arena. The tensors of one layer
-are in host memory that the next layer reuses if no tensor refers to it any more, which the reference count of its
-storage shows. This memory is needed in addition to the fast tier; the pool's ledger counts it as ``KV operands``.
+*Operands are plain and exact.* Operands are the keys and values that attention receives. They are contiguous tensors
+with the shape, strides and alignment that ``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same
+bits. Each block is pinned and copied into the operands. This costs as much as ``torch.cat`` does in a
+``DynamicCache``, and no operand aliases the arena. On the CPU, the next layer reuses the memory of a layer's operands
+if no tensor refers to it any more, which the reference count of the memory's storage shows. Operands need memory in
+addition to the fast tier; the pool's ledger counts it as ``KV operands``.
 
 *Beams are lists of rows.* Reordering, repeating and selecting sequences change which stored row belongs to which
 sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer the rows of
@@ -50,10 +53,10 @@ if TYPE_CHECKING:
 __all__ = ["OperandMemory", "PagedLayer"]
 
 _SPARE_PARTS = 32
-"""Memory of operands is allocated larger than needed by one part in this many, so that not every token needs new
-memory."""
+"""Memory for operands is allocated larger than needed, by one part in this many. So the operands can grow by some
+tokens before they need new memory."""
 _FIRST_ROOM_PARTS = 16
-"""A block begins with room for one part in this many of its tokens."""
+"""A block begins with room for one part in this many of the tokens of a whole block."""
 
 
 @dataclass(slots=True)
@@ -65,13 +68,13 @@ class _Block:
     storage : Storage
         The keys, then the values; each of shape ``(rows, heads, tokens, width)``.
     rows : int
-        Sequences that are stored.
+        Number of sequences that are stored, one in each row.
     tokens : int
-        Tokens for which there is room; only the last block of a layer has fewer than the others.
+        Number of tokens for which the block has room. The last block of a layer may have less room than the others.
     order : torch.Tensor or None
-        Stored row of each sequence of the batch, int64 in host memory; None if each sequence has the row of its number.
+        Number of the row of each sequence of the batch, int64 in host memory; None if row i belongs to sequence i.
     shared : bool
-        True if another cache may refer to the storage, so it must not be written.
+        True if another cache may refer to the storage, so this layer must not write to it.
     """
 
     storage: Storage
@@ -82,7 +85,7 @@ class _Block:
 
 
 class OperandMemory:
-    """Host memory for one operand at a time, used again as soon as no tensor refers to it."""
+    """Host memory for one operand at a time. It is reused as soon as no tensor refers to it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -92,7 +95,10 @@ class OperandMemory:
         self._forget: Callable[[], object] = lambda: None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a contiguous tensor with unspecified elements, aligned like torch's own tensors."""
+        """Return a contiguous tensor with unspecified elements, aligned like torch's own tensors.
+
+        On a GPU the tensor is from torch's own allocator.
+        """
         if device.type != "cpu":  # the device's allocator reuses memory itself, and respects streams
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = dtype.itemsize
@@ -124,7 +130,10 @@ def _references(storage: torch.UntypedStorage) -> int:
 
 
 def _in_pool(what: str) -> Any:
-    """Make a property that is not available: the keys and values are in the pool, and `PagedLayer.read` copies them."""
+    """Make a property whose use raises an error, because the keys and values are in the pool.
+
+    `PagedLayer.read` copies them. Setting the property to None is allowed and does nothing.
+    """
 
     def get(layer: PagedLayer) -> None:
         layer._refuse(what)
@@ -147,7 +156,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     memory : tuple of OperandMemory
         Memory for the keys and for the values that attention receives.
     tokens_per_block : int or None
-        Tokens that are stored and moved together; None to choose by the budget of the pool.
+        Number of tokens that are stored and moved together; None to choose it by the budget of the pool.
 
     Attributes
     ----------
@@ -181,7 +190,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # ---- what transformers calls ---------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take dtype, device and shape from the first keys and values."""
+        """Set the dtype, the device and the shape of this layer from the first keys and values."""
         if not is_device(key_states.device, device_of(self._pool)):
             raise UnsupportedError(
                 f"{self._name}: keys on {key_states.device} cannot enter a pool on {self._pool.device}: make it with "
@@ -196,7 +205,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values, and return all of them.
+        """Add the keys and values of new tokens, and return the keys and values of all tokens.
 
         Parameters
         ----------
@@ -206,14 +215,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns
         -------
         tuple of torch.Tensor
-            Contiguous keys and values of all tokens. Their memory is used again as soon as nothing refers to it.
+            Contiguous keys and values of all tokens. The memory of these tensors is reused as soon as no tensor refers
+            to it.
 
         Raises
         ------
         UnsupportedError
-            They need gradients, or differ from the earlier ones in dtype, device or shape.
+            The new keys and values need gradients, or differ from earlier ones in dtype, device or shape.
         BudgetError, PoolFullError, TierError
-            The pool has no room, or a tier has failed; the layer is as it was.
+            The pool has no room, or a tier has failed; the layer is unchanged.
         """
         self._admit(key_states, value_states)
         start, stop = self._tokens, self._tokens + key_states.shape[-2]
@@ -238,7 +248,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a query of this many tokens attends to, and the position of the first one."""
+        """Return the number of keys that a query of this many tokens attends to, and the position of the first key."""
         return self._tokens + query_length, 0
 
     def offload(self) -> None:
@@ -254,7 +264,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each sequence of the batch continue with the tokens of another one, as beam search does."""
+        """Replace each sequence of the batch by the sequence with the given index, as beam search does."""
         index = beam_idx.to("cpu")
         self._rearrange(lambda order: order.index_select(0, index))
 
@@ -263,7 +273,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._rearrange(lambda order: order.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
+        """Keep only the sequences of the batch with the given indices."""
         chosen = indices.to("cpu") if isinstance(indices, torch.Tensor) else indices
         self._rearrange(lambda order: order[chosen])
 
@@ -298,7 +308,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def shapes(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the keys and of the values of this many tokens of the batch."""
+        """Return the shapes of the keys and of the values of the whole batch with this many tokens."""
         key, value = self._widths
         return (self._batch, self._heads, tokens, key), (self._batch, self._heads, tokens, value)
 
@@ -320,7 +330,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _append(
         self, keys: torch.Tensor, values: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        """Store more keys and values; copy the earlier tokens in the same block to the `operands`."""
+        """Store the keys and values of new tokens.
+
+        The block of the first new token may hold earlier tokens. With `operands`, these earlier tokens are copied into
+        the operands, because the block is pinned anyway.
+        """
         step, stop = self._block_tokens, self._tokens + keys.shape[-2]
         blocks = self._blocks.copy()  # a failure leaves the layer as it was
         start = self._tokens
@@ -342,12 +356,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._blocks, self._tokens = blocks, stop
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the keys and values of more tokens, computed elsewhere, as `update` does, and return nothing."""
+        """Append the keys and values of tokens that were not computed here but loaded."""
         self._admit(keys, values)
         self._append(keys, values)
 
     def twin(self, memory: tuple[OperandMemory, OperandMemory]) -> PagedLayer:
-        """Return a copy that shares all blocks with this layer; both write only to their own copies."""
+        """Return a copy that shares all blocks with this layer. Either layer copies a shared block before writing."""
         for block in self._blocks:
             block.shared = True
         other = copy.copy(self)
@@ -356,20 +370,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return other
 
     def _chosen_tokens(self) -> int:
-        """Return the number of tokens that fill half of a block that small storages of the pool share.
+        """Return the default number of tokens of a block.
 
-        The last block of each layer stays in the fast tier, because each token writes to it. So smaller blocks take
-        less room there.
+        They fill half of a block of the pager that small storages share. The last block of each layer stays in the fast
+        tier, because each token writes to it, and smaller last blocks take less room there.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
 
     def _admit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the geometry from the first keys and values, and refuse later ones with another geometry.
+        """Check that keys and values fit this layer. The first keys and values set its dtype, device and shape.
 
         Raises
         ------
         UnsupportedError
+            Dtype, device or shape differ from the first keys and values, or gradients are required.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -388,7 +403,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
 
     def _new_block(self, tokens: int) -> _Block:
-        """Allocate a block with room for `tokens` tokens, and for some more up to the size of a whole block."""
+        """Allocate a block with room for at least `tokens` tokens.
+
+        The room is a whole block, or a half, a quarter and so on, down to one part in `_FIRST_ROOM_PARTS`.
+        """
         parts = 1
         while parts < _FIRST_ROOM_PARTS and -(-self._block_tokens // (2 * parts)) >= tokens:
             parts *= 2
@@ -433,12 +451,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._blocks = blocks
 
     def _pinned(self, block: _Block, mode: Mode) -> _Pinned:
-        """Return a context manager for views of the keys and the values of all rows and tokens of a block."""
+        """Pin a block in a context, and return views of its keys and its values, with all rows and tokens."""
         return _Pinned(self, block, mode)
 
 
 class _Pinned:
-    """The context manager of `PagedLayer._pinned`; a generator would take longer than the rest of an access."""
+    """The context manager of `PagedLayer._pinned`.
+
+    It is a class, because a generator would take longer than the rest of an access.
+    """
 
     __slots__ = ("_block", "_grant", "_layer", "_mode")
 

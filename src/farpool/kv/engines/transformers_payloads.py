@@ -1,4 +1,4 @@
-"""Payloads of a cache for transformers: keys and values of whole blocks, out of layers into bytes and back."""
+"""Converts between the layers of a cache for transformers and payloads: the bytes of blocks that nodes store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Payloads"]
 
 
 class _State(NamedTuple):
-    """State of a layer with a sliding window after a number of tokens."""
+    """State of a layer with a sliding window after `tokens` tokens: the keys and values within the window."""
 
     tokens: int
     keys: torch.Tensor
@@ -25,10 +25,10 @@ class _State(NamedTuple):
 
 
 class Payloads:
-    """Copies blocks of tokens out of the layers of one cache, and loaded blocks into them.
+    """Copies blocks of tokens from the layers of one cache into payloads, and loaded payloads into the layers.
 
-    A layer with a sliding window forgets the tokens before its window. So this class keeps the latest state of each
-    such layer at the end of a block.
+    A layer with a sliding window forgets the tokens before its window. So this class keeps, for each such layer, the
+    latest state that the layer had at the end of a block.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Payloads:
         self._states: dict[int, _State] = {}
 
     def twin(self, layers: Sequence[Any]) -> Payloads:
-        """Return the payloads of a copy of the cache, which has these layers."""
+        """Return the payloads for a copy of the cache; `layers` are the layers of the copy."""
         other = Payloads(self._namespace, layers, self._device)
         other._states = dict(self._states)
         return other
@@ -74,12 +74,12 @@ class Payloads:
         return next((number, group) for number, group in enumerate(self._namespace.groups) if group.kind == kind)
 
     def nbytes(self, blocks: int) -> int:
-        """Return the bytes of a prefix of this many blocks, including the states at its end."""
+        """Return the bytes of a prefix of this many blocks, including the states of sliding windows at its end."""
         full = blocks * self.group(FULL)[1].block_bytes if self.full else 0
         return full + (self.group(SLIDING)[1].block_bytes if self.sliding else 0)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int]:
-        """Return the shape of the keys, and of the values, of this many tokens of a layer."""
+        """Return the shape that the keys, and also the values, of this many tokens of a layer have."""
         return 1, self._namespace.heads, tokens, self._namespace.head_dim
 
     def check(self) -> None:
@@ -88,6 +88,7 @@ class Payloads:
         Raises
         ------
         ConfigError
+            A data type or a shape differs.
         """
         expected = self.shape(0)
         for number, layer in (*self.full, *self.sliding):
@@ -105,7 +106,7 @@ class Payloads:
     # ---- layers with full attention ------------------------------------------------------------------------------
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Copy the keys and values of some blocks of tokens into payloads."""
+        """Copy the keys and values of the blocks of tokens with these numbers into payloads."""
         step, device = self.step, self.full[0][1].device
         memory, payloads = self.memory(len(numbers))
         keys, values = (torch.empty(self.shape(step), dtype=self.dtype, device=device) for _ in range(2))
@@ -117,7 +118,7 @@ class Payloads:
         return payloads
 
     def memory(self, count: int) -> tuple[torch.Tensor, list[memoryview]]:
-        """Allocate memory for blocks.
+        """Allocate memory into which `count` blocks can be loaded.
 
         Returns
         -------
@@ -146,7 +147,18 @@ class Payloads:
     # ---- layers with a sliding window ----------------------------------------------------------------------------
 
     def note_state(self, number: int, new: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep the state of a layer with a sliding window at the last end of a block among `new` tokens, if any."""
+        """Keep the state of a layer with a sliding window at the end of a block.
+
+        Parameters
+        ----------
+        number : int
+            Number of the layer; a layer without a sliding window is ignored.
+        new : int
+            Number of tokens that were just added. If blocks end among them, the state at the last of these ends is
+            kept; otherwise nothing changes.
+        keys, values : torch.Tensor
+            Keys and values that the layer gave to attention, up to the last new token.
+        """
         layer: Any = self._layers[number]
         if type(layer) is not DynamicSlidingWindowLayer:
             return
@@ -160,16 +172,16 @@ class Payloads:
         self._states[number] = _State(stop - over, *parts)
 
     def forget_states(self, tokens: int = 0) -> None:
-        """Forget the states after more than `tokens` tokens."""
+        """Forget each kept state that includes more than the first `tokens` tokens."""
         self._states = {number: state for number, state in self._states.items() if state.tokens <= tokens}
 
     def end_of_states(self) -> int | None:
-        """Return the number of tokens after which there is a state of all sliding layers; None if they differ."""
+        """Return after how many tokens the states were kept; None if layers differ or a layer has no state."""
         ends = {state.tokens for state in self._states.values()}
         return ends.pop() if len(ends) == 1 and len(self._states) == len(self.sliding) else None
 
     def read_states(self) -> memoryview:
-        """Copy the states of all layers with a sliding window into a payload; a short state is filled with zeros."""
+        """Copy the states of all layers with a sliding window into a payload; zeros fill the room of short states."""
         step = self.step
         memory, parts = self.memory_of_states()
         for (number, _), part in zip(self.sliding, parts, strict=True):
@@ -181,12 +193,12 @@ class Payloads:
         return memory
 
     def memory_of_states(self) -> tuple[memoryview, list[torch.Tensor]]:
-        """Allocate memory for the states of all layers with a sliding window.
+        """Allocate memory for a payload with the states of all layers with a sliding window.
 
         Returns
         -------
         tuple of memoryview and list of torch.Tensor
-            The bytes, and the pieces of each layer, of shape ``(pieces, 2, heads, tokens, width)``.
+            The bytes, and a view of the pieces of each layer, of shape ``(pieces, 2, heads, tokens, width)``.
         """
         memory = bytearray(self.group(SLIDING)[1].block_bytes)
         whole = torch.frombuffer(memory, dtype=self.dtype).view(-1, 2, *self.shape(self.step)[1:])
@@ -198,7 +210,15 @@ class Payloads:
         return memoryview(memory), parts
 
     def restore(self, parts: Sequence[torch.Tensor], tokens: int) -> None:
-        """Set the layers with a sliding window to loaded states after `tokens` tokens, from `memory_of_states`."""
+        """Set the layers with a sliding window to loaded states.
+
+        Parameters
+        ----------
+        parts : sequence of torch.Tensor
+            Tensors from `memory_of_states`, with the loaded states.
+        tokens : int
+            Number of tokens after which the layers had these states.
+        """
         for (number, layer), part in zip(self.sliding, parts, strict=True):
             kept = min(tokens, layer.sliding_window - 1)
             joined = torch.cat(list(part), dim=-2)[..., :kept, :].to(self._device)

@@ -1,4 +1,7 @@
-"""The prefix that a cache for transformers holds: saved to blocks that other processes find, and loaded from them."""
+"""Saves the prefix that a cache for transformers holds to blocks on nodes, and loads stored prefixes.
+
+*Chain* is the list of hashes of a sequence's blocks of tokens. Each hash also depends on all tokens before its block.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +34,22 @@ if TYPE_CHECKING:
 __all__ = ["CachedPrefix"]
 
 _BATCH_BYTES_MAX = 16 << 20
-"""Maximum bytes of blocks that are in host memory at once on their way between a pool and nodes."""
+"""Maximum bytes of blocks that one batch copies to host memory between a pool and nodes, or one block if larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Blocks of a prompt that were found.
+    """Blocks of a prompt, and where the model can continue after loading them.
 
     Attributes
     ----------
     chain : list of bytes
-        Hashes of the blocks of tokens.
+        Hashes of the prompt's blocks of tokens.
     keys, states : list of bytes
-        Keys of the blocks of full attention, and of the states of sliding windows; empty if the model has no such
-        layers.
+        Keys of the prompt's blocks for layers with full attention, and keys of the states of layers with a sliding
+        window. Empty if the model has no such layers.
     ends : list of int
-        Numbers of leading blocks after which the model can continue, the largest first.
+        The model can continue after each of these numbers of leading blocks. The largest is first.
     """
 
     chain: list[bytes]
@@ -67,7 +70,7 @@ class CachedPrefix:
     model : PreTrainedModel or PreTrainedConfig
         The model, or its configuration.
     kind : hashable
-        Kind of memory that the cache has, for the probe.
+        Kind of memory that the cache has. The probe tests each kind once.
 
     Attributes
     ----------
@@ -79,7 +82,7 @@ class CachedPrefix:
     Raises
     ------
     ConfigError
-        The blocks are of something else than transformers.
+        The blocks were not made by `prefix_blocks`.
     """
 
     def __init__(self, blocks: BlockCache, payloads: Payloads, model: Any, kind: Hashable) -> None:
@@ -99,14 +102,14 @@ class CachedPrefix:
         self.payloads = payloads
         self.step = payloads.step
         self._chain: list[bytes] = []
-        """Hashes of the blocks of tokens that `load` and `save` received, as far as the cache still holds them."""
+        """Hashes of the blocks that `load` and `save` received, for the leading blocks that the cache still holds."""
         self._several = False
-        """True once there were several sequences, which have padding and masks."""
+        """True if the cache has held several sequences at once, which may have padding and masks."""
         self._held_out = False
-        """True while a prefix is computed to measure what loading gains."""
+        """True while the model computes a prefix instead of loading it, to measure how much time loading saves."""
 
     def twin(self, payloads: Payloads) -> CachedPrefix:
-        """Return the prefix of a copy of the cache, which has these payloads."""
+        """Return the prefix for a copy of the cache; `payloads` are the payloads of the copy."""
         other = CachedPrefix.__new__(CachedPrefix)
         other.__dict__.update(self.__dict__, payloads=payloads, _held_out=False)
         return other
@@ -114,12 +117,24 @@ class CachedPrefix:
     # ---- what the cache reports ----------------------------------------------------------------------------------
 
     def updated(self, number: int, sequences: int, new: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Record that the model has added `new` tokens to a layer; `keys` and `values` are of all its tokens."""
+        """Record that the model has added tokens to a layer.
+
+        Parameters
+        ----------
+        number : int
+            Number of the layer.
+        sequences : int
+            Number of sequences in the batch.
+        new : int
+            Number of new tokens.
+        keys, values : torch.Tensor
+            Keys and values that the layer gave to attention, including the new tokens.
+        """
         self._several = self._several or sequences > 1
         self.payloads.note_state(number, new, keys, values)
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
-        """Record the time of a pass of the model over `tokens` tokens after `context` others."""
+        """Record the seconds of a pass of the model over `tokens` tokens, which follow `context` earlier tokens."""
         held_out, self._held_out = self._held_out, False
         self._blocks.judge.computed(tokens, context, seconds, held_out=held_out)
 
@@ -136,16 +151,16 @@ class CachedPrefix:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def save(self, tokens: Tokens, cached: int, salt: bytes | str, request: str, probe: ProbeBlock) -> int:
-        """Store the prefix; see `FarpoolCache.save`.
+        """Store the prefix, as `FarpoolCache.save` describes.
 
         Parameters
         ----------
         tokens, salt, request
             See `FarpoolCache.save`.
         cached : int
-            Tokens that the cache holds.
+            Number of tokens that the cache holds.
         probe : callable
-            Make the block of the probe.
+            Makes the known block of the probe.
         """
         ids = self._checked(tokens, salt)
         count = min(len(ids), cached) // self.step
@@ -174,7 +189,10 @@ class CachedPrefix:
         return stored * self.step
 
     def _save_full(self, keys: Sequence[bytes], request: str) -> int:
-        """Save the blocks of full attention that the nodes lack; return how many leading blocks they have now."""
+        """Save the blocks of layers with full attention that the nodes lack.
+
+        Return how many leading blocks the nodes have now.
+        """
         blocks, count = self._blocks, len(keys)
         parents = dict(zip(keys[1:], keys, strict=False))
         cost = blocks.judge.prefill_seconds(count * self.step) / count
@@ -191,7 +209,7 @@ class CachedPrefix:
         return stored
 
     def _save_states(self, chain: Sequence[bytes], keys: Sequence[bytes], stored: int, request: str) -> int:
-        """Save the states of sliding windows; return the number of leading blocks that `load` can find."""
+        """Save the states of layers with a sliding window; return how many leading blocks `load` can find now."""
         tokens = self.payloads.end_of_states()
         end = 0 if tokens is None else tokens // self.step
         if not 0 < end <= stored:
@@ -204,14 +222,14 @@ class CachedPrefix:
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def load(self, tokens: Tokens, salt: bytes | str, request: str, probe: ProbeBlock, *, judged: bool) -> int:
-        """Load the longest stored prefix into an empty cache; see `FarpoolCache.load`.
+        """Load the longest stored prefix into an empty cache, as `FarpoolCache.load` describes.
 
         Parameters
         ----------
         tokens, salt, request, judged
             See `FarpoolCache.load`.
         probe : callable
-            Make the block of the probe.
+            Makes the known block of the probe.
         """
         judge, step = self._blocks.judge, self.step
         self._held_out = False
@@ -241,7 +259,7 @@ class CachedPrefix:
         return loaded * step
 
     def _has_other_dtype(self, count: int, request: str) -> bool:
-        """Return True, and write that into the journal, if the model has another data type than the prefixes."""
+        """Return True if the model has another data type than the prefixes, and record that for ``farpool why``."""
         if self._model_dtype is None or self._model_dtype == self.payloads.dtype:
             return False
         why = (
@@ -252,7 +270,7 @@ class CachedPrefix:
         return True
 
     def _look_up(self, chain: list[bytes], request: str) -> _Stored:
-        """Find out which blocks of a prompt the nodes have."""
+        """Ask the nodes which blocks of a prompt they have."""
         count, keys, states = len(chain), [], []
         if self.payloads.full:
             keys = self._keys(chain, FULL)
@@ -265,7 +283,7 @@ class CachedPrefix:
         return _Stored(chain, keys, states, ends)
 
     def _decided(self, there: int, began: float, request: str) -> float | None:
-        """Return the time until which a load of `there` blocks may take; None if the model is to compute them."""
+        """Return the deadline for loading the `there` blocks that were found; None if the model computes them."""
         step = self.step
         nbytes = self.payloads.nbytes(there)
         plan, arm = self._blocks.judge.decide(there * step, nbytes, step=step, request=request)
@@ -277,9 +295,9 @@ class CachedPrefix:
         return began + plan.recompute_seconds  # after that, computing would have been faster
 
     def _load(self, stored: _Stored, until: float, request: str) -> int:
-        """Load the found blocks; return how many leading blocks the cache holds then.
+        """Load the blocks that were found; return how many leading blocks the cache holds afterwards.
 
-        If an error is raised, the cache is empty.
+        If this raises an error, the cache is empty afterwards.
         """
         judge, there = self._blocks.judge, stored.ends[0]
         nbytes = self.payloads.nbytes(there)
@@ -317,7 +335,7 @@ class CachedPrefix:
         return loaded
 
     def _load_states(self, states: Sequence[bytes], end: int, request: str, until: float) -> bool:
-        """Load the states of all layers with a sliding window at the end of a block; return True if that succeeded."""
+        """Load the states that the layers with a sliding window had after `end` blocks; return True on success."""
         memory, parts = self.payloads.memory_of_states()
         (reason,) = self._blocks.load([states[end - 1]], [memory], request=request, timeout=_left(until))
         if reason is None:
@@ -327,11 +345,12 @@ class CachedPrefix:
     # ---- both ----------------------------------------------------------------------------------------------------
 
     def _checked(self, tokens: Tokens, salt: bytes | str) -> list[int]:
-        """Return token ids as a list if they, with the salt, can be the name of a prefix.
+        """Return token ids as a list, after checks that tokens and salt can identify a prefix.
 
         Raises
         ------
         ConfigError
+            The tokens are of several sequences or begin with padding, or the salt is missing.
         """
         ids = _token_ids(tokens)
         if self._beside_tokens and not salt:
@@ -348,18 +367,21 @@ class CachedPrefix:
         return ids
 
     def _hashed(self, ids: Sequence[int], salt: bytes | str) -> list[bytes]:
-        """Return the hashes of blocks of tokens, which also depend on the namespace and the salt."""
+        """Return the hashes of the blocks of tokens. The namespace and the salt are also hashed."""
         return token_chain(ids, self.step, chain_seed(self._blocks.digest, salt_bytes(salt)))
 
     def _keys(self, chain: Sequence[bytes], kind: str) -> list[bytes]:
-        """Return the keys of the blocks of one kind of layers."""
+        """Return the keys of the blocks with these hashes for one kind of layers."""
         number, _ = self.payloads.group(kind)
         return [self._blocks.key(link, number) for link in chain]
 
     def _is_unproved(
         self, step: str, blocks: int, request: str, probe: ProbeBlock, timeout: float | None = None
     ) -> bool:
-        """Probe layers like the layers of this cache at their first use; return True if blocks must not be moved."""
+        """Return True if blocks must not be moved, because the probe has not passed for memory like this cache's.
+
+        At the first use of each kind of memory, the probe runs here.
+        """
         try:
             reason = self._probe.admit(step, request, blocks, [self._kind], lambda kinds: probe(), timeout)
         except (BudgetError, PoolFullError, TierError):
@@ -377,7 +399,7 @@ def _token_ids(tokens: Tokens) -> list[int]:
     Raises
     ------
     ConfigError
-        They are of several sequences.
+        The tokens are of several sequences.
     """
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() > 1 and tokens.numel() != tokens.shape[-1]:
@@ -391,12 +413,12 @@ def _token_ids(tokens: Tokens) -> list[int]:
 
 
 def _left(until: float) -> float | None:
-    """Return the seconds until a deadline; None if there is none."""
+    """Return the seconds until a deadline; None if the deadline is infinite."""
     return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:
-    """Cut a list of blocks of `nbytes` bytes each into batches that fit into memory."""
+    """Divide block numbers into batches of at most `_BATCH_BYTES_MAX` bytes; a block has `nbytes` bytes."""
     step = max(1, _BATCH_BYTES_MAX // nbytes)
     for start in range(0, len(numbers), step):
         yield numbers[start : start + step]

@@ -1,4 +1,7 @@
-"""The block with which the probe tests a cache for transformers: one block of tokens, in layers made for the probe."""
+"""The block with which the probe tests a cache for transformers.
+
+It is one block of tokens with known bytes, in layers that are made for the probe.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ __all__ = ["probe_block"]
 
 
 class _Scratch:
-    """A cache with layers like the real ones, filled as the model fills it.
+    """A cache for the probe, with layers like the real cache's. It is filled as the model fills the real cache.
 
     Parameters
     ----------
     make : callable
-        Return an empty cache, whose `update` the model would call, and its payloads.
+        Returns an empty cache like the cache that the model updates, and its payloads.
     device : torch.device
         Device of the keys and values.
     """
@@ -40,11 +43,15 @@ class _Scratch:
         self.nbytes = sum(2 * math.prod(payloads.shape(tokens)) for _, tokens in self._kept) * payloads.dtype.itemsize
 
     def _begin(self) -> None:
-        """Start with empty layers; the pool frees the blocks of the previous layers."""
+        """Make a cache with empty layers; the pool frees the blocks of the previous cache."""
         self._cache, self.payloads = self._make()
 
     def write(self, data: bytes) -> None:
-        """Add a block of tokens to each layer as the model does; `data` has the last tokens, which the layer keeps."""
+        """Add a block of tokens to each empty layer, as the model does.
+
+        `data` has the keys and values of the last tokens of the block: as many as the layer keeps. The keys and values
+        of the tokens before are zeros.
+        """
         self._begin()
         payloads = self.payloads
         rest = torch.frombuffer(bytearray(data), dtype=payloads.dtype)
@@ -56,7 +63,7 @@ class _Scratch:
             self._cache.update(keys, values, number)
 
     def read(self) -> bytes:
-        """Return the keys and values that attention receives with the next token."""
+        """Return the bytes of the block that attention would receive together with the next token."""
         other, seen = copy.deepcopy(self._cache), []
         token = torch.zeros(self.payloads.shape(1), dtype=self.payloads.dtype, device=self._device)
         for number, tokens in self._kept:
@@ -66,13 +73,13 @@ class _Scratch:
         return b"".join(seen)
 
     def values(self) -> list[memoryview]:
-        """Return the payloads that a save of the block sends."""
+        """Return the payloads that a save of the block would send to nodes."""
         payloads = self.payloads
         full = payloads.read([0]) if payloads.full else []
         return [*full, payloads.read_states()] if payloads.sliding else full
 
     def targets(self) -> list[memoryview]:
-        """Return the memory into which a load writes the block."""
+        """Return new memory into which a load writes the block; `land` then copies it to the layers."""
         places: list[memoryview] = []
         self._loaded.clear()
         if self.payloads.full:
@@ -85,7 +92,7 @@ class _Scratch:
         return places
 
     def land(self, places: Sequence[Any]) -> None:
-        """Put the loaded block into empty layers."""
+        """Copy the loaded block from the memory of `targets` into empty layers."""
         self._begin()
         loaded = self._loaded.copy()
         if self.payloads.full:
@@ -94,7 +101,15 @@ class _Scratch:
 
 
 def probe_block(make: Make, device: torch.device) -> EngineBlock:
-    """Make the block of the probe from layers like the layers of a cache; see `_Scratch` for the parameters."""
+    """Make the block of the probe, in a new cache like the real cache.
+
+    Parameters
+    ----------
+    make : callable
+        Returns an empty cache like the real cache, and its payloads.
+    device : torch.device
+        Device of the keys and values.
+    """
     scratch = _Scratch(make, device)
     scratch.write(bytes(scratch.nbytes))
     return EngineBlock(scratch.nbytes, scratch.write, scratch.read, scratch.values, scratch.targets, scratch.land)

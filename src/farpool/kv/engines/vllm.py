@@ -1,9 +1,9 @@
-"""vLLM's KV blocks on the pool: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
+"""vLLM's KV blocks on nodes: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
 
-vLLM copies blocks from the accelerator into rows of host memory, its primary tier, and offers these rows to the tiers
-below. A row holds the bytes of a block of all ranks, so only the scheduler's process talks to nodes. vLLM calls this
-tier in the scheduler's loop, between two steps of the model. So each call here returns at once, and threads of the
-block cache do the work. If a block cannot be moved, vLLM computes it again.
+vLLM copies blocks from the accelerator into rows of host memory, which it calls the primary tier, and offers these rows
+to secondary tiers. A row holds one block with the bytes of all ranks, so only the scheduler's process talks to nodes.
+vLLM calls this tier in the scheduler's loop, between two steps of the model. So the calls return at once, and threads
+of the block cache do the work. If a block cannot be moved, vLLM computes it again.
 """
 
 from __future__ import annotations
@@ -69,16 +69,18 @@ _logger = logging.getLogger(__name__)
 _BLOCKS = "vllm:kv_offload_farpool_blocks"
 _BYTES = "vllm:kv_offload_farpool_bytes"
 _MAPPED_LOOKUP_TIMEOUT_S = 0.005
-"""Maximum time of a lookup in mapped memory, for which the scheduler waits."""
+"""Maximum time of a lookup on nodes whose memory is mapped into this process. The scheduler waits for the answer."""
 _DRAIN_WARNING_S = 10.0
-"""Time after which a log message says that transfers have not ended."""
+"""While vLLM waits for transfers to end, a log message reports the number of unfinished transfers at this interval."""
 _USELESS = frozenset({Reason.FOREIGN, Reason.WRONG_SIZE})
 """Reasons that make a block unusable for every reader. Such a block is dropped, because keys are write-once and its
 presence would block a new save. The cache itself drops corrupt blocks."""
 
 
 class FarpoolTier(SecondaryTierManager):
-    """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool. vLLM makes it from its JSON.
+    """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool.
+
+    vLLM makes this object from the entry for this tier in vLLM's JSON configuration.
 
     Parameters
     ----------
@@ -91,7 +93,8 @@ class FarpoolTier(SecondaryTierManager):
     backpressure_detector : BackpressureDetector or None
         Object with which vLLM stops offering blocks to a slow tier.
     locality : {"LOCAL", "REMOTE"} or None
-        Label for vLLM's tier filters, events and counts of hits; None to count hits on mapped nodes as local.
+        Label for vLLM's tier filters, events and counts of hits. None: no label, and hits count as local if all nodes
+        are on this host.
     prefix_caching_hash_algo : str
         Value of vLLM's option of this name, on which the engine's hashes depend.
     **settings
@@ -100,7 +103,7 @@ class FarpoolTier(SecondaryTierManager):
     Raises
     ------
     ConfigError
-        A setting is missing, unknown or wrong. No node is asked before the first request.
+        A setting is missing, unknown or wrong.
     """
 
     medium: ClassVar[Medium] = Medium.CPU
@@ -159,14 +162,17 @@ class FarpoolTier(SecondaryTierManager):
 
     @property
     def cache_hit_source(self) -> CacheHitSource:
-        """Return how vLLM counts hits: as the host's memory if all nodes are on this host, else as a remote store."""
+        """Return how vLLM counts hits in this tier: as hits in host memory, or as hits in an external store.
+
+        `locality` decides; without it, hits are in host memory if all nodes are on this host.
+        """
         is_here = self._cache is not None and self._cache.is_mapped()
         if self.locality is not None:
             is_here = self.locality is Locality.LOCAL
         return CacheHitSource.HOST if is_here else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _namespace(self) -> Namespace:
-        """Describe everything on which the bytes of a row depend."""
+        """Return the namespace, which describes everything on which the bytes of a row depend."""
         config = self._offloading_spec.config
         parallel = config.parallel
         sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "pcp": parallel.pcp_size, "dcp": parallel.dcp_size}
@@ -252,12 +258,17 @@ class FarpoolTier(SecondaryTierManager):
         return self._answers[key]
 
     def _weighed(self, key: OffloadKey, req_context: ReqContext) -> Run | None:
-        """Decide about the blocks of a request from the first block that vLLM lacks.
+        """Decide whether vLLM loads the blocks of a request, or computes them.
+
+        Parameters
+        ----------
+        key : OffloadKey
+            The first block of the request that vLLM lacks. The decision is about this block and all blocks after it.
 
         Returns
         -------
         Run or None
-            None while the answers of the nodes have not arrived.
+            The blocks and the decision; None while the answers of the nodes have not arrived.
         """
         sequence = _run_of(req_context)
         before = sequence.index(key) if key in sequence else len(sequence)
@@ -278,7 +289,7 @@ class FarpoolTier(SecondaryTierManager):
         return run
 
     def find(self, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = None) -> list[bool]:
-        """Ask the nodes which blocks they have; a block counts as missing if its answer comes too late."""
+        """Ask the nodes which blocks they have. Blocks without an answer within `timeout` seconds count as missing."""
         assert self._cache is not None
         found = self._cache.lookup(self._keys(keys), request=req_context.req_id, timeout=timeout)
         return found.found
@@ -311,7 +322,7 @@ class FarpoolTier(SecondaryTierManager):
         self._begin_stores()
 
     def _begin_stores(self) -> None:
-        """Start waiting stores, but keep one thread free for loads."""
+        """Start stores that wait, but keep one thread free for loads if there are several threads."""
         while True:
             with self._changed:
                 if not self._stores or self._storing >= max(1, self._settings.threads - 1):
@@ -324,7 +335,7 @@ class FarpoolTier(SecondaryTierManager):
                     self._storing -= 1
 
     def _submit(self, move: _Move, job: TransferJob, load_ended: _Ended | None = None) -> bool:
-        """Move the blocks of a job on a thread of the cache; vLLM receives the result of each job.
+        """Move the blocks of a job on a thread of the cache. vLLM receives the job's result in every case.
 
         Returns
         -------
@@ -459,7 +470,7 @@ class FarpoolTier(SecondaryTierManager):
         return self._memory[number * size : (number + 1) * size]
 
     def _last_row(self, view: memoryview) -> EngineBlock:
-        """Return the last row of the primary tier, which the engine does not use while it starts."""
+        """Return the last row of the primary tier for the probe. The engine does not use this row while it starts."""
         rows = np.asarray(view).view(np.uint8)  # vLLM's own view of its rows
 
         def write(data: bytes) -> None:
@@ -472,7 +483,7 @@ class FarpoolTier(SecondaryTierManager):
 
 
 class _AsyncLookups(AsyncLookupManager):
-    """Looks up blocks on nodes of other hosts: vLLM's own thread waits for them while the model computes."""
+    """Looks up blocks on nodes of other hosts. A thread of vLLM waits for the answers while the model computes."""
 
     def __init__(self, tier: FarpoolTier, tier_type: str) -> None:
         self._tier = tier
@@ -483,7 +494,7 @@ class _AsyncLookups(AsyncLookupManager):
 
 
 def _run_of(req_context: ReqContext) -> list[OffloadKey]:
-    """Return the blocks of a request in their order; none if vLLM does not report them."""
+    """Return the keys of a request's blocks in the order of the tokens; empty if vLLM does not report the keys."""
     return list(getattr(req_context, "_offload_key_positions", ()))
 
 
@@ -496,7 +507,7 @@ def _group(group: Any, config: OffloadingConfig, block_bytes: int) -> Group:
 
 
 def _device() -> str:
-    """Return the kind of device, because vLLM's kernels for CPUs pack KV differently by instruction set."""
+    """Return the kind of device; for a CPU also the instruction set, because vLLM's CPU kernels pack KV by it."""
     kind = str(current_platform.device_type)
     if kind != "cpu":
         return kind
