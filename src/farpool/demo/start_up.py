@@ -186,12 +186,8 @@ def compare_starts(
         Texts that each process embeds.
     expected, expected_later : bytes
         The right embeddings with the first and with the second version of the weights.
-    batch : int
-        Texts in a batch.
-    threads : int
-        Threads to compute with.
-    processes : int
-        Number of processes to start in each way.
+    batch, threads, processes : int
+        Texts in a batch, threads to compute with, and processes to start in each way.
     sent : callable
         Returns the bytes that the node has sent since its start.
     progress : callable

@@ -8,9 +8,9 @@ from farpool.cluster.wire.fabrics import load_fabric
 __all__ = ["BUILT_IN", "TIMEOUT_MAX_S", "Transport", "checked_timeout", "checked_transport"]
 
 Transport = str
-"""How bytes move between a program and a node. ``auto`` maps the node's memory if the node is on this host, else uses a
-socket. ``mapped`` maps it or fails. ``tcp`` always uses a socket. The name of a fabric reads and writes one-sided; only
-puts of objects then use a socket."""
+"""Way in which bytes move between a program and a node. ``auto`` maps the node's memory if the node is on this host,
+else uses a socket. ``mapped`` maps it or fails. ``tcp`` always uses a socket. The name of a fabric reads and writes
+one-sided; only puts of objects then use a socket."""
 
 BUILT_IN = ("auto", "mapped", "tcp")
 """Transports that need no fabric."""

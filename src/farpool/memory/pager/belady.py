@@ -74,9 +74,8 @@ def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
 def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
     """Bytes that a cache moves for each access if it always evicts the block whose next use is farthest away.
 
-    All operands of an access are in the cache at once. Evicting a clean block costs nothing; evicting a dirty block
-    writes its bytes. The content of a block that these accesses do not create is below the cache at the start. Blocks
-    that are dirty at the end are not written.
+    All operands of an access are in the cache at once. Evicting a dirty block writes its bytes; a clean one costs
+    nothing. Blocks that the accesses do not create are below the cache at first. Blocks dirty at the end stay.
 
     If all blocks have the same size, no order of evictions fetches fewer bytes. If sizes differ, the minimum is hard to
     compute, and the result is only what this usual greedy rule gives. The bytes written follow from the same evictions.
