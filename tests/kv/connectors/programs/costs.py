@@ -16,6 +16,6 @@ def costs(node: RunningNode) -> dict[bytes, float]:
     with Store(node.address, timeout=PATIENCE) as store:
         keys = list(store.keys(KEY_MAGIC))
         cluster = store._open()
-        found = results(fetch(cluster, keys, [None] * len(keys), cluster.deadline(), Op.STAT), keys)
+        found = results(fetch(cluster, keys, cluster.deadline(), Op.STAT), keys)
     heads = [HEAD.unpack_from(one[1].meta, STATED.size) for one in found if one is not None]
     return {key: head[4] / 1e6 for key, head in zip(keys, heads, strict=True)}
