@@ -192,6 +192,25 @@ def test_a_put_that_too_few_members_take_says_why() -> None:
     assert isinstance(alone.put(), NodeFullError)
 
 
+class _Uneven(Copies):
+    """A redundancy that finds one member only for some keys."""
+
+    def place(self, key: bytes, members: Any) -> Any:
+        return members[: 1 if key == b"few" else self.parts]
+
+
+def test_the_answers_for_one_object_of_a_batch_never_confirm_another() -> None:
+    view, _ = made(3)
+    cluster = _Cluster(view, 2, lambda ask: reply() if ask.meta == b"many" else reply(Status.FULL))
+    cluster.redundancy = _Uneven(2)
+    few, many = writing.put(cluster, [(b"few", VALUE), (b"many", VALUE)], b"", 1e12)  # type: ignore[arg-type]
+    assert isinstance(few, ReplicationError)
+    assert "0 of 2 nodes confirmed" in str(few)
+    assert many == PutOutcome.STORED
+    assert [ask.meta for ask in cluster.rounds[0]] == [b"few", b"many", b"many"]
+    assert all(ask.meta == b"few" for asks in cluster.rounds[1:] for ask in asks)
+
+
 def test_a_put_waits_for_members_that_were_never_met() -> None:
     view, _ = made(1, strangers=1)
     cluster = _Cluster(view, 2, lambda ask: reply(), pauses=3)

@@ -285,7 +285,7 @@ class NetGain:
         self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
 
     def arm(self) -> Arm:
-        """Assign the next request that could load to an arm, and return the arm."""
+        """Choose the arm of the next request for which loading is possible."""
         arm = self.next_arm
         self._requests += 1
         if self._requests % _HOLD_OUT_PERIOD == 0:

@@ -1,9 +1,10 @@
 """Changes checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
 
 A saver is a function that writes tensors to a file. Savers use the address of each tensor to find out which tensors
-share memory, and to write the bytes at the address. A paged tensor has no address. So we make functions that compare
-addresses compare positions in the pool, and pass the bytes of one tensor after another to functions that write. Without
-a paged tensor among its arguments, each function behaves as before.
+share memory, and to write the bytes at the address. A paged tensor has no address. So we
+change both kinds of functions. A function that compares addresses compares positions in the pool instead. A function
+that writes receives the bytes of one tensor after another. Without a paged tensor among its arguments, each function
+behaves as before.
 """
 
 from __future__ import annotations

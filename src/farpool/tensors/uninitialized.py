@@ -68,7 +68,7 @@ def _remove(part: torch.nn.Module) -> None:
 
 
 def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
-    """Raise if a part of a module waits for its first forward pass to be moved into another pool than `pool`.
+    """Raise if a part of a module moves into another pool than `pool` at its first forward pass.
 
     Raises
     ------

@@ -236,7 +236,7 @@ class Member:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
     def absence(self) -> NodeError:
-        """Return the error because of which a call cannot ask the node; there was no contact with the node yet."""
+        """Return the error that says why a call cannot ask the node; only for a node without any contact so far."""
         return self.unmet or NodeError(
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )

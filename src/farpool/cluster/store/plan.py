@@ -65,15 +65,15 @@ class Probe(msgspec.Struct, gc=False):
 
 
 class Pause(msgspec.Struct, gc=False):
-    """Wait before the plan asks members again that have failed or are busy.
+    """Wait before the plan retries members that have failed or are busy.
 
     Attributes
     ----------
     seconds : float
         Length of the pause.
     meets : bool
-        True if the plan goes on with the present members, and at least one must have been in contact. False if it asks
-        the same members again, even if they have left the list.
+        True if the plan continues with the members that the list has after the pause; the call fails if none of them
+        can be reached. False if it asks the same members again, even if they have left the list.
     """
 
     seconds: float = RETRY_PAUSE_S

@@ -634,7 +634,7 @@ class Store(Closing):
         """Close all connections and all open names. Idempotent.
 
         With `replicas`, the store first restores missing copies of objects that this program has read, for at most
-        `timeout` seconds. Nodes end pins that the program has not released after a grace period.
+        `timeout` seconds. If the program has not released a pin, its node ends the pin after a grace period.
         """
         with self._naming:
             cluster, self._cluster = self._cluster, None

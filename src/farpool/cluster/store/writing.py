@@ -44,6 +44,10 @@ class _Put:
     answered: set[bytes] = field(default_factory=set)  # identities, because a node that moves must not count twice
     has_more: bool = False  # other members may take a part if the ones that are asked now do not
 
+    def placed(self) -> int:
+        """Return the number of parts that were sent at first; a redundancy may find fewer members for some keys."""
+        return min(self.redundancy.parts, len(self.redundancy.place(self.key, self.view.places(self.key))))
+
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
         """Return a request for each unconfirmed part, to the next member in the order, with the number of the part."""
         lacking = self.redundancy.missing(self.confirmed)
@@ -194,9 +198,9 @@ def put(
 
 def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
     """Send parts whose first requests failed to other members; `first` is in the order of `puts`."""
-    count = len(first) // max(1, len(puts))  # the same for each, because there are as many members for each
-    for number, one in enumerate(puts):
-        for part, (ask, answer) in enumerate(first[number * count : (number + 1) * count]):
+    pairs = iter(first)
+    for one in puts:
+        for part, (ask, answer) in enumerate(islice(pairs, one.placed())):
             one.note(part, ask, answer)
     while True:
         asked = [(one, *pair) for one in puts for pair in one.next_asks(head)]

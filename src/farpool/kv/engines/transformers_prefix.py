@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["CachedPrefix"]
 
 _BATCH_BYTES_MAX = 16 << 20
-"""Maximum bytes of blocks that one batch copies to host memory between a pool and nodes, or one block if larger."""
+"""Maximum bytes of one batch. Blocks pass through host memory between a pool and nodes, one batch at a time. A larger
+block is a batch of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,10 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
     """Uses that each layer of a model needs at once, guessed from the names of storages.
 
-    The result has one list of uses for each weight with its bias. It also has one list for each layer with the storages
-    that correspond to the whole operands of the given operation, that is, whose names differ only in numbers. Tables
-    are not included, because their rows are read one by one.
+    The result has one list of uses for each weight with its bias. If the operation uses whole storages only, the result
+    also has one list for each layer: the storages whose names differ from the names of the operation's storages only in
+    numbers, such as ``layers.0.weight`` and ``layers.7.weight``. Tables are not included, because their rows are read
+    one by one.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ class Made:
 
 
 class Note:
-    """A granted access to record.
+    """An access that the pool has granted, and that is to be recorded.
 
     Times are nanoseconds of the monotonic clock; `released` is 0 until the access is released.
     """

@@ -5,9 +5,9 @@ steps, which we call *legs*, with page-locked staging memory between them: in th
 bytes between tier and staging memory, and in the device's leg, the device copies them between staging memory and arena.
 Legs of different transfers run at the same time.
 
-Of a fetch, only the device's leg waits for the transfers named in `Transfer.after`, so the tier may be read before the
-target range in the arena is free. The device's leg waits until these transfers have ended on their tiers, because if a
-write to a tier fails, its bytes must still be in the arena.
+The target range of a fetch may still hold bytes that other transfers write to their tiers; `Transfer.after` names these
+transfers. Only the device's leg of the fetch waits for them, so its tier's leg may run before the range is free. It
+waits until they have ended on their tiers: if a tier refuses a write, the bytes have to be in the arena still.
 """
 
 from __future__ import annotations
