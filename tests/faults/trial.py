@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,18 +51,34 @@ class Trouble(Protocol):
 
 @contextlib.contextmanager
 def nothing_left_behind(folder: Path) -> Iterator[None]:
-    """Descriptors, threads and mappings of this process are as before."""
+    """Check that this process has no more descriptors, threads and mappings than before."""
     gc.collect()
     before = held()
     yield
     gc.collect()
-    eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
+    try:
+        eventually(lambda: all(len(now) <= len(then) for now, then in zip(held(), before, strict=True)), 20)
+    except AssertionError:
+        left = [sorted(set(now) - set(then)) for now, then in zip(held(), before, strict=True)]
+        raise AssertionError(f"left behind: descriptors {left[0]}, threads {left[1]}\n{stacks()}") from None
     assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
-def held() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+def held() -> tuple[list[str], list[str]]:
+    """Return this process's descriptors with their targets, and the names of its threads."""
+    descriptors = []
+    for entry in os.scandir("/proc/self/fd"):
+        # The descriptor of this scan is closed again before anyone looks at it.
+        with contextlib.suppress(FileNotFoundError):
+            descriptors.append(f"{entry.name} -> {os.readlink(entry.path)}")
+    return descriptors, [f"{thread.name} {thread.ident}" for thread in threading.enumerate()]
+
+
+def stacks() -> str:
+    """Return the stacks of this process's Python threads."""
+    return "\n".join(
+        f"thread {ident}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()
+    )
 
 
 def persist(act: Callable[[], ResultT]) -> ResultT:
