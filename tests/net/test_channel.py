@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from farpool._native import Memory, RemotePort
+from farpool._native import Memory, ObjectReader, RemotePort
 from farpool.cluster.node import Node
 from farpool.cluster.node.process import running_node
 from farpool.cluster.wire import channel as channel_module
@@ -431,6 +431,23 @@ def test_a_channel_that_is_closed_while_it_makes_contact_leaves_nothing_open(nod
         assert connection.broken
     assert [connected.fileno() for connected in sockets] == [-1] * max(at, 2)
     eventually(lambda: node.stats()["connections"] == 0)
+
+
+def test_a_channel_that_is_closed_while_it_maps_objects_keeps_none_of_them_mapped(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = channel_to(node, transport="mapped")
+    map_objects = channel._map_objects
+
+    def map_and_close(*arguments: Any) -> ObjectReader | None:
+        reader = map_objects(*arguments)
+        channel.close()
+        return reader
+
+    monkeypatch.setattr(channel, "_map_objects", map_and_close)
+    with pytest.raises(NodeError, match="was closed"):
+        channel.attach(soon())
+    assert channel.reader is None
 
 
 @pytest.mark.parametrize("step", ["before the look", "in the look", "after the look"])

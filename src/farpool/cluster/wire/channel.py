@@ -153,6 +153,9 @@ class Channel:
             control = self._contact(deadline)
             if self.reader is None and self._mapped and Right.READ in control.welcome.rights:
                 self.reader = self._map_objects(control, deadline)
+                if self._closed:  # asked after, because `close` has not seen this reader, which holds a descriptor
+                    self.reader = None
+                self._refuse_if_closed()
             return self.reader
 
     @contextlib.contextmanager
