@@ -1,4 +1,4 @@
-"""Old names of modules that have moved: ``farpool.node.process`` is the module ``farpool.cluster.node.process``.
+"""Old names of modules that have moved: importing ``farpool.node.process`` gives ``farpool.cluster.node.process``.
 
 Programs and plug-ins written for earlier releases import modules by their old names. An old name gives the same module
 object as the new one, so classes and settings are the same objects under both names.
@@ -47,11 +47,11 @@ RENAMED = {
     "farpool.tiers": "farpool.memory.tiers",
     "farpool.tiers.base": "farpool.abc.tier",
 }
-"""New names of packages and modules that have moved, by their old names. Modules inside a package moved with it."""
+"""Maps the old name of each moved package or module to the new one. Modules inside a package moved with the package."""
 _FILES = frozenset({"farpool.registry", "farpool.store", "farpool.tiers"})
 """Old names that users may still import. Each is a real file, so that type checkers find it.
 
-The import hook here therefore leaves these names alone, and finds only modules below them, by their new names.
+The import hook therefore ignores these names, and finds only the modules inside these packages.
 """
 
 

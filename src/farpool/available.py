@@ -12,8 +12,8 @@ __all__ = ["available_memory"]
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can take without swapping.
 
-    The result is ``MemAvailable`` of ``/proc/meminfo``, which counts file cache that the kernel can drop at once, or
-    less if a control group of the process has a lower limit.
+    The result is ``MemAvailable`` of ``/proc/meminfo``, or less if a control group of the process allows less. It
+    includes file cache that the kernel can drop at once.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def _groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = base / path.strip("/")
-        # In a container the path may be the host's, although the container's own group is mounted as the root. Folders
-        # that do not exist are skipped, so we try the whole path and then each parent.
+        # In a container the path may be the path on the host, although the container's own group is mounted as the
+        # root. Folders that do not exist are skipped, so we try the whole path and then each parent.
         for folder in (group, *group.parents):
             left = _left(folder, *names)
             if left is not None:

@@ -1,4 +1,4 @@
-"""Checks before anything is opened: settings have their declared types, and optional packages are installed."""
+"""Checks of settings and of optional packages, made before anything is opened."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_whole(value: object, what: str, least: int, most: float = math.inf, 
     Parameters
     ----------
     value : object
-        The value given. True and False are no numbers here.
+        The value given. True and False do not count as numbers.
     what : str
         Name of the setting, for the error.
     least, most : int
@@ -81,7 +81,7 @@ def require_seconds(
     Parameters
     ----------
     value : object
-        The value given. True and False are no numbers here.
+        The value given. True and False do not count as numbers.
     what : str
         Name of the setting, for the error.
     least : float, optional

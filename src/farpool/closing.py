@@ -9,7 +9,7 @@ __all__ = ["Closing"]
 
 
 class Closing:
-    """A context manager that calls its own `close` at the end of the block."""
+    """A context manager that calls its own `close` at the end of its ``with`` block."""
 
     __slots__ = ()
 

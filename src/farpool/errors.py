@@ -1,7 +1,8 @@
 """Exceptions and warnings of farpool, as one class hierarchy.
 
-Each error also derives from the builtin that a caller would catch, so ``except MemoryError``, ``except OSError`` or
-``except ValueError`` work without knowing farpool. A message names the value, the expected values and the remedy.
+Each error also derives from the builtin error that a caller would expect. So ``except MemoryError``, ``except OSError``
+or ``except ValueError`` also work in a program that does not know farpool. Each message names the wrong value, the
+expected values and the remedy.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ConfigError(FarpoolError, ValueError):
     Attributes
     ----------
     setting : str
-        The setting that is wrong, for example ``fast``; empty if it is not a single setting.
+        The setting that is wrong, for example ``fast``; empty if the fault is not in one setting.
     """
 
     def __init__(self, message: str, *, setting: str = "") -> None:
@@ -77,20 +78,23 @@ class ConfigError(FarpoolError, ValueError):
 class BudgetError(FarpoolError, MemoryError):
     """The operands of one operation are larger than the fast tier.
 
-    Leaving a pool raises this error, too, if the pool's tensors do not fit into memory as plain tensors.
+    Two other calls raise this error, too: leaving a pool, if the pool's tensors do not fit into memory as plain
+    tensors, and making the fast tier smaller, if a block is larger than the new budget.
 
     Attributes
     ----------
     op : str
         The operation, for example ``aten.addmm``.
     needed : int
-        The smallest budget, in bytes of fast tier, with which this step is known to work in a new pool that is used
-        the same way. With this budget, the operands of this operation fit (for a list of tensors, each element by
-        itself), and so do each weight of the pool with its bias, and the operands of the same operation on all layers
-        whose names differ only in numbers. Optimizers need no more, because they work in pieces. If the operation alone
-        needs less, the message says so. When a pool is left: bytes that its tensors need as plain tensors.
+        The smallest budget, in bytes of the fast tier, with which this step is known to work in a new pool that is used
+        in the same way. The operands of this operation fit into this budget (of a list of tensors, one element at a
+        time). Each weight of the pool fits together with its bias, and so do the operands of the same operation on each
+        layer whose name differs only in numbers. Optimizers do not need a larger budget, because they work in pieces.
+        If the operation alone needs less, the message says so. If the pool was being left, `needed` is the number of
+        bytes that its tensors need as plain tensors; if the fast tier was being made smaller, the size of its largest
+        block.
     budget : int
-        Bytes of the fast tier. When a pool is left: bytes of memory that its tensors may use.
+        Size of the fast tier in bytes. If the pool was being left: bytes of memory that plain tensors may use.
     """
 
     def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:
@@ -110,7 +114,7 @@ class PoolFullError(FarpoolError, MemoryError):
     Attributes
     ----------
     lacking : int
-        Bytes of room that are missing.
+        Number of bytes for which no tier has room.
     """
 
     def __init__(self, message: str, *, lacking: int = 0) -> None:
@@ -119,7 +123,7 @@ class PoolFullError(FarpoolError, MemoryError):
 
 
 class PoolClosedError(FarpoolError, RuntimeError):
-    """The pool was closed, or this process is a forked child, in which the parent's pool cannot be used."""
+    """The pool was closed, or this process is a forked child, which cannot use its parent's pool."""
 
 
 class PoolMixError(FarpoolError, ValueError):
@@ -127,7 +131,7 @@ class PoolMixError(FarpoolError, ValueError):
 
 
 class UnsupportedError(FarpoolError, NotImplementedError):
-    """A paged tensor does not support an operation, for example because that needs the address of all its bytes."""
+    """A paged tensor does not support an operation, for example one that needs a single address for all bytes."""
 
 
 class LifetimeError(FarpoolError, RuntimeError):
@@ -221,7 +225,11 @@ class QuotaExceededError(NodeFullError):
 
 
 class ObjectTooLargeError(NodeError, ValueError):
-    """The object is larger than the whole memory that the node lends."""
+    """The object is larger than all memory that the node lends.
+
+    A pool also raises this error if pinned or more valuable objects leave no room for the object, or if the block
+    before it is missing. The message names the cause.
+    """
 
 
 class ReplicationError(NodeError):
@@ -244,7 +252,7 @@ class ProbeError(FarpoolError, RuntimeError):
 
 
 class LeaseLostError(NodeError):
-    """The node has freed memory that it had lent: it restarted, or the program was disconnected for too long."""
+    """The node has freed lent memory, because the node restarted or the program was disconnected for too long."""
 
 
 class RegistryError(FarpoolError, OSError):
@@ -267,9 +275,9 @@ class RegistryAwayError(RegistryError, TimeoutError):
     Attributes
     ----------
     endpoints : dict of str to float
-        Each endpoint that failed, with the seconds since it began to fail.
+        Maps each endpoint that failed to the number of seconds since it began to fail.
     uncertain : bool
-        True if a change was sent to the registry, which may have made it or may still make it.
+        True if a change was sent to the registry. The registry may have made the change, or may still make it.
     """
 
     def __init__(
@@ -327,7 +335,7 @@ class RegistryCompactedError(RegistryError, LookupError):
 
 
 class RegistryDeniedError(RegistryError, PermissionError):
-    """The registry does not accept the user, the password or the certificate, or the user lacks the right."""
+    """The registry refuses the user, the password or the certificate, or the user has no right to make the request."""
 
 
 class RegistryLeaseError(RegistryError, LookupError):
@@ -349,7 +357,7 @@ class NameMissingError(FarpoolError, LookupError):
 
 
 class NameLostError(FarpoolError, LookupError):
-    """The name exists, but at least one object of this version is not on any node any more. Publish the name again.
+    """The name exists, but at least one object of the requested version is on no node any more. Publish it again.
 
     Attributes
     ----------
@@ -369,14 +377,14 @@ class NameLostError(FarpoolError, LookupError):
 
 
 class NameMovedError(FarpoolError, RuntimeError):
-    """A name has another version than the publisher expected; nothing was published.
+    """The version of a name is not the version that the publisher expected; nothing was published.
 
     Attributes
     ----------
     name : str
         The name.
     version : int
-        The version that the name has.
+        The present version of the name.
     """
 
     def __init__(self, message: str, *, name: str = "", version: int = 0) -> None:

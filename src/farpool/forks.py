@@ -1,4 +1,4 @@
-"""Reset of objects in forked children: objects register here, and a method of each runs in every forked child."""
+"""Resets objects in forked children: each object registers here, and its method `forked` runs in every forked child."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ModuleLock", "begin_again"]
 
 class _Forked(Protocol):
     def forked(self) -> None:
-        """Begin again in a forked child: make new locks, and leave the parent's connections as they are.
+        """Reset this object in a forked child: make new locks, and leave the parent's connections as they are.
 
-        If another thread of the parent held a lock at the fork, that lock stays locked in the child, because the child
-        does not have that thread.
+        New locks are needed because the child has only the thread that forked. A lock that another thread of the parent
+        held at the fork would stay locked in the child.
         """
 
 

@@ -22,11 +22,11 @@ class Account:
     requested : int
         Bytes that the owner asked for.
     reserved : int
-        Bytes set aside for this request, including alignment.
+        Bytes set aside for the requested bytes, including alignment.
     page_locked : int
         Bytes that the operating system may not page out.
     touched : int
-        Bytes that have been used, so that the operating system has backed them with memory.
+        Bytes that have been used. The operating system has backed them with memory.
     """
 
     requested: int = 0
@@ -50,7 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
         self._given_back: deque[tuple[str, str, Account]] = deque()
-        """Amounts that finalizers have returned and that are not booked yet."""
+        """Amounts that finalizers have returned and that have not been subtracted from an account yet."""
         self._lock = threading.Lock()
 
     def add(
@@ -100,7 +100,7 @@ class Ledger:
             return dict(sorted(self._accounts.items()))
 
     def total(self, *, tier: str | None = None, owner: str | None = None) -> Account:
-        """Return the sum of all accounts, or of one tier's or one owner's accounts."""
+        """Return the sum of all accounts, or only of the accounts of the given tier, owner, or both."""
         total = _EMPTY
         for (of_tier, of_owner), account in self.accounts().items():
             if tier in (None, of_tier) and owner in (None, of_owner):

@@ -100,12 +100,12 @@ def _scaled(number: str, unit: int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Write bytes for people, in powers of 1024: ``1.5 GiB``.
+    """Format a number of bytes for people, in powers of 1024: ``1.5 GiB``.
 
     Parameters
     ----------
     nbytes : int
-        Bytes.
+        Number of bytes.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Interface of one-sided fabrics, which read and write a node's memory without work for the node (docs/nixl.md).
+"""Interface of one-sided fabrics, which read and write a node's memory without any work by the node (docs/nixl.md).
 
 A fabric only moves bytes. The node decides which programs may use a segment (a file in its memory), and each program
 verifies the bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``. Users
@@ -16,10 +16,10 @@ __all__ = ["Endpoint", "Exposed", "Exposure", "Fabric", "Region"]
 
 
 class Exposed(msgspec.Struct, frozen=True):
-    """Description of an exposed segment file, with which a program reads and writes the file one-sided.
+    """Description of an exposed segment file. A program needs it to read and write the file one-sided.
 
-    `metadata` tells the fabric how to reach the segment: a few KiB at most, in the fabric's own format, and different
-    for each exposure. `address` is the address of the segment's first byte in the process that exposes it.
+    `metadata` tells the fabric how to reach the segment. It has at most a few KiB, is in the fabric's own format, and
+    differs for each exposure. `address` is the address of the segment's first byte in the process that exposes it.
     """
 
     metadata: bytes
@@ -39,19 +39,20 @@ class Region(Protocol):
     def read(self, offset: int, into: memoryview, deadline: float) -> None:
         """Fill a buffer from the segment. After a failure the buffer's bytes are unspecified.
 
-        Once this call has ended, nothing writes into the buffer any more.
+        After this call has returned or raised, nothing writes into the buffer any more.
         """
         ...
 
     def write(self, offset: int, data: memoryview, deadline: float) -> None:
         """Copy a buffer to the segment.
 
-        After `NodeTimeoutError` the bytes may still arrive, but not after the bytes of a later transfer.
+        If this raises `NodeTimeoutError`, the bytes may still reach the segment, but not after the bytes of a later
+        transfer.
         """
         ...
 
     def close(self) -> None:
-        """Detach from the segment. Transfers of other threads that are under way may fail; new ones are not allowed."""
+        """Detach from the segment. Transfers by other threads may fail; after this call no transfer may begin."""
         ...
 
 
@@ -76,11 +77,11 @@ class Exposure(Protocol):
         ...
 
     def is_alive(self) -> bool:
-        """Return True if programs can still reach the segment; otherwise the node exposes it again."""
+        """Return True if programs can still reach the segment. If they cannot, the node exposes the segment again."""
         ...
 
     def close(self) -> None:
-        """End the exposure: later reads and writes of programs fail. Idempotent."""
+        """End the exposure: later reads and writes by programs fail. Idempotent."""
         ...
 
 
@@ -93,7 +94,7 @@ class Fabric(Protocol):
         ...
 
     def expose(self, file: int, *, loopback: bool) -> Exposure:
-        """Let programs read and write a file one-sided; with `loopback`, only programs of this host.
+        """Let programs read and write a file one-sided. With `loopback`, only programs on this host can do so.
 
         `file` is a descriptor that is open for reading and writing; the caller closes it. Raises NodeError on failure.
         """

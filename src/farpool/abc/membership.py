@@ -6,14 +6,15 @@ Rules for every implementation:
   sees half of a change. The call only reads memory: it neither waits for the network nor raises.
 - An identity is in the list at most once, and so is an address. The order of the list means nothing.
 - A member that moves keeps its identity and gets other addresses. A node that lost its data becomes a new member.
-- After each change, once `Membership.members` returns the new list, every subscriber is called without arguments. One
-  call may report several changes. The call may run in any thread, which then holds no lock that `members` needs.
+- After each change, every subscriber is called without arguments; by then, `Membership.members` returns the new list.
+  One call may report several changes. The call may come from any thread. That thread holds no lock that `members`
+  needs.
 - If one subscriber raises, the other subscribers are still called.
 - A forked child has no subscriptions: they belong to the parent.
 - All methods are safe to call from several threads. The code that makes a membership also closes it; stores that use
   the membership never close it.
 
-Use of a member by clients, by its state:
+Clients use a member as its state allows:
 
 ========  ====================  ==================
 state     asked for objects     gets new objects
@@ -77,7 +78,7 @@ class MemberInfo:
         address.
     identity : bytes
         The 16 bytes that the node made at its first start; empty if the list does not have them. A node reports its
-        identity at each first contact, and a client does not use a node whose identity differs from the list's.
+        identity when a client connects. If the list has another identity, the client does not use the node.
     state : MemberState
         State of the member.
     weight : float

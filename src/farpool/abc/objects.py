@@ -1,14 +1,14 @@
-"""Two interfaces of places that store immutable values under keys.
+"""Two interfaces for stores of immutable values under keys.
 
 `ObjectStore` is for names (`farpool.cluster.names`). It stores a number of copies of each value, keeps them until they
 are released, and gives each copy a *mark*: a number that changes when the copy is kept or released, or gets more time
-to live. Only nodes can do that, so `farpool.Store` is the only implementation.
+to live. Only nodes have marks, so `farpool.Store` is the only implementation.
 
 `Objects` is for caches (`farpool.kv`). It can hold values in memory for a time, drop them, and demote them to a lower
 tier. Each call makes one attempt within a time limit. A `farpool.Store` and a pool of this process
 (`farpool.kv.PoolObjects`) implement this interface; a pool has neither copies nor marks.
 
-Rules for every implementation of one of them:
+Rules for every implementation of either interface:
 
 - A key identifies its bytes. If a key already has a value, a put of that key succeeds and the value stays.
 - A read returns the whole value as it was put, or None if the key has no value. If a value is damaged, the read returns
@@ -44,7 +44,7 @@ class PutOutcome(StrEnum):
     STORED
         All copies have the bytes of this put.
     PRESENT
-        The key already had a value, which stays; its bytes may differ from the bytes of this put.
+        The key already had a value. That value stays; its bytes may differ from the bytes of this put.
     """
 
     STORED = "stored"
@@ -83,11 +83,11 @@ class Touched:
     complete : bool
         True if all nodes answered. Nodes that did not answer may have untouched copies.
     marks : sequence of mapping
-        For each key, the mark of each touched copy, by the identity of the node that has the copy. Nodes of earlier
-        releases have no marks and return 0.
+        For each key, a mapping from the identity of each node that touched its copy to the mark of this copy. Nodes of
+        earlier releases have no marks and return 0.
     refused : sequence of int
-        Positions of keys for which a node did not touch its copy, because the copy had another mark than the caller
-        named.
+        Indices of keys. For each of them, a node did not touch its copy, because the copy did not have the mark that
+        the caller gave.
     away : frozenset of str
         Addresses of the nodes that did not answer, or that have no marks.
     """
@@ -111,13 +111,13 @@ class About:
     Attributes
     ----------
     ttl_ms : int
-        Milliseconds after which the values expire; 0 for never.
+        Milliseconds after which the values expire; 0 if they never expire.
     kind : int
         Class of the objects (docs/wire.md).
     cost_us : int
         Microseconds that it takes to compute one of the values again; 0 if unknown.
     namespace : int
-        64-bit number that all objects of one origin have in common.
+        64-bit number that groups objects, for example all KV of one model, its weights and one tenant.
     tenant : str
         Name of the values' owner, for a pool. Nodes ignore this and use the tenant of the access key.
     parents : mapping of bytes to bytes
@@ -138,8 +138,8 @@ class About:
 class ObjectCalls(Protocol):
     """Calls for caches. Each makes one attempt within `timeout` seconds.
 
-    If an object or a node causes an error, a call returns the error in place of that object's result. It raises only
-    `StoreClosedError`, once the `Objects` are closed.
+    If an object or a node causes an error, a call returns the error in place of that object's result. The only
+    error that a call raises is `StoreClosedError`, if the `Objects` are closed.
     """
 
     def is_mapped(self) -> bool:
@@ -153,17 +153,17 @@ class ObjectCalls(Protocol):
     ) -> Sequence[int | Exception | None]:
         """Read values into buffers; return, for each key, the size of its value in bytes, or None if it has no value.
 
-        The result is a `ValueError` if the target is smaller than the value. If the result is not a size, the target's
-        bytes are unspecified.
+        A key's result is a `ValueError` if its buffer is smaller than its value. If a key's result is not a size, the
+        bytes of its buffer are unspecified.
         """
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
-        """Store values under keys that have none yet."""
+        """Store values under keys that have no value yet; return the outcome for each key."""
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Hold values in memory for `ttl_ms` milliseconds: they are not evicted. None for a key without a value."""
+        """Protect values from eviction for `ttl_ms` milliseconds; return the holds, None for a key without a value."""
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
         """End holds. If a hold's node cannot be reached, that hold ends when its `ttl_ms` has passed."""
@@ -172,7 +172,7 @@ class ObjectCalls(Protocol):
         """Drop values; return, for each key, the number of copies that were dropped."""
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values to a lower tier, where later reads still find them. None for a key without a value."""
+        """Move values to a lower tier, where reads still find them; return the outcomes, None if a key has no value."""
 
 
 class Objects(Protocol):
@@ -185,10 +185,10 @@ class Objects(Protocol):
         """Iterate over the keys that begin with `prefix`."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values; None for a key without a value."""
+        """Return the values of keys, in the order of the keys; None for a key without a value."""
 
     def drop(self, key: bytes) -> bool:
-        """Drop one value; return True if it was there."""
+        """Drop the value of a key; return True if the key had a value."""
 
 
 class ObjectStore(Protocol):
@@ -221,7 +221,7 @@ class ObjectStore(Protocol):
         """
 
     def get(self, key: str, /) -> bytes | None:
-        """Return the value of a key; None if the key has no value."""
+        """Return the value of a key, or None if the key has no value."""
 
     def get_into_many(self, pairs: Iterable[tuple[str, Buffer]], /) -> list[int | None]:
-        """Read values into buffers; return, for each key, the size of its value in bytes; None if it has no value."""
+        """Read values into buffers; return the size of each value in bytes, or None for a key without a value."""

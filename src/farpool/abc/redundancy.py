@@ -1,21 +1,21 @@
 """Contract of redundancy: how the bytes of an object survive the loss of members.
 
 A redundancy turns a value into *parts*: equal copies, or the pieces of an erasure code. Each part is stored on a
-different member. A store asks the redundancy which member gets each part, when a write is confirmed, and which parts an
-object lacks.
+different member. A store asks the redundancy which member gets each part, whether enough members have stored their part
+to confirm a write, and which parts an object lacks.
 
 Rules for every implementation:
 
 - A redundancy is immutable, and its answers depend only on the arguments. So all programs that use the same objects
-  place them in the same way. It does no I/O, and is safe to call from several threads.
-- `Redundancy.place` returns no member twice. The first member of its argument is also the first of its result, because
-  readers ask that member first.
+  place them in the same way. A redundancy does no I/O, and is safe to call from several threads.
+- `Redundancy.place` returns no member twice. The first of the members that it receives is also the first member of its
+  result, because readers ask that member first.
 - `Redundancy.encode` neither changes the value nor keeps it. `Redundancy.decode` returns the same bytes for each choice
   of at least `needed` parts.
-- If `needed` is 1, each part is the value itself, so a reader uses any part without decoding it.
-- `Redundancy.enough` is True for `parts` members, and False for fewer than `needed`. If it is True for a number, it is
-  True for each larger number. If no member that answered has an object, and `enough` is False for the number of
-  members that cannot be asked, the object does not exist.
+- If `needed` is 1, each part is the value itself, so a reader may use any part without decoding it.
+- `Redundancy.enough` returns True for `parts` members, and False for fewer than `needed`. If it returns True for a
+  number, it also returns True for each larger number. An object does not exist if no member that answered has it and
+  `enough` returns False for the number of members that cannot be asked.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ class Redundancy(ABC):
 
     @abstractmethod
     def enough(self, acknowledged: int) -> bool:
-        """Return True if a write is confirmed once `acknowledged` members have stored their part."""
+        """Return True if a write is confirmed when `acknowledged` members have stored their part."""
 
     @abstractmethod
     def encode(self, value: Payload) -> Sequence[Payload]:
-        """Make the parts of a value, in the order of their numbers."""
+        """Return the parts of a value, in the order of their numbers."""
 
     @abstractmethod
     def decode(self, parts: Mapping[int, Payload]) -> Payload:
-        """Return the value that has these parts; `parts` maps part numbers to at least `needed` parts."""
+        """Return the value that has these parts. `parts` has at least `needed` parts, by their numbers."""
 
     @abstractmethod
     def missing(self, held: Collection[int]) -> Sequence[int]:

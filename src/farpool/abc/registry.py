@@ -2,11 +2,12 @@
 
 Each transaction that changes entries gets a new revision: a number higher than all earlier revisions. An entry has the
 revision of the transaction that wrote it. The conditions of a transaction compare revisions of entries. If all
-conditions hold, the transaction makes all its changes, otherwise none. An entry may be bound to a registry lease, and
-is deleted when that lease ends. A watch reports each change after a given revision, once and in order.
+conditions hold, the transaction makes all its changes, otherwise it makes none. An entry may be bound to a registry
+lease, and is deleted when that lease ends. A watch reports each change after a given revision, once and in order.
 
-Every call has a deadline. Until then, a call that fails is tried again, also at other endpoints (addresses of the
-registry's servers). etcd offers all of this and more; the registry in a SQLite file behaves in the same way.
+Every call has a deadline. If a request fails before the deadline, it is sent again, possibly to another endpoint (the
+address of a server of the registry). etcd offers all of this and more; the registry in a SQLite file behaves in the
+same way.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 1 << 20
 """Size of the largest value, in bytes. An etcd accepts requests of 1.5 MiB by default."""
 OPERATIONS_MAX = 100
-"""Maximum number of conditions, and of operations, in one transaction. An etcd accepts 128 of each by default."""
+"""Maximum number of conditions in one transaction, and of operations. An etcd accepts 128 of each by default."""
 # Names of earlier releases.
 LONGEST_KEY, LARGEST_VALUE, LARGEST_OPERATIONS = KEY_BYTES_MAX, VALUE_BYTES_MAX, OPERATIONS_MAX
 
@@ -57,11 +58,11 @@ class Entry:
     value : bytes
         The value; empty in an entry that reports a deletion.
     revision : int
-        The revision that wrote (or deleted) the entry.
+        Revision of the transaction that wrote (or deleted) the entry.
     lease : int
         The lease that the entry is bound to; 0 for none.
     deleted : bool
-        True if the change was a deletion. Only the changes of a watch have such entries.
+        True if the change was a deletion. Only a watch reports such entries.
     """
 
     key: str
@@ -78,9 +79,9 @@ class Snapshot:
     Attributes
     ----------
     revision : int
-        A watch after this revision reports all later changes.
+        Revision at which the entries were read. A watch after this revision reports all later changes.
     entries : tuple of Entry
-        Entries in the order of their keys, prefix by prefix.
+        Entries, prefix by prefix; the entries of one prefix are in the order of their keys.
     """
 
     revision: int
@@ -114,7 +115,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a key. A key without an entry is no error."""
+    """Delete a key's entry. It is no error if the key has none."""
 
     key: str
 
@@ -141,14 +142,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes that one call of `Watch.next` returns; empty if there were none in time.
+    """Changes that one call of `Watch.next` returns; empty if there were none before its timeout.
 
     Attributes
     ----------
     revision : int
         A new watch after this revision reports the changes that follow these.
     entries : tuple of Entry
-        Entries in the order of their revisions. All changes of one transaction are in the same result.
+        Entries in the order of their revisions. All changes of one transaction are in the same `Changes`.
     """
 
     revision: int
@@ -166,7 +167,7 @@ class Watch(Closing, ABC):
         ----------
         timeout : float
             Maximum seconds to wait; 0 to return the changes that are already there. If the watch must first find a
-            working member of a cluster, the call may take a second longer.
+            server that answers, the call may take a second longer.
 
         Raises
         ------
@@ -187,9 +188,9 @@ class Registry(Closing, ABC):
     Keys are text of 1 to 1024 bytes; values are at most 1 MiB. All calls raise `RegistryAwayError` if the registry
     cannot be reached before the deadline, `RegistryDeniedError` if the user lacks the right, and `ConfigError` for
     arguments that no registry accepts. Calls that change something raise `RegistryUnwritableError` while the registry
-    can only be read. A registry stores a checksum with each entry, except that earlier releases store none. A call
-    raises `RegistryDamagedError` if an entry does not match its checksum, or if a checksum has lost its entry. All
-    calls raise `RegistryReplacedError` once the registry that was opened is gone and another one is in its place.
+    can only be read. A registry stores a checksum with each entry; entries that earlier releases wrote have none. A
+    call raises `RegistryDamagedError` if an entry does not match its checksum, or if a checksum's entry is missing. All
+    calls raise `RegistryReplacedError` if another registry has taken the place of the registry that was opened.
 
     Attributes
     ----------
@@ -229,8 +230,8 @@ class Registry(Closing, ABC):
     ) -> Commit:
         """Do all operations if all conditions hold; otherwise change nothing.
 
-        A transaction is sent again if the reply is lost. If it changes a key of one of its conditions, it is still done
-        at most once; otherwise it may be done twice.
+        If the reply to a transaction is lost, the transaction is sent again. A transaction that changes the key of one
+        of its own conditions is still done at most once. Any other transaction may be done twice.
 
         Parameters
         ----------
@@ -275,9 +276,9 @@ class Registry(Closing, ABC):
 
     @abstractmethod
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:
-        """Make a lease that ends after `ttl` seconds unless it is kept alive; return its number.
+        """Make a lease that ends after `ttl` seconds unless it is kept alive; return the lease's number.
 
-        The registry may round the time up to whole seconds, and to the shortest time that it supports.
+        The registry may round the time up to whole seconds, or to the shortest time that it supports.
         """
 
     @abstractmethod

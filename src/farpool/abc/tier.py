@@ -1,12 +1,13 @@
 """The interface of tiers, which every tier implements.
 
 A tier holds bytes in *extents*: ranges of its space that a caller reserves. A transfer reads or writes a whole extent,
-because a block always moves as a whole. The content of a new extent is unspecified. Reserving is bookkeeping and quick.
-Transfers take as long as the medium needs, and the pool's transfer queue makes them in its own threads.
+because a block always moves as a whole. The content of a new extent is unspecified. Reserving moves no bytes, so it is
+quick. Transfers take as long as the medium needs, and the pool's transfer queue makes them in its own threads.
 
 A tier may be written in Python alone (implement :meth:`Tier.read_into` and :meth:`Tier.write_from`). The queue's native
-threads then take the interpreter lock only for that call. A tier that also has a native data path (:class:`HasPort`) is
-read and written without the interpreter lock. Each ability that only some tiers have is a runtime-checkable protocol.
+threads then take the interpreter lock only while they call these methods. A tier that also has a native data path
+(:class:`HasPort`) is read and written without the interpreter lock. Each ability that only some tiers have is a
+runtime-checkable protocol.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TierInfo:
     kind : str
         Name of a registered kind, such as ``dram``, ``remote`` or ``nvme``. Shown in statistics; nothing depends on it.
     capacity : int
-        Bytes that can be reserved altogether.
+        Total bytes that can be reserved.
     alignment : int
         Reservations are rounded up to a multiple of this many bytes.
     latency : float or None
@@ -72,8 +73,8 @@ class Tier(ABC):
     """Base class of tiers, kinds of memory with a capacity, a latency and a bandwidth.
 
     The constructor of a tier checks its arguments and does nothing else; :meth:`open` acquires the resources and
-    :meth:`close` releases them. Both may be called again; a closed tier can be opened again and is then empty. Methods
-    are safe to call from several threads.
+    :meth:`close` releases them. Both may be called repeatedly. A closed tier can be opened again, and is then empty.
+    All methods are safe to call from several threads.
     """
 
     @property
@@ -129,7 +130,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def reserved(self) -> int:
-        """Bytes reserved at the moment, alignment included."""
+        """Bytes reserved at the moment, including alignment."""
 
     @abstractmethod
     def read_into(self, extent: Extent, into: memoryview) -> None:
@@ -182,7 +183,7 @@ class HasPort(Protocol):
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A tier that can report conditions which its user should change, although the tier works."""
+    """A tier that can report conditions that do not stop the tier, but that its user should change."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -196,7 +197,7 @@ class HoldsMemory(Protocol):
 
     @property
     def touched(self) -> int:
-        """Bytes of the tier that may have been used, so that the operating system backs them with memory."""
+        """Number of the tier's bytes that may have been used; the system may back only these with memory."""
         ...
 
 
@@ -209,7 +210,7 @@ class Mapped(Protocol):
     """
 
     def address(self, offset: int) -> int:
-        """Address in memory of the byte at `offset` of the tier's space, valid until the tier is closed.
+        """Return the address in memory of the byte at `offset` of the tier's space, valid until the tier is closed.
 
         Raises
         ------
@@ -221,7 +222,7 @@ class Mapped(Protocol):
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A tier that itself checks that it reads the bytes that were written, so a pool does not wrap it in `Verified`."""
+    """A tier that verifies by itself the bytes that it reads. A pool does not wrap such a tier in `Verified`."""
 
     @property
     def tracked(self) -> int:

@@ -63,7 +63,7 @@ def issue(
     ] = None,
     days: Days = 90,
 ) -> None:
-    """Make a key and a certificate, as a folder for `farpool node --tls` or for FARPOOL_TLS."""
+    """Make a folder with a key and a certificate, to be used with `farpool node --tls` or FARPOOL_TLS."""
     authority = _authority_class()
     folder = Path(name) if out is None else out
     end = authority(ca).issue(folder, name, role.value, host or [], days=days)

@@ -73,7 +73,7 @@ def demo(
     A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection twice: with all weights resident, and with
     its weights in a pool that has a small byte budget and keeps the rest in DRAM and in a file. Both runs must give the
     same bits. With --remote two nodes keep the rest, and the pool reaches them over TCP. Then one process publishes
-    weights, new processes map them, and the demo compares their start with reading the weights from a file.
+    weights, and new processes map them or read the weights from a file; the demo compares how fast they start.
 
     With --kv a small language model, built from a configuration, answers questions over one long context in two
     processes: the second process loads the KV that the first has saved on a node. Both processes must give the same

@@ -52,7 +52,7 @@ def why(
 ) -> None:
     """Show why a request's KV was loaded, computed or missed.
 
-    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no engine has such a request.
+    Asks all engines that this user runs on this host with farpool's KV cache. Exit code 1: no engine knows the request.
     """
     from farpool.observe.tables import show
 
@@ -70,7 +70,7 @@ def why(
 
 
 def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
-    """Make a table of steps for each request, under the request's whole name, so that users can pass it to `why`."""
+    """Make a table of steps for each request. The request's whole name, for use with `why`, is its heading."""
     from rich.console import Group
     from rich.text import Text
 
@@ -103,8 +103,8 @@ def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
 def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0, json: Json = False) -> None:
     """List models, weights and tenants that have KV on the nodes, and how many bytes the KV takes.
 
-    Question marks: the description of a namespace is lost, but its blocks still exist. "farpool kv purge --namespace"
-    removes the blocks.
+    Question marks show that the description of a namespace is lost, but that its blocks still exist. The command
+    "farpool kv purge --namespace" removes the blocks.
     """
     from farpool.observe.tables import show
 

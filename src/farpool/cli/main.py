@@ -17,7 +17,7 @@ from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
 
-assert names  # importing it has added its verbs to the store's
+assert names  # importing this module has added its verbs to ``farpool store``
 
 app = typer.Typer(
     name="farpool",

@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 _PART_BYTES = 16 << 20
 _WAIT_SLICE_S = 5.0
-"""Maximum length of one wait. `watch` divides a longer wait, because Python handles signals only between waits."""
+"""Maximum seconds of one wait. `watch` divides a longer wait, because Python handles signals only between waits."""
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 RegistryOption = Annotated[
@@ -87,7 +87,7 @@ def open_name(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a name's value to a file or to stdout. If the value is tensors, list the tensors instead.
+    """Write a name's value to a file or to stdout. If the name has tensors, list the tensors instead.
 
     A file is written completely or not at all.
     """

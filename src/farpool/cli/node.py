@@ -122,12 +122,12 @@ def node(
     socket_group: SocketGroup = "",
     json: Json = False,
 ) -> None:
-    """Lend memory of this host to programs on this host and others, until SIGTERM or SIGINT.
+    """Lend memory of this host to programs on this and other hosts, until SIGTERM or SIGINT.
 
     Objects and leases stay in shared memory for the next start with the same name or folder. After SIGHUP the node
     reads --keys and --tls again.
     """
-    # Imported here, because the command's other verbs would have to wait for it.
+    # Imported here, so that the command's other verbs do not have to wait for this import.
     from farpool.cluster.node import Node
     from farpool.cluster.node.logs import configure
 
@@ -216,9 +216,9 @@ def _ready_line(running: Node, *, json: bool) -> str:
 def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
     """Catch SIGTERM, SIGINT and SIGHUP from now on; return a function that waits for SIGTERM or SIGINT.
 
-    Each SIGHUP before that calls `reload`. A second SIGTERM or SIGINT ends the process at once. But if it arrives
-    within a second after the first, it is ignored, because `timeout` and similar programs signal the process and then
-    its whole group for one request to stop.
+    Until then, each SIGHUP calls `reload`. After that, a second SIGTERM or SIGINT ends the process at once, unless it
+    arrives within a second after the first one. Such a signal is ignored, because `timeout` and similar programs send
+    two signals to request one stop: one to the process, and one to its whole group.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 __all__ = ["Told", "progress_bars"]
 
 Told = Callable[[str, int, int], None]
-"""Callable that receives the name of a step, how much of the step is done, and the total."""
+"""Callable that receives the name of a step, the amount of it that is done, and its total amount."""
 
 
 @contextmanager

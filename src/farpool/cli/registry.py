@@ -69,7 +69,7 @@ def restore(
 
 @app.command()
 def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Verify the checksums of all entries, and that the entries to which names refer exist. Exit code 1: damage."""
+    """Check that no entry is damaged, and that no entry to which a name refers is missing. Exit code 1: damage."""
     from rich.markup import escape
 
     from farpool.cluster.names.check import check as checked_names

@@ -44,7 +44,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.
 
 
 def open_store(node: list[str] | None, replicas: int, timeout: float) -> Store:
-    """Open the store on the nodes from the options; without any, on the nodes in FARPOOL_NODES."""
+    """Open a store on the nodes of the option --node, or without this option on the nodes in FARPOOL_NODES."""
     nodes = node or os.environ.get("FARPOOL_NODES", "").replace(",", " ").split()
     if not nodes:
         raise ConfigError("no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES", setting="node")
@@ -110,7 +110,10 @@ def get(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Write an object to a file, completely or not at all, or to stdout. Exit code 1: no node has it."""
+    """Write an object to a file or to stdout. Exit code 1: no node has the object.
+
+    A file is written completely or not at all.
+    """
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         progress("get", 0, 1)
         value = store.get(os.fsencode(key))
@@ -156,7 +159,10 @@ def stat(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Show the properties of an object, or without a key the state of the nodes. Exit code 1: there is no object."""
+    """Show the properties of an object. Exit code 1: no node has the object.
+
+    Without a key, show the state of the nodes.
+    """
     from rich.text import Text
 
     from farpool.observe.tables import Table, show
@@ -217,7 +223,7 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make new copies of objects that lost copies with a node. Objects with the fewest copies are repaired first.
+    """Make new copies of objects that have too few. Objects with the fewest copies are repaired first.
 
     Prints each object that still has too few copies, with the reasons. Exit code 1: there are such objects. Objects
     that were dropped, evicted or expired while the command ran are counted as gone and do not change the exit code.
@@ -254,13 +260,12 @@ def rotate_tenant(
     node: Node = None,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make all objects unreadable that the access key's tenant has stored so far. Exit code 1: a node was not reached.
+    """Make unreadable all objects that the access key's tenant has stored so far. Exit code 1: a node was not reached.
 
-    No program can read these objects again, on any node and after any restart. Pinned objects stay in memory until they
+    No program can read these objects again, on any node or after any restart. Pinned objects stay in memory until they
     are unpinned. The key needs the rights "admin" and "publish". A node that was not reached may still return its
-    objects. Such a node learns of the rotation from the first program with the right "publish" that connects both to it
-    and to a node that was reached, for example "farpool store ls". Opening a name whose objects are gone raises an
-    error.
+    objects. Such a node learns of the rotation when a program with the right "publish" connects both to it and to a
+    node that was reached, for example "farpool store ls". Opening a name whose objects are gone raises an error.
     """
     with open_store(node, 1, timeout) as store:
         rotation = store.rotate_tenant()

@@ -33,7 +33,7 @@ def show(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
 ) -> None:
-    """Show a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes to move at several budgets.
+    """Show a tape: sizes, times, the loop of accesses, reuse distances, and the minimum bytes to move by budget.
 
     If the program was killed during the recording, the file is shown up to its last whole chunk.
     """

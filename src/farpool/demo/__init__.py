@@ -1,1 +1,1 @@
-"""The main job: a real sentence-embedding model searches real text with a quarter of its weights resident."""
+"""The demo, also called the main job: an embedding model searches text with a quarter of its weights resident."""

@@ -1,4 +1,4 @@
-"""A process that answers questions over a long context. It computes and saves the context's KV, or loads the KV.
+"""Process that answers questions over a long context. It computes the context's KV and saves it, or it loads the KV.
 
 It reads a `ContextRequest` from stdin and writes a `ContextReply` to stdout.
 """
@@ -53,7 +53,7 @@ class _Answerer:
         )
 
     def room(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Allocate memory for the keys and values of this many tokens; return a pair of tensors for each layer."""
+        """Allocate memory for the keys and values of `tokens` tokens; return a pair of tensors for each layer."""
         shape = (1, _CONFIG["num_key_value_heads"], tokens, self.width)
         return [(torch.empty(shape), torch.empty(shape)) for _ in range(_CONFIG["num_hidden_layers"])]
 
@@ -65,7 +65,7 @@ class _Answerer:
         return sum(one.nbytes for pair in pairs for one in pair)
 
     def step(self, tokens: list[int], past: Any) -> torch.Tensor:
-        """Compute tokens that follow the tokens in the cache `past`; return the logits of the last token."""
+        """Run the model on tokens that follow the tokens in the cache `past`; return the logits of the last token."""
         inputs = torch.tensor([tokens])
         logits: torch.Tensor = self.model(
             inputs, use_cache=True, logits_to_keep=1, **{self.cache_argument: past}
@@ -73,7 +73,7 @@ class _Answerer:
         return logits
 
     def computed(self, tokens: list[int], past: Any = None) -> Any:
-        """Compute the KV of tokens, add it to the cache `past` (by default a new cache), and return this cache."""
+        """Compute the KV of tokens and add it to the cache `past`, by default a new cache; return the cache."""
         past = DynamicCache(config=self.config) if past is None else past
         if tokens:
             self.step(tokens, past)

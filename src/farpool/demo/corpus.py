@@ -48,7 +48,7 @@ class Passage:
 
 
 def library_passages() -> list[Passage]:
-    """Return passages from the docstrings in the source files of the running Python's standard library."""
+    """Return passages from the docstrings of the modules in `LIBRARY`, in the running Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     return [
         passage
@@ -84,7 +84,7 @@ def folder_passages(folder: Path, progress: Callable[[int, int], None] | None = 
 
 
 def pick(passages: list[Passage], count: int) -> list[Passage]:
-    """Return `count` passages, evenly spaced over the list; the whole list if it is shorter."""
+    """Return `count` passages, evenly spaced over the list; the whole list if it has no more than `count`."""
     if count >= len(passages):
         return passages
     return [passages[index * len(passages) // count] for index in range(count)]
@@ -114,7 +114,7 @@ def _docstring_passages(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Split a text into passages: join paragraphs while they fit, and cut a longer paragraph between words."""
+    """Split a text into passages. Join paragraphs while they fit; cut a paragraph that is too long between words."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())

@@ -16,9 +16,9 @@ class Timing:
     Attributes
     ----------
     first_seconds, rest_seconds : float
-        Seconds of the first batch, and the sum of the seconds of all other batches.
+        `first_seconds`: time of the first batch. `rest_seconds`: time of all other batches together.
     texts_per_second : float
-        Throughput without the first batch, unless it is the only one.
+        Throughput of all batches but the first; of the first batch if there is no other.
     """
 
     first_seconds: float
@@ -28,7 +28,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """Traffic over one link, and the seconds for which the link was busy."""
+    """Traffic over one link between two tiers, and the seconds for which the link was busy."""
 
     source: str
     target: str
@@ -44,11 +44,12 @@ class Counts:
     Attributes
     ----------
     hits, late : int
-        Accesses whose bytes were resident, and accesses whose bytes were already being fetched.
+        `hits`: accesses whose bytes were all resident. `late`: other accesses whose missing bytes were already being
+        fetched.
     hit_rate : float or None
         Share of the accesses whose bytes were resident; None if there were no accesses.
     prefetch_accuracy : float or None
-        Used prefetches divided by used and wasted prefetches; None if no prefetch was used or wasted.
+        Used prefetches divided by the sum of used and wasted prefetches; None if no prefetch was used or wasted.
     """
 
     accesses: int

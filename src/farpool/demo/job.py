@@ -1,8 +1,8 @@
-"""Embed a text collection twice, with all weights resident and inside a byte budget, and compare the results.
+"""Embed a text collection in two runs and compare the results: with all weights resident, and within a byte budget.
 
-Both runs take turns: each batch is embedded by one run and then by the other. The results must be equal to the last
-bit. The first batch is reported separately in both runs: it warms the machine up, and in the run inside the budget (the
-paged run) the pool records the order of accesses.
+Both runs take turns: each batch is embedded by one run and then by the other. The results must be equal, bit for bit.
+The first batch is reported separately in both runs, because it warms the machine up. In the run within the budget (the
+paged run), the pool also records the order of accesses during the first batch.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Outcome:
     equal : bool
         True if all embeddings of both runs are the same, bit for bit.
     weight_bytes, budget_bytes, peak_bytes : int
-        Bytes of the model's parameters and buffers; bytes of the fast tier; and the most bytes of the fast tier that
-        were in use at once.
+        `weight_bytes`: bytes of the model's parameters and buffers. `budget_bytes`: size of the fast tier.
+        `peak_bytes`: maximum bytes of the fast tier that were in use at once.
     tiers : dict
-        Bytes of each lower tier, by its name.
+        Size of each lower tier in bytes, by the name of the tier.
     plain, paged : Timing
         Times of the run with all weights resident, and of the run inside the budget.
     relative_throughput : float
-        Throughput of the paged run divided by the throughput of the plain run: the median over all batches but the
-        first.
+        Throughput of the paged run divided by the throughput of the plain run: the median of this ratio over all
+        batches but the first.
     first, rest : Counts
         Counts of the pool during the first batch, and during all other batches.
     nodes : tuple of str
@@ -119,7 +119,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     ConfigError
         A setting is wrong; the message names the setting.
     BudgetError
-        One operation needs more bytes than the budget; the message gives the number.
+        One operation needs more bytes than the budget; the message says how many.
     PoolFullError
         The tiers together are too small for the weights.
     """
@@ -185,9 +185,9 @@ def _check(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PagedRun:
-    """Results of both runs: the embeddings, and three statistics of the pool.
+    """Results of both runs: the embeddings, and the statistics of the pool at three moments.
 
-    The statistics are from before the first batch, from after the first batch, and from the end.
+    The moments are before the first batch, after the first batch, and after the last batch.
     """
 
     pairs: _Pairs
@@ -260,7 +260,7 @@ def share_of(size: str, whole: int, option: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Lower:
-    """The tiers below the fast tier, and the addresses of the nodes that lend the tiers' memory, if any."""
+    """The tiers below the fast tier, and the addresses of the nodes that lend memory for them, if any."""
 
     tiers: list[Tier]
     nodes: tuple[str, ...] = ()
@@ -268,9 +268,9 @@ class _Lower:
 
 @contextlib.contextmanager
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
-    """Provide the lower tiers while the context is open: DRAM and a file, or with ``--remote`` two nodes.
+    """Provide the lower tiers while the context is open: DRAM and a file, or memory of two nodes with ``--remote``.
 
-    The nodes together lend as many bytes as DRAM and the file would have.
+    The tier on the two nodes is as large as DRAM and the file together.
     """
     if settings.remote:
         share = (dram + nvme) // _NODE_COUNT
@@ -285,7 +285,7 @@ def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Itera
 def _second_act(
     settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
 ) -> StartUp:
-    """Run the second act: start new processes with weights from a file or a node, and check their embeddings.
+    """Run the second act: start new processes with weights from a file or a node, and check the processes' embeddings.
 
     `reference` gives the right embeddings for both versions of the weights. This function changes the weights of
     `reference` to the second version with `tune`.
@@ -321,7 +321,7 @@ def _passages(settings: Settings, progress: Progress) -> list[Passage]:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Embeddings of both runs, and the seconds of each batch."""
+    """Embeddings of both runs, and the time of each batch in each run, in seconds."""
 
     plain: torch.Tensor
     paged: torch.Tensor
@@ -329,7 +329,7 @@ class _Pairs:
     paged_seconds: list[float]
 
     def median_ratio(self) -> float:
-        """Return the median over the batches of the plain run's time divided by the paged run's time.
+        """Return the median over the batches of this ratio: time in the plain run divided by time in the paged run.
 
         The first batch does not count if there are several batches.
         """
@@ -344,9 +344,9 @@ def _embed_in_turn(
     progress: Progress,
     first_batch_done: Callable[[], None],
 ) -> _Pairs:
-    """Embed each batch with all weights resident and then paged.
+    """Embed each batch twice: first with all weights resident, then paged.
 
-    So both runs see the same changes in the machine's load. `first_batch_done` is called after the first batch.
+    Thus both runs see the same changes in the machine's load. `first_batch_done` is called after the first batch.
     """
     texts = sum(len(batch.rows) for batch in batches)
     pairs = _Pairs(torch.empty(texts, embedder.width), torch.empty(texts, embedder.width), [], [])
@@ -385,7 +385,7 @@ def _draw_stretch(
 ) -> None:
     """Draw the timeline of two batches from the middle of the collection.
 
-    This function runs batches from the middle once more, without the run with all weights resident in between.
+    This function embeds batches from the middle again, only with the paged model.
     """
     middle = len(batches) // 2
     again = range(max(0, middle - _BATCHES_DRAWN), min(len(batches), middle + _BATCHES_DRAWN))
@@ -411,5 +411,5 @@ def _draw_stretch(
 
 
 def _disk() -> str | None:
-    """Return a folder on a disk, because /tmp may be memory; None for the default folder."""
+    """Return ``/var/tmp``, because ``/tmp`` may be in memory; None (the default) if ``/var/tmp`` does not exist."""
     return "/var/tmp" if Path("/var/tmp").is_dir() else None

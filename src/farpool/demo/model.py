@@ -31,7 +31,7 @@ class Batch:
     Attributes
     ----------
     rows : tuple of int
-        Numbers of the texts in the batch.
+        Indexes of the texts in the list that was divided into batches.
     token_ids, mask : torch.Tensor
         The tokens, and a mask with 1 for tokens and 0 for padding; int64, shape ``(len(rows), tokens)``.
     """
@@ -63,7 +63,7 @@ class Embedder:
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def batches(self, texts: Sequence[str], size: int) -> list[Batch]:
-        """Tokenise texts, sort them by length, longest first, and divide them into batches of `size` texts.
+        """Tokenise texts, sort them from the longest to the shortest, and divide them into batches of `size` texts.
 
         Texts of similar length are in one batch, so the batches need little padding.
         """
@@ -84,7 +84,7 @@ class Embedder:
 
     @torch.no_grad()
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Embed a batch: the mean of the last layer over each text's tokens, scaled to length one.
+        """Return an embedding of each text: the mean of the last layer over the text's tokens, scaled to length one.
 
         Returns
         -------
@@ -134,7 +134,7 @@ def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tune(module: torch.nn.Module) -> None:
-    """Make another version of the model by changing one of its tensors in place."""
+    """Change one of the model's tensors in place, to make another version of the model."""
     with torch.no_grad():
         module.get_parameter("encoder.layer.5.output.LayerNorm.weight").mul_(1.5)
 

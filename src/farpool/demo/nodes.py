@@ -1,4 +1,4 @@
-"""Starts nodes for the demo: processes on free ports of this host."""
+"""Starts nodes for the demo as processes on free ports of this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALL_TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
-    """Run nodes that lend `nbytes` bytes each while the context is open, and yield their addresses.
+    """Run `count` nodes while the context is open, each lending `nbytes` bytes, and yield their addresses.
 
     Raises
     ------

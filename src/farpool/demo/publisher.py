@@ -1,4 +1,4 @@
-"""A process that publishes the model's weights under a name, unchanged or tuned.
+"""Process that publishes the model's weights under a name; it may change them first (`tune`).
 
 It reads a `PublishRequest` from stdin and writes a `Published` to stdout.
 """

@@ -18,7 +18,7 @@ __all__ = ["report"]
 
 
 def report(outcome: Outcome) -> RenderableType:
-    """Build the report: the answers, then whether both runs gave equal results, then times and transfers."""
+    """Build the report: first the answers, then a comparison of both runs' results, then times and transfers."""
     parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
     if outcome.start_up:
         parts += [_start_up_verdict(outcome.start_up), _start_up(outcome.start_up)]

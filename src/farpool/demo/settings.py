@@ -29,7 +29,7 @@ class Settings:
         True to use memory of two nodes, which the demo starts, instead of DRAM and NVMe. Then the demo has a second
         act, in which processes start with weights that another process has published, or with weights from a file.
     starts : int
-        Number of processes in the second act that start with published weights, and number that start with a file.
+        Number of processes in the second act that start with published weights; as many others start with a file.
     """
 
     budget: str = "25%"

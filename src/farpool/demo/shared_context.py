@@ -36,18 +36,18 @@ _QUESTIONS = (
 
 
 class ContextRequest(msgspec.Struct, frozen=True):
-    """Request to a process: the context and the questions as token ids, and whether to save or to load KV.
+    """Request to a process: the context and the questions as token ids, and a flag to save KV or to load it.
 
     Attributes
     ----------
     node : str
         Address of the node that keeps KV.
     context : list of int
-        Tokens that come before each question.
+        Tokens of the context, which comes before each question.
     questions : list of list of int
         Tokens of each question.
     new_tokens : int
-        Length of an answer.
+        Length of each answer in tokens.
     saves : bool
         True: compute the context, save its KV, and answer each question once. False: answer each question twice, once
         without and once with KV from the node.
@@ -100,13 +100,13 @@ class ContextOutcome:
     Attributes
     ----------
     equal : bool
-        True if both processes gave the same tokens, with computed and with loaded KV.
+        True if both processes gave the same tokens, also with loaded KV in place of computed KV.
     context_tokens : int
         Length of the context.
     whole_tokens : int
-        Tokens of the context in whole blocks. Only whole blocks can be loaded.
+        Number of tokens in the whole blocks of the context. Only whole blocks can be loaded.
     loaded_tokens : int
-        The fewest tokens whose KV the second process loaded for a question.
+        Minimum, over the questions, of the number of tokens whose KV the second process loaded.
     missed : str
         Reason why the second process did not load all `whole_tokens`; empty if it loaded all of them.
     nbytes : int
@@ -120,7 +120,7 @@ class ContextOutcome:
     loading : list of float
         For each question, the seconds of lookup and load.
     speedup : float
-        Median of the ratios of `computed` to `loaded`.
+        Median over the questions of `computed` divided by `loaded`.
     """
 
     equal: bool
@@ -149,7 +149,7 @@ def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int]
     context_tokens : int
         Length of the shared context; a token is a byte of text.
     new_tokens : int
-        Length of an answer.
+        Length of each answer in tokens.
     progress : callable
         Receives the name of a step, how much of the step is done, and the total.
 
@@ -202,7 +202,7 @@ def _ask(request: ContextRequest, step: str) -> ContextReply:
 
 
 def report(outcome: ContextOutcome) -> RenderableType:
-    """Build the report: whether both processes gave the same answers, and the times to their first tokens."""
+    """Build the report. It says if both processes gave the same answers, and gives the times to the first tokens."""
     table = Table("Time to the first token, in the second process", expand=True)
     table.add_texts("question")
     table.add_figures("computed", "loaded", "of that lookup and load", "times faster")

@@ -1,9 +1,9 @@
-"""The demo's second act: compare the start of processes with published weights and with weights from a file.
+"""The demo's second act: compare how fast processes start with published weights and with weights from a file.
 
 A process called publisher publishes the weights on a node. Processes called starters map the published weights, or read
-the weights from their file. Each starter is a new process, and all starters import the same packages. Reading is done
-as transformers does it, which maps the file; the file is in the page cache. The demo compares the times until the
-weights are ready. Then another publisher publishes a second version under the same name, while a starter that has
+the weights from their file. Each starter is a new process, and all starters import the same packages. Starters read the
+file as transformers does, by mapping it, and the file is already in the page cache. The demo compares the times until
+the weights are ready. Then another publisher publishes a second version under the same name, while a starter that has
 mapped the first version waits for the second.
 """
 
@@ -41,7 +41,7 @@ _Reply = TypeVar("_Reply")
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Request to a publisher: node and registry, the name to publish, and whether to tune (change) the weights."""
+    """Request to a publisher: publish the weights under `name`; if `tuned` is True, change (tune) them first."""
 
     node: str
     registry: str
@@ -50,7 +50,10 @@ class PublishRequest(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """Reply of a publisher: the version, the number and bytes of its tensors, and the seconds for each step."""
+    """Reply of a publisher: the version, its number of tensors and bytes, and how long each step took.
+
+    `loading` is the time for loading the weights, and `seconds` the time for publishing them, both in seconds.
+    """
 
     version: int
     tensors: int
@@ -60,7 +63,10 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """Request to a starter: the source of the weights, the texts, and whether to wait for the next version."""
+    """Request to a starter: take the weights from the file or the node (`way`), and embed the texts.
+
+    If `follow` is True, the starter then waits for the next version of the weights, and embeds the texts again.
+    """
 
     way: Way
     node: str
@@ -74,9 +80,11 @@ class StartRequest(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Reply of a starter: the time of each step, the seconds of mapping, and the embeddings.
+    """Reply of a starter: the times at which its steps ended, the duration of mapping, and the embeddings.
 
-    Times are of the monotonic clock, which all processes of a host share.
+    `imported`, `ready` and `answered` are times of the monotonic clock, which all processes of a host share. `mapping`
+    is a duration in seconds. `later` contains the embeddings with the next version; empty if the starter did not wait
+    for it.
     """
 
     imported: float
@@ -89,20 +97,20 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Times of a process's start in seconds. In `StartUp` they are medians over several processes.
+    """Durations in the start of a process, in seconds. In `StartUp`, each is a median over several processes.
 
     Attributes
     ----------
     importing : float
-        From the process's beginning until its packages were imported.
+        Time from the process's beginning until its packages were imported.
     weights : float
-        From the end of the imports until the weights were ready.
+        Time from the end of the imports until the weights were ready.
     mapping : float
         The part of `weights` that was spent connecting to the node, and mapping and verifying its memory.
     whole : float
-        From the process's beginning until the weights were ready.
+        Time from the process's beginning until the weights were ready.
     answered : float
-        From the process's beginning until the texts were embedded.
+        Time from the process's beginning until the texts were embedded.
     """
 
     importing: float
@@ -119,11 +127,11 @@ class StartUp:
     Attributes
     ----------
     equal : bool
-        True if every process on mapped weights gave the expected embeddings, bit for bit.
+        True if every process with mapped weights gave the expected embeddings, bit for bit.
     processes : int
-        Number of new processes for each way to start.
+        Number of processes that were started in each of the two ways.
     tensors, nbytes : int
-        Number of tensors that were published, and their bytes.
+        Number of tensors that were published, and their size in bytes.
     load_seconds : float
         Seconds that the publisher took to build the model, read its file and copy the weights into it.
     publish_seconds : float
@@ -134,13 +142,13 @@ class StartUp:
         Seconds until mapped weights are ready, divided by the seconds until weights from the file are ready; the median
         over pairs of processes.
     sent_bytes : int
-        Average number of bytes that the node sent to a process on mapped weights. The weights are not among these
-        bytes.
+        Average number of bytes that the node sent to a process with mapped weights. The weights are not among these
+        bytes, because the process maps them.
     followed : bool
         True if one process mapped both versions, one after the other, and gave the right embeddings for each version,
         bit for bit.
     changed_tensors, changed_bytes : int
-        Number of tensors of the second version that are not in the first version, and their bytes.
+        Number of tensors of the second version that are not in the first version, and their size in bytes.
     """
 
     equal: bool
@@ -171,10 +179,10 @@ def compare_starts(
     sent: Callable[[], int],
     progress: Callable[[int, int], None],
 ) -> StartUp:
-    """Run the second act.
+    """Run the second act and return its outcome.
 
-    Publish weights, start processes with weights from the file and with mapped weights in turn, and publish a second
-    version, to which a running process changes.
+    Publish weights. Start processes alternately: one reads the weights from the file, the next maps the published
+    weights. Then publish a second version, to which a running process changes.
 
     Parameters
     ----------
@@ -185,13 +193,13 @@ def compare_starts(
     texts : sequence of str
         Texts that each process embeds.
     expected, expected_later : bytes
-        The right embeddings with the first and with the second version of the weights.
+        The right embeddings for the first and for the second version of the weights.
     batch, threads, processes : int
-        Texts in a batch, threads to compute with, and processes to start in each way.
+        Number of texts in a batch, of threads that compute, and of processes to start in each way.
     sent : callable
         Returns the bytes that the node has sent since its start.
     progress : callable
-        Receives how many processes have ended, and how many there will be.
+        Receives the number of processes that have ended, and the number of all processes.
     """
     last = 2 * processes + 2
     progress(0, last)
@@ -266,7 +274,7 @@ def _start(started: Started, begin: float) -> Start:
 
 
 def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Reply, float]:
-    """Run the module with this name in a new process; return the process's reply and its start time."""
+    """Run a module of the demo in a new process; return the process's reply and the time at which it was started."""
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", f"farpool.demo.{module}"],

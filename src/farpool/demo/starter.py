@@ -1,7 +1,7 @@
 """A process that reads the model's weights from their file or maps them from a node, and embeds texts.
 
-It reads a `StartRequest` from stdin and writes a `Started` to stdout. If the request has `follow`, the process then
-waits for the next version of the weights and embeds the texts again.
+The process reads a `StartRequest` from stdin and writes a `Started` to stdout. If `StartRequest.follow` is True, the
+process waits for the next version of the weights and embeds the texts again before it writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Read the request, prepare the model, embed the texts, and report when each step ended."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=StartRequest)
-    # Both kinds of start import the same packages, so that the times differ in the weights only.
+    # Both kinds of start import the same packages, so only the way to get the weights makes a difference in time.
     import torch
     import transformers.models.bert.modeling_bert  # noqa: F401
 

@@ -57,7 +57,7 @@ class Call(Future[T]):
         """Run the call in this thread, unless another thread has begun it."""
         if not next(self._first, False):
             return
-        function, self._function = self._function, None  # so that the call's arguments are freed when it ends
+        function, self._function = self._function, None  # so that the call's arguments are freed when the call ends
         assert function is not None
         if self.set_running_or_notify_cancel():
             try:
@@ -67,7 +67,7 @@ class Call(Future[T]):
 
 
 class Threads:
-    """Threads that run functions, started when the first function is submitted. Thread-safe.
+    """Threads that run functions. The threads start when the first function is submitted. Thread-safe.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class Threads:
         self._jobs: set[Future[Any]] = set()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function on a thread, and return its future.
+        """Run a function on a thread, and return the function's future.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class Background:
     Parameters
     ----------
     submit : callable
-        Runs a function on a thread, later; raises `StoreClosedError` if the threads were closed.
+        Receives a function and runs it on a thread later; raises `StoreClosedError` if the threads were closed.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
@@ -143,8 +143,8 @@ class Background:
     def begin(self, function: Callable[[], T], until: float) -> Call[T]:
         """Begin a call that ends by `until`, a time of the monotonic clock.
 
-        If the threads were closed, the calling thread runs the call at once. If the threads are closed while the call
-        waits for a thread, the thread that closes them runs the call. No call is cancelled.
+        If the `Threads` were closed before, the caller's thread runs the call at once. If another thread closes them
+        while the call waits, that other thread runs the call. No call is cancelled.
         """
         call = Call(function)
         try:
@@ -177,8 +177,8 @@ class Background:
                 while self._watched and self._watched[0][2].has_begun:
                     heapq.heappop(self._watched)
                 if not self._watched:
-                    # `_watch` adds a call and looks at this under the same lock: either this thread sees the call, or
-                    # `_watch` starts another thread.
+                    # `_watch` adds a call and reads `_watching` under the same lock. So either this thread sees the
+                    # call, or `_watch` starts another thread.
                     self._watching = False
                     return
                 left = self._watched[0][0] - time.monotonic()

@@ -1,4 +1,4 @@
-"""Stored form of a block: a header of 64 bytes, then the payload as its codec encodes it."""
+"""Stored form of a block: a header of 64 bytes, then the payload, which a codec may have encoded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BlockFormat:
     Attributes
     ----------
     compression : Compression or None
-        Codecs of the payloads.
+        Codecs of the payloads; None if payloads are not encoded.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -43,12 +43,15 @@ class BlockFormat:
         self.compression = Compression(namespace) if namespace.codec else None
 
     def block_bytes(self, key: bytes) -> int | None:
-        """Return the size in bytes of the payload of a key in this namespace; None if the key has another form."""
+        """Return the payload's size in bytes for a key of this namespace; None if the key has another form."""
         group = group_of(key) if len(key) == KEY_BYTES else len(self._groups)
         return self._groups[group].block_bytes if group < len(self._groups) else None
 
     def stored(self, key: bytes, payload: Payload, until: float, *, encode: bool) -> Payload:
-        """Return the stored form of a payload: a header, and the payload, encoded if there is time before `until`."""
+        """Return the stored form of a payload: a header, then the payload.
+
+        If `encode` is True and the time `until` has not come, the namespace's codec, if any, encodes the payload.
+        """
         stored = payload
         if encode and self.compression is not None and time.monotonic() < until:
             stored = self.compression.encode(key, payload)
@@ -65,7 +68,7 @@ class BlockFormat:
         keys : sequence of bytes
             The keys.
         there : sequence
-            For each key the size of the stored object in bytes; anything else if no object is stored.
+            For each key the size of the stored object in bytes; a value of another type if no object is stored.
         stored : sequence of int
             For each key the expected size of the object in bytes. If the cache compresses, the object may be smaller.
         """
@@ -76,7 +79,7 @@ class BlockFormat:
             if isinstance(size, int)
             and size != most
             and not (least is not None and least <= size < most)
-            # A caller that expects another size than its namespace says is wrong itself.
+            # If the caller expects a size that its namespace does not have, the caller is wrong and not the object.
             and most - HEADER_BYTES == self.block_bytes(keys[number])
         ]
 
@@ -95,7 +98,7 @@ class BlockFormat:
         return [
             key
             for key, nbytes, reason in zip(keys, sizes, outcomes, strict=True)
-            # A reader that asks for another size than its namespace says is wrong itself.
+            # If the reader asks for a size that its namespace does not have, the reader is wrong and not the block.
             if reason in _USELESS or (reason is Reason.WRONG_SIZE and nbytes == self.block_bytes(key))
         ]
 
@@ -117,14 +120,14 @@ class BlockFormat:
         headers : bytearray
             All headers, one after the other.
         answers : sequence of int, None or Exception
-            For each key the number of bytes that were received, header included; None if no block is stored, or an
-            error.
+            For each key the number of bytes that were received, header included; None if no block is stored; or the
+            error of the read.
         targets : sequence of payloads
             Memory that has received the payloads.
         sizes : sequence of int
             Size of each target in bytes.
         until : float
-            Time after which nothing is decoded.
+            Time of the monotonic clock after which nothing is decoded.
 
         Returns
         -------
@@ -171,7 +174,7 @@ class BlockFormat:
         sizes: Sequence[int],
         reasons: Sequence[Reason | None],
     ) -> None:
-        """Report the time and size of a transfer to the `CompressionChoice`, if the codec is ``auto``."""
+        """If the codec is ``auto``, report the time and size of a transfer to its `CompressionChoice`."""
         choice = None if self.compression is None else self.compression.choice
         if choice is not None:
             payload = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason is None)

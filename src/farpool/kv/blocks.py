@@ -1,8 +1,8 @@
-"""KV blocks in a store, for engines that must never wait for the store and never receive wrong bytes from it.
+"""KV blocks in a store, for engines that must neither wait long for the store nor receive wrong bytes from it.
 
-Every call has a deadline and ends by it. If a node fails or bytes are damaged, the call raises no error: it reports a
-miss, with a reason. When a load returns, no thread writes into its targets any more, so the engine may use that memory
-for other blocks at once.
+Every call has a deadline and ends by it. If a node fails or bytes are damaged, the call reports a miss with a reason
+instead of raising an error. When a load returns, no thread writes into its targets any more, so the engine may use that
+memory for other blocks at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COST_MAX_S = 1e6
 
 
 class Gate(Protocol):
-    """Interface of an object that decides if a cache may move blocks, implemented by `farpool.kv.probe.Probe`."""
+    """Interface of an object that decides if a cache may move blocks. `farpool.kv.probe.Probe` implements it."""
 
     @property
     def reason(self) -> Reason | None: ...
@@ -62,7 +62,7 @@ class Gate(Protocol):
 
 
 class BlockCache(Closing):
-    """KV blocks of one namespace in a store; every failure is a miss with a reason. Thread-safe.
+    """Keeps the KV blocks of one namespace in a store, and reports each failure as a miss. Thread-safe.
 
     The cache connects when it is first used, and connects again in a forked child. Blocks are write-once: the first
     block that is saved under a key stays.
@@ -70,8 +70,8 @@ class BlockCache(Closing):
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes, or a store or objects in a pool. If the caller passes a store or objects, the cache does
-        not close them, and a forked child cannot use them.
+        Addresses of the nodes; or an open store; or the objects of a pool. The cache does not close a store or objects
+        that it was given, and a forked child cannot use them.
     namespace : Namespace
         Everything on which readers and writers have to agree.
     replicas : int
@@ -87,8 +87,8 @@ class BlockCache(Closing):
     threads : int
         Threads for `submit`.
     judge : Judge, optional
-        Measured times of loading and computing that several caches share; a new one by default. `BlockCache` itself
-        neither measures nor decides, because only its caller knows what a request needs.
+        Keeps measured times of loading and computing, and may be shared by several caches; a new one by default.
+        `BlockCache` itself neither measures nor decides, because only its caller knows which blocks a request needs.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class BlockCache(Closing):
         self.judge.begin_in_child()
 
     def require(self, probe: Gate) -> None:
-        """Refuse to move blocks until the probe has passed, except for the probe's own block."""
+        """Refuse to move any block except the probe's own block until the probe has passed."""
         self._probe = probe
 
     @property
@@ -147,8 +147,8 @@ class BlockCache(Closing):
     def _withheld(self, timeout: float | None) -> Reason | None:
         """Return the reason why the cache may not move blocks now; None if it may.
 
-        If the probe has not reached the nodes yet, this call repeats the probe, except when the caller has set a
-        timeout, which may be too short for a probe.
+        If the probe has not reached the nodes yet, this call repeats the probe. With a `timeout` it does not, because
+        that time may be too short for a probe.
         """
         probe = self._probe
         if probe is None or probe.reason is None or probe.is_of_this_thread():
@@ -158,9 +158,9 @@ class BlockCache(Closing):
         return probe.reason
 
     def _is_probed(self) -> bool:
-        """Return True if this thread is running the probe, so the block that it moves is the probe's.
+        """Return True if this thread is running the probe, and thus moves the probe's own block.
 
-        Such a block must not be encoded, because a lossy codec would change its random bytes.
+        The probe's block must not be encoded, because a lossy codec would change its random bytes.
         """
         return self._probe is not None and self._probe.is_of_this_thread()
 
@@ -169,7 +169,7 @@ class BlockCache(Closing):
         return block_key(self.digest, chain, group, shard)
 
     def is_mapped(self) -> bool:
-        """Return True if lookups read memory of this host, without a request to a node.
+        """Return True if lookups read memory of this host and send no request to a node.
 
         A lookup then takes microseconds.
         """
@@ -193,7 +193,8 @@ class BlockCache(Closing):
             For each key the expected size of its object in bytes, header included. If the cache compresses, the object
             may be smaller. An object of a wrong size is a miss and is dropped, because no reader could use it.
         request : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each key.
+            The engine's name of the request, for ``farpool why``. If the keys belong to several requests, one name for
+            each key.
         timeout : float or None
             Seconds that the lookup may take; None for the cache's own timeout.
 
@@ -228,17 +229,17 @@ class BlockCache(Closing):
         keys, request
             As in `lookup`.
         targets : sequence of buffer or tuple of buffers
-            For each key, writable contiguous memory of exactly the size of its payload. A tuple of buffers together has
-            that size.
+            For each key, writable contiguous memory of exactly the size of its payload. The buffers of a tuple together
+            have that size.
         timeout : float or None
             Seconds that the whole load may take; None for the cache's own timeout for each 64 MiB.
 
         Returns
         -------
         list of Reason or None
-            For each block None if its target contains the whole, verified payload. Otherwise the reason why not, and
-            the bytes in the target are unspecified. A block that no reader can use is dropped, because keys are
-            write-once and the useless block would prevent a new save.
+            For each block None if its target contains the whole, verified payload; otherwise the reason why not. If
+            there is a reason, the bytes in the target are unspecified. The load drops blocks that no reader can use,
+            because keys are write-once and a useless block would prevent a new save under its key.
 
         Raises
         ------
@@ -284,12 +285,12 @@ class BlockCache(Closing):
         cost : float
             Seconds that computing one of the blocks again takes; 0 if that is not known.
         parents : mapping of bytes to bytes, optional
-            Maps the key of a block to the key of the block before it, without which the block cannot be used. The first
-            block of a prefix has no entry. A pool evicts blocks from the ends of these prefixes.
+            Maps the key of each block to the key of the block before it. A block is useless if the block before it is
+            missing, so a pool evicts the last blocks of a prefix first. The first block of a prefix has no entry.
         namespace : Namespace or None
-            Namespace of the keys, if an engine has several; None for the cache's own.
+            Namespace of the keys, if an engine has several namespaces; None for the cache's own.
         ttl : float or None
-            Seconds after which the blocks expire; None for the cache's own time.
+            Seconds after which the blocks expire; None for the cache's own `ttl`.
 
         Returns
         -------
@@ -343,10 +344,10 @@ class BlockCache(Closing):
         keys, request
             As in `lookup`.
         ttl : float
-            Seconds after which nodes may evict the blocks again, even if no owner unpins them.
+            Seconds after which the pins end by themselves. Nodes may then evict the blocks again.
         owner : bytes
-            Name of the owner of these pins, such as the name of a sequence. A block stays as long as one of its owners
-            has it pinned. If an owner pins a block again, the new time replaces the old one.
+            Name of the owner of these pins, such as the name of a sequence. A block is kept as long as any owner has it
+            pinned. If an owner pins a block again, the new `ttl` replaces the old one.
         timeout : float or None
             Seconds that the call may take; None for the cache's own timeout.
 
@@ -417,7 +418,7 @@ class BlockCache(Closing):
         return outcomes
 
     def purge(self, namespace: Namespace | None = None) -> int:
-        """Remove all blocks of a namespace, by default the cache's own; return how many there were.
+        """Remove all blocks of a namespace (by default, the cache's own namespace); return how many were removed.
 
         Raises
         ------
@@ -430,7 +431,7 @@ class BlockCache(Closing):
         return removed
 
     def namespaces(self) -> Mapping[bytes, Namespace]:
-        """Return all namespaces that have blocks in this cache's store or pool, by their digests."""
+        """Return, by digest, all namespaces that have blocks in this cache's store or pool."""
         return namespaces(self._link.objects())
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -453,8 +454,8 @@ class BlockCache(Closing):
 
     def close(self) -> None:
         """Cancel functions that have not begun, wait for running functions, and close the connections. Idempotent."""
-        # Refused first: calls that `close` cancels are made at that moment, and must end as misses without asking a
-        # node.
+        # We refuse new requests first. When we close the threads, waiting calls run at once, and they must end as
+        # misses without asking a node.
         self._link.refuse()
         self._pins.clear()
         self._threads.close()
@@ -472,13 +473,13 @@ class BlockCache(Closing):
 def _until(began: float, timeout: float | None) -> float | None:
     """Return the deadline of a call; None if the call has no timeout.
 
-    The cache's own timeout then applies to each request of the call.
+    In a call without a timeout, the cache's own timeout applies to each request.
     """
     return None if timeout is None else began + timeout
 
 
 def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:
-    """Check the keys, and that there are as many of `others` (targets or values) as keys."""
+    """Check the keys and return them; check that there is one of `others` (targets or values) for each key."""
     if len(keys) != len(others):
         raise ConfigError(f"{len(keys)} keys and {len(others)} {what}, expected as many", setting=what)
     return as_keys(keys)

@@ -1,9 +1,9 @@
 """Prefix reuse for an engine of your own: look up blocks, load or compute them, and save new ones.
 
-The key of a block covers all tokens up to its end. So sequences that begin alike share blocks, also between processes,
-hosts and engines. A prefix can be used up to a block after which every layer has the KV that it needs to continue:
-layers with full attention need all blocks of the prefix, layers with a sliding window need the last blocks, and
-recurrent layers need the state at the end of the last block.
+The key of a block depends on all tokens up to the block's end. So sequences with the same beginning share blocks, even
+if different processes, hosts or engines use them. A prefix can be used up to a block after which every layer has the KV
+that it needs to continue: layers with full attention need all blocks of the prefix, layers with a sliding window need
+the last blocks, and recurrent layers need the state at the end of the last block.
 
 Weights may change at any time. Each call uses the weights that are in use when it begins. A save that began before a
 change saves KV of the old weights, and KV of the old weights is never loaded for the new ones.
@@ -67,7 +67,8 @@ class LayerLoad:
     layers : tuple of int
         Numbers of the layers.
     tokens : Call of int
-        Its result, when the part has ended: the number of tokens, from the first on, whose KV these layers have.
+        The call that loads this part. Its result is the number of leading tokens whose KV these layers have after the
+        call.
     """
 
     layers: tuple[int, ...]
@@ -96,36 +97,38 @@ class SaveOptions(TypedDict, total=False):
 
 
 class PrefixCache(Closing, OldCalls):
-    """KV of token sequences, shared through nodes and never slower than computing it. Thread-safe.
+    """Shares the KV of token sequences through nodes; loads KV if that is faster than computing it. Thread-safe.
 
-    Every failure is a miss: the engine computes. The cache measures all the time whether loading or computing is
-    faster. Report how long computing takes (`computed`), and the cache loads only KV that it can load in less time.
+    Every failure is a miss: the engine computes the KV. The cache measures continuously whether loading or computing is
+    faster. If you report how long computing takes (see `computed`), the cache loads only KV that it can load in less
+    time.
 
     `lookup`, `load` and `save` accept one request or several, and return when they have ended. With ``wait=False`` they
-    run in the background and return a `Call` at once: use its `result()`, or ``await`` it in a coroutine. The timeout
-    of a call includes the time that it waits for a thread. `close` turns calls that have not begun into misses.
+    run in the background and return a `Call` at once. Use the call's `result()`, or ``await`` the call in a coroutine.
+    The timeout of a call includes the time that it waits for a thread. `close` turns calls that have not begun into
+    misses.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes, or a store or objects in a pool. If the caller passes a store or objects, the cache does
-        not close them.
+        Addresses of the nodes; or an open store; or the objects of a pool. The cache does not close a store or objects
+        that it was given.
     layers : sequence of Layer
         Layers whose KV is kept: all layers of the model, or the layers of this rank.
     settings : PrefixSettings, optional
-        All other settings. Instead, you can give its fields as keyword arguments.
+        All other settings. Instead of this object, you can give its fields as keyword arguments.
     ranks : Ranks, optional
         Object through which the ranks of `PrefixSettings.parallel` agree, such as `StoreRanks`. Rank 0 decides for all
         ranks, and all ranks get the same `Match.tokens` and the same result of each load. All ranks must make the same
         calls in the same order. Without this object, each rank loads everything that it finds, and the engine has to
         use the least `Match.tokens` of its ranks, and then the least result of their loads (docs/kv.md).
     **fields
-        Fields of `PrefixSettings`; with `settings`, they replace its fields.
+        Fields of `PrefixSettings`. If `settings` is given too, these values replace its fields.
 
     Attributes
     ----------
     judge : Judge
-        Measured times, and how much time loading has gained.
+        Keeps the measured times, and computes how much time loading has saved.
 
     Raises
     ------
@@ -159,10 +162,10 @@ class PrefixCache(Closing, OldCalls):
 
     @property
     def weights_id(self) -> str:
-        """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights.
+        """Name of the weights in use. A call uses only KV of the weights that are in use when the call begins.
 
-        Calls that have begun keep the old name. If the engine may have changed its weights after it computed some KV,
-        pass the name of the weights that computed the KV to `save`.
+        After a change, calls that have begun keep the old name. If the engine may have changed its weights between
+        computing KV and saving it, call `save` with the name of the weights with which the KV was computed.
         """
         return self._current.namespace.weights
 
@@ -179,7 +182,7 @@ class PrefixCache(Closing, OldCalls):
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """Groups of layers that are stored together, in the order in which `load_parts` loads them."""
+        """Layers of each group that is stored together, in the order in which `load_parts` loads the groups."""
         return [self._shape.groups[number].layers for number in self._shape.order]
 
     @overload
@@ -201,16 +204,16 @@ class PrefixCache(Closing, OldCalls):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Match | list[Match] | Call[Any]:
-        """Look up how much of a prompt can be loaded, and decide whether it should be.
+        """Look up how much of a prompt can be loaded, and decide how much of it to load.
 
         Parameters
         ----------
         tokens : sequence of int, Prompt or sequence of Prompt
-            Tokens of a prompt; or several prompts, which are looked up with a single request to the nodes.
+            Tokens of one prompt, or several prompts. Several prompts are looked up with a single request to the nodes.
         salt, request
             As in `Prompt`, if only tokens are given.
         split : bool
-            The engine can compute the first tokens while the others are loaded.
+            True if the engine can compute the first tokens while the others are loaded.
         leave : int
             Number of tokens at the end that are never loaded. An engine has to compute at least one to continue.
         timeout : float or None
@@ -221,10 +224,10 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         Match, list of Match or Call
-            One match for each prompt; a list if several were given.
+            One match for each prompt; a list of matches if several prompts were given.
         """
-        # Both are taken now, even if a thread makes the call later: it uses the weights of now, and all ranks number
-        # their exchanges in the order of the engine's calls.
+        # We take both now, even if a thread looks up later. So the lookup uses the present weights, and all ranks
+        # number their exchanges in the order of the engine's calls.
         namespace, exchange = self._current.namespace, self._peers.begin()
         try:
             is_one, asked = as_prompts(tokens, salt, request, copied=not wait)
@@ -274,8 +277,9 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         int, list of int or Call
-            For each match the number of tokens, from the first on, whose KV is in memory once the engine has also
-            computed the first `match.compute` tokens. 0 if the engine has changed its weights since the lookup.
+            For each match, the number of leading tokens whose KV is in memory. This number includes the first
+            `match.compute` tokens, which the engine computes itself. 0 if the engine has changed its weights since the
+            lookup.
 
         Raises
         ------
@@ -301,7 +305,7 @@ class PrefixCache(Closing, OldCalls):
         return load() if wait else self._background.begin(load, until)
 
     def load_parts(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
-        """Begin to load in the background, part by part, so that the first layers compute while others are loaded.
+        """Begin to load in the background, part by part. The engine can use the first layers while others are loaded.
 
         Parameters
         ----------
@@ -311,10 +315,10 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         list of LayerLoad
-            One load for each of `parts`, in their order. The engine can use the shortest prefix that any part has
-            loaded. If a later part loads a shorter prefix than earlier parts, the engine has to compute the earlier
-            layers again. The judge counts the time until the last part has ended, as if the engine had computed nothing
-            during that time.
+            One load for each of `parts`, in the same order. The engine can use only the shortest prefix that a part has
+            loaded. If a later part loads a shorter prefix than an earlier part, the engine has to compute the earlier
+            part's layers again. The judge counts the time until the last part has ended, as if the engine had computed
+            nothing during that time.
         """
         began, until = time.monotonic(), self._load_until([match], timeout)
 
@@ -351,7 +355,7 @@ class PrefixCache(Closing, OldCalls):
         return self._until(timeout, sum(shape.nbytes(match.tokens // shape.block) for match in matches))
 
     def _judged(self, match: Match, usable: int, seconds: float) -> None:
-        # Blocks that are near take no time on the link, and so say nothing about loading.
+        # Blocks that are near take no time on the link, so they do not show how long loading takes.
         if match.tokens and match.far_bytes:
             self.judge.gained(match.tokens, usable, match.seconds + seconds, compute=match.compute)
 
@@ -367,7 +371,7 @@ class PrefixCache(Closing, OldCalls):
     ) -> Match:
         """Look up a prompt and load its blocks if that is faster than computing: `lookup` and `load` in one step.
 
-        If a prompt has few blocks, `fetch` requests them without a lookup, which takes one request instead of two.
+        If a prompt has few blocks, `fetch` requests them without a lookup, to make one request instead of two.
 
         Parameters
         ----------
@@ -379,7 +383,7 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         Match
-            The KV of the first `Match.tokens` tokens is in memory.
+            Result of the lookup. The KV of the first `Match.tokens` tokens is in memory.
 
         Raises
         ------
@@ -413,16 +417,16 @@ class PrefixCache(Closing, OldCalls):
         return match
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
-        """Report how long computing took. The cache uses these times to decide when loading is faster.
+        """Report how long computing took. The cache uses the time to decide when loading is faster.
 
         Parameters
         ----------
         tokens : int
             Number of tokens that were computed together.
         seconds : float
-            Time that computing their KV took.
+            Time that computing the KV of these tokens took.
         context : int
-            Number of tokens before them.
+            Number of tokens before them in the sequence.
         match : Match, optional
             Result of the request's lookup, if the lookup told the engine to compute the prefix.
         """
@@ -456,19 +460,21 @@ class PrefixCache(Closing, OldCalls):
         Parameters
         ----------
         tokens : sequence of int, Prompt or sequence of Prompt
-            All tokens of the sequence, from the first on. A last block that is not full is not saved. If you give
+            All tokens of the sequence, from the first on. If the last block is not full, it is not saved. If you give
             several sequences, blocks that they share are sent once.
         memory : KVMemory or sequence of KVMemory
-            For each sequence, the memory of its KV, which must not change until the save has ended. KV that is not in
-            this memory is not saved, such as tokens that have left a sliding window, or states that the engine did not
-            keep.
+            For each sequence, the memory that contains its KV. This memory must not change until the save has ended. KV
+            that is not in this memory is not saved, such as KV of tokens that have left a sliding window, or states
+            that the engine did not keep.
         layers : collection of int, optional
-            Save only these layers, while the others are still being computed: one or more of `parts`.
+            Save only these layers, for example while the engine computes the others. They must be all layers of one or
+            more of `parts`.
         start, salt, request
             As in `Prompt`, if only tokens are given.
         weights_id : str or None
-            Name of the weights that have computed the KV, such as `Match.weights_id`; None for the weights in use when
-            this is called. Give the name if the engine may change its weights between computing and saving.
+            Name of the weights with which the KV was computed, such as `Match.weights_id`; None for the weights that
+            are in use when `save` is called. Give the name if the engine may change its weights between computing and
+            saving.
         timeout : float or None
             Seconds that the whole save may take; None for the cache's own timeout for each 64 MiB.
         wait : bool
@@ -484,7 +490,8 @@ class PrefixCache(Closing, OldCalls):
         ConfigError
             The layers are not one or more whole `parts`.
         """
-        # We take everything that the save depends on now: when it begins, the engine may use other weights.
+        # We determine now everything that the save depends on, because the engine may use other weights when the save
+        # begins.
         is_one, asked = as_prompts(tokens, salt, request, start, copied=not wait)
         places = [cast("KVMemory", memory)] if is_one else list(cast("Memories", memory))
         groups, namespace = self._shape.groups_of(layers), self._namespace_of(weights_id)
@@ -500,8 +507,8 @@ class PrefixCache(Closing, OldCalls):
     def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> int:
         """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks are pinned.
 
-        Tokens and salt (see `Prompt`) together identify a sequence, and each sequence has pins of its own: blocks that
-        two sequences share stay until both sequences are unpinned. Nodes end pins early when this process has been
+        Tokens and salt (see `Prompt`) together identify a sequence. Each sequence has pins of its own, so blocks that
+        two sequences share are kept until both sequences are unpinned. Nodes end pins early when this process has been
         disconnected for longer than their grace period, or when they are restarted.
         """
         keys, owner, _ = self._sequence(tokens, salt)
@@ -519,7 +526,7 @@ class PrefixCache(Closing, OldCalls):
         return self._shape.sequence(self._current.namespace, tokens, salt)
 
     def supersede(self, old: Sequence[int], new: Sequence[int], *, salt: bytes | str = b"") -> int:
-        """Drop the KV of a sequence that another sequence replaces, except for blocks that both share.
+        """Drop the KV of the sequence `old`, which `new` replaces. Blocks that both sequences share are kept.
 
         Parameters
         ----------
@@ -531,7 +538,8 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         int
-            Number of dropped blocks. If other sequences continue the old one, their KV has to be computed again.
+            Number of dropped blocks. If other sequences used these blocks, the KV of the blocks has to be computed
+            again.
         """
         namespace, salt = self._current.namespace, salt_bytes(salt)
         kept = set(self._shape.keys_of_tokens(namespace, new, salt))
@@ -542,8 +550,8 @@ class PrefixCache(Closing, OldCalls):
     ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that other KV has room.
 
-        Lookups still find the KV. A load or `prefetch_by` moves it back into memory. Blocks that other sequences share
-        are moved, too.
+        Lookups still find the KV. A load or `prefetch_by` moves it back into memory. Blocks that this sequence shares
+        with others are moved, too.
 
         Parameters
         ----------
@@ -565,15 +573,16 @@ class PrefixCache(Closing, OldCalls):
         return Demoted(outcomes.count(None), counted(outcomes))
 
     def handoff(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = b"", request: str = "") -> Handoff:
-        """Keep the KV of a sequence for another process, and make a note with which that process finds the KV.
+        """Keep the KV of a sequence for another process, and make a note that lets that process find the KV.
 
         Parameters
         ----------
         tokens : sequence of int
             The sequence.
         ttl : float
-            Seconds for which the KV is kept: first until the other process calls `take`, and then for as long again. A
-            node stops keeping it if this process has been disconnected for longer than the node's grace period.
+            Seconds for which the KV is kept. When the other process calls `take`, the KV is kept for the same time from
+            then on. A node stops keeping the KV for this process if the process has been disconnected for longer than
+            the node's grace period.
         salt, request
             As in `Prompt`. The note contains the salt, so `take` has no such argument.
 
@@ -590,7 +599,9 @@ class PrefixCache(Closing, OldCalls):
         return Handoff(note, kept, counted(outcomes))
 
     def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
-        """Look up KV that another process has handed off, without knowing its tokens, and keep the KV for this process.
+        """Look up KV that another process has handed off, and keep the KV for this process.
+
+        This process need not know the tokens.
 
         Parameters
         ----------
@@ -604,13 +615,13 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         Match
-            No block is found if the other process has other weights, layers or settings. Found blocks are kept for the
-            ttl of the handoff, or until `unpin`.
+            Result of the lookup. It finds no block if the other process has other weights, layers or settings. Found
+            blocks are kept for the `ttl` of the handoff, or until this process calls `unpin`.
 
         Raises
         ------
         ConfigError
-            The bytes are not a note. The other ranks of this engine, if any, then find no blocks.
+            The bytes are not a note. If the engine has other ranks, those ranks then find no blocks.
         """
         namespace, exchange = self._current.namespace, self._peers.begin()
         try:
@@ -631,7 +642,7 @@ class PrefixCache(Closing, OldCalls):
             return msgspec.structs.replace(match, reason=Reason.FOREIGN)
         (match,) = self._lookups.match([wanted], False, timeout, exchange)
         if match.found and handed.kept:
-            # This process's own session pins it, because the giver's session may end.
+            # We pin the blocks in this process's own session, because the session of the other process may end.
             self._background.begin(
                 lambda: self._blocks.pin(keys, handed.ttl, owner=handed.owner, request=request), self._until(None, 0)
             )
@@ -640,9 +651,10 @@ class PrefixCache(Closing, OldCalls):
     def prefetch_by(
         self, tokens: Sequence[int], deadline: float, *, salt: bytes | str = b"", request: str = "", leave: int = 1
     ) -> Call[int]:
-        """Bring the KV of a sequence, in the background, to where a later `lookup` and `load` take the least time.
+        """Read the KV of a sequence into nearer memory in the background, to make a later `lookup` and `load` fast.
 
-        This concerns all blocks that a `lookup` of the sequence would load.
+        The call reads all blocks that a `lookup` of the sequence would load: into this process's memory if
+        `PrefixSettings.near_bytes` is above 0, otherwise into the memory of the nodes.
 
         Parameters
         ----------
@@ -656,10 +668,8 @@ class PrefixCache(Closing, OldCalls):
         Returns
         -------
         Call of int
-            Number of blocks that have been brought when the call has ended. If `PrefixSettings.near_bytes` is above 0,
-            these are the first blocks, as many as there is room for, and they are in this process's memory. If it is 0,
-            the blocks are in the memory of the nodes, which read them from their files and keep them until the
-            deadline.
+            Number of these blocks that are in that memory when the call ends. This process's memory receives the first
+            blocks, as many as fit. Nodes read the blocks from their files, and keep them in memory until the deadline.
         """
         namespace, until = self._current.namespace, time.monotonic() + deadline
         prompt = Prompt(list(tokens), salt, request)
@@ -675,7 +685,7 @@ class PrefixCache(Closing, OldCalls):
         return self._background.begin(prefetch, until)
 
     def purge(self) -> int:
-        """Remove all KV of these weights and settings from the nodes; return how many blocks there were.
+        """Remove all KV of the present weights and settings from the nodes; return how many blocks were removed.
 
         Raises
         ------
@@ -690,7 +700,7 @@ class PrefixCache(Closing, OldCalls):
         return {**self._blocks.stats(), **self.judge.stats()}
 
     def _until(self, timeout: float | None, nbytes: int) -> float:
-        """Return the deadline of a call that begins now; without a timeout, it has time to move `nbytes` bytes."""
+        """Return the deadline of a call that begins now. A call without a timeout gets time to move `nbytes` bytes."""
         return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
 
     def drain(self, timeout: float) -> bool:
@@ -698,12 +708,12 @@ class PrefixCache(Closing, OldCalls):
         return self._blocks.drain(timeout)
 
     def close(self) -> None:
-        """End calls that have not begun as misses, wait for running calls, and close the connections. Idempotent."""
+        """Turn calls that have not begun into misses, wait for running calls, and close connections. Idempotent."""
         self._blocks.close()
         self._lookups.close(self._blocks.time_for(0))
 
     def forked(self) -> None:
-        """Make new locks in the child of a fork: threads of the parent may hold the old ones."""
+        """Make new locks in the child of a fork, because threads of the parent may hold the old locks."""
         self._near.begin_in_child()
         self._background.begin_in_child()
         self._lookups.begin_in_child()

@@ -24,7 +24,7 @@ __all__ = ["Compression", "codec_for"]
 
 
 class Compression:
-    """Codecs of the groups of layers in a namespace, and the decision whether encoding pays. Thread-safe.
+    """Encodes and decodes payloads with a codec for each group of layers, and decides if encoding pays. Thread-safe.
 
     Encoding pays if it saves more time on the link than encoding and decoding take.
 
@@ -36,7 +36,8 @@ class Compression:
     Attributes
     ----------
     choice : CompressionChoice or None
-        With the codec ``auto``, decides for each group of layers whether to encode; None if every block is encoded.
+        With the codec ``auto``, decides for each group of layers whether to encode. None with other codecs, which
+        encode every block.
 
     Raises
     ------
@@ -75,7 +76,7 @@ class Compression:
         return payload
 
     def decode(self, key: bytes, stored: Buffer, target: Payload) -> bool:
-        """Decode a stored form into `target`; return False if it is malformed or has another payload size."""
+        """Decode a stored form into `target`; return False if the form is malformed or its payload has another size."""
         codec = self._codec(key)
         began = time.perf_counter()
         try:
@@ -89,7 +90,7 @@ class Compression:
         return True
 
     def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:
-        """Decode a stored form that is in the first `nbytes` of `target` itself; returns the same as `decode`."""
+        """Decode in place a stored form in the first `nbytes` bytes of `target`; return the same result as `decode`."""
         pieces = []
         for part in parts_of(target):
             pieces.append(flat(part)[:nbytes])
@@ -107,7 +108,7 @@ def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
     Parameters
     ----------
     name : str
-        One of `CODECS`; empty for none.
+        One of `CODECS`, or an empty name for no codec.
     dtype : str
         Logical type of the elements, such as ``bfloat16`` or ``fp8_e4m3``.
     axes : Axes or None
@@ -121,7 +122,9 @@ def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
     Raises
     ------
     ConfigError
-        The name or the type is not known; or the codec is lossy and does not support the type or got no axes.
+        - The name or the type is not known.
+        - The codec is lossy, and does not support the type.
+        - The codec is lossy, and `axes` is None.
     """
     if not name:
         return None

@@ -1,16 +1,16 @@
 """Codecs, which make KV blocks smaller before they are sent over a link.
 
 ``zstd`` is lossless. First it regroups the bytes of all elements by significance (byte shuffle). This separates signs
-and exponents, whose values repeat, from the low bits of the mantissas, whose values do not. Then Zstandard compresses
-each of these groups of bytes (planes); a plane that would not become smaller is stored as it is. Zstandard is set to
-code single bytes by their frequency, with hardly any search for repeated strings, because KV contains no repeated
-strings and the search takes most of the time.
+and exponents, whose values repeat, from the low bits of the mantissas, whose values do not repeat. Then Zstandard
+compresses each of these groups of bytes (planes); a plane that would not become smaller is stored as it is. Zstandard
+is set to code single bytes by their frequency, with hardly any search for repeated strings, because KV contains no
+repeated strings and the search takes most of the time.
 
 ``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` uses ``zstd`` for the blocks for which
 compressing saves time (see `farpool.kv.compression_choice`).
 
-A stored form is either smaller than its payload, or is the payload itself; a reader can tell which from the size.
-Decoders check the structure of their input but not its values, because the checksum of the stored object detects
+A stored form either is smaller than its payload or is the payload itself. Its size tells a reader which of the two it
+is. Decoders check the structure of their input but not its values, because the checksum of the stored object detects
 flipped bits. Encoding and decoding run outside the interpreter lock.
 """
 
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "Codec", "CodecError", "Lossless", "decode", "element_bytes", "encode", "flat"]
 
 CODECS = ("auto", "zstd", "int8", "int4")
-"""Names of the codecs; the empty name means that blocks are stored as they are."""
+"""Names of the codecs. Settings also accept an empty name, which means that blocks are stored as they are."""
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 _SLICE_ELEMENTS = 1 << 16
-"""Number of elements that are joined from their planes at a time, so that they stay in the core's cache."""
+"""Number of elements that are joined from their planes at a time. It is small to keep these elements in the core's
+cache."""
 
 
 class CodecError(FarpoolError, ValueError):
@@ -98,8 +99,8 @@ def encode(codec: Codec, parts: Sequence[Buffer]) -> list[Buffer]:
     Returns
     -------
     list of buffer
-        The stored form, in parts that may share the payload's memory: fewer bytes than the payload, or the payload
-        itself. The same payload always gives the same bytes.
+        Parts of the stored form, which may share the payload's memory. The stored form has fewer bytes than the
+        payload, or is the payload itself. The same payload always gives the same bytes.
 
     Raises
     ------
@@ -123,7 +124,7 @@ def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
     stored : buffer
         The stored form, contiguous. It must not overlap the targets.
     targets : sequence of buffer
-        Contiguous writable buffers that together are as large as the payload. No other memory is written.
+        Contiguous writable buffers that together are as large as the payload. The codec writes only into these buffers.
 
     Raises
     ------
@@ -164,9 +165,10 @@ class _Contexts(threading.local):
 class Lossless:
     """Lossless codec: byte shuffle, then Zstandard. Payloads may have any size.
 
-    The stored form is the length of each plane (64 bits, little endian, least significant plane first), the planes, and
-    the payload's bytes after its last whole element, unchanged. A plane is all bytes of one significance. A plane of
-    full length is stored as it is; a shorter plane is a Zstandard frame that records the size of its content.
+    A plane consists of all bytes of the same significance. The stored form has three sections: the stored length of
+    each plane (64 bits, little endian, least significant plane first); the planes; and, unchanged, the bytes after the
+    payload's last whole element. A plane whose stored length is its full length is stored as it is. Any other plane is
+    a Zstandard frame that records the size of its content.
 
     Parameters
     ----------

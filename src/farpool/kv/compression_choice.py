@@ -3,8 +3,8 @@
 A class is one group of layers. Compressing pays if it saves more time on the link than encoding and decoding take. The
 times of encoding and decoding are weighted with the bytes that were saved and loaded. Measurements vary, so encoding is
 switched on only if it pays even with the least favourable quartiles of all measurements, and switched off only if it
-costs time even with the most favourable quartiles. The more the measurements vary, the more stable the decision is.
-This module has no clock: callers report their measurements.
+costs time even with the most favourable quartiles. The more the measurements vary, the more rarely the decision
+changes. This module has no clock: callers report their measurements.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _MEASURING_SHARE_MAX = 0.01
 
 
 class _Rate:
-    """The latest measurements of one kind, such as seconds for each byte sent: their quartiles, and a total."""
+    """Keeps the latest measurements of one kind, such as seconds for each byte sent, and a total.
+
+    `total` is the sum of `part` over all calls of `add`.
+    """
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self.total = 0.0
 
     def add(self, part: float, whole: int) -> None:
-        """Add a measurement: `part` (in seconds or bytes) for `whole` bytes."""
+        """Add a measurement: `part`, a number of seconds or of stored bytes, for `whole` bytes."""
         if whole > 0:
             self._latest.append(part / whole)
             self.total += part
@@ -51,7 +54,7 @@ class _Class:
 
 
 class CompressionChoice:
-    """Decides whether payloads are encoded, for each class of blocks of a cache. Thread-safe.
+    """Decides for each class of blocks of a cache whether their payloads are encoded. Thread-safe.
 
     All classes share the link, so one measurement of the link serves all of them. Keys and values, states of sliding
     windows, and recurrent states differ in how much smaller they become and how long encoding takes. So one class may
@@ -99,7 +102,7 @@ class CompressionChoice:
             self._sampled += 0 if own.pays else seconds
 
     def due(self, group: int = 0) -> bool:
-        """Return True if a block of this group of layers should now be encoded and decoded only as a measurement."""
+        """Return True if a block of this group of layers should be encoded and decoded now to measure the codec."""
         with self._lock:
             spent = _MEASURING_SHARE_MAX * (self._send.total + self._receive.total)
             return not self._classes[group].pays and self._sampled <= spent

@@ -1,11 +1,12 @@
-"""Decides between loading KV and computing it, from measured times. It has no clock, thread or store.
+"""Decides between loading KV and computing it, from measured times, without a clock, a thread or a store.
 
 An engine can compute the first part of a prefix while the last part is loaded, because a token needs only the KV of the
 tokens before it. So a plan is a number of tokens to compute; the remaining tokens are loaded. (Jin et al. proposed to
 compute from the front while loading from the back: "Compute Or Load KV Cache? Why Not Both?", 2024.)
 
-To check the estimates, the cache lets a few requests, the hold-out, compute although loading seems faster. If the
-comparison shows that loading costs time, the cache stands aside: most requests compute, and only a few load.
+To check the estimates, the cache makes a few requests compute although loading seems faster. These requests are called
+the hold-out. If they take less time than the requests that load, the cache *stands aside*: most requests compute, and
+only a few load.
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 Arm = Literal["load", "hold-out", "probe"]
 
 _DECAY = 0.98
-"""Factor by which each new sample reduces the weight of earlier samples, so that about the last fifty samples count."""
+"""Each new sample multiplies the weight of all earlier samples by this factor, so about the last fifty samples
+count."""
 _HOLD_OUT_PERIOD = 32
-"""One of this many requests that could load computes instead. While the cache stands aside, one of this many requests
-loads."""
+"""Number of requests in a period; only requests that could load are counted. One request of each period computes
+instead. While the cache stands aside, one request of each period loads."""
 _LOSS_SHARE_MAX = 0.02
 """The cache stands aside if loading costs more than this share of the compute time. The share is above 0 because
 lookups in a cache that is still empty cost a little."""
 _SAMPLES_MIN = 8
 """Minimum number of samples before a decision is based on their mean."""
 _NEW_SHARE_MAX = 0.1
-"""Share of new samples at which a fit is solved again. It is not solved at each sample, because solving takes longer
-than one decision."""
+"""A fit is solved again when the number of new samples exceeds this share of the samples in it. It is not solved for
+each sample, because solving takes longer than one decision."""
 _EXPECTED_RATIOS = 0.5, 2.0
-"""Range of measured time divided by estimated time. If a sample is outside the range, the fit is solved again before
-the next decision."""
+"""Expected range of the ratio of measured time to estimated time. If the ratio of a sample is outside this range, the
+fit is solved again before the next decision."""
 _RECENT_SAMPLES_MAX = 5
 """Number of recent samples whose median corrects the estimate."""
 
 
 class _Fit:
-    """Estimates a time as a weighted sum of features; the weights are not negative and fitted to recent times.
+    """Estimates a time as a weighted sum of features. The weights are not negative, and are fitted to recent times.
 
-    The fit minimizes the squares of relative errors. It follows shorter times at once, but needs about a hundred
-    samples to follow longer times, so the median of the most recent samples corrects the estimate.
+    The fit minimizes the squares of relative errors. When times become shorter, the fit follows at once. When times
+    become longer, it needs about a hundred samples to follow. So the median of the most recent samples corrects the
+    estimate.
 
     Parameters
     ----------
@@ -76,7 +79,7 @@ class _Fit:
         if estimate := self.seconds(values):
             ratio = seconds * self._correction / estimate
             self._latest.append(ratio)
-            # Solve the fit again before the next decision if it was this wrong once.
+            # One estimate outside the expected range is enough to solve the fit again before the next decision.
             self._is_wrong = self._is_wrong or not _EXPECTED_RATIOS[0] <= ratio <= _EXPECTED_RATIOS[1]
             self._correction = median(self._latest)
         self._new.append((values, seconds))
@@ -136,7 +139,7 @@ class Plan(msgspec.Struct, frozen=True):
     Attributes
     ----------
     compute : int
-        Number of leading tokens that the engine computes; the remaining tokens are loaded at the same time.
+        Number of leading tokens that the engine computes. The KV of the remaining tokens is loaded at the same time.
     seconds : float or None
         Expected time of the plan; None if too little was measured.
     recompute_seconds : float or None
@@ -170,16 +173,16 @@ class CostModel:
             self._prefill.add(_prefill_features(tokens, context), seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Record that loading took `seconds` while `nbytes` bytes, including other loads, were under way."""
+        """Record that a load took `seconds` while `nbytes` bytes were under way, including bytes of other loads."""
         if nbytes > 0 and seconds > 0:
             self._load.add((1.0, float(nbytes)), seconds)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float | None:
-        """Estimate the time of computing `tokens` tokens after `context` others; None if nothing was measured."""
+        """Estimate the seconds of computing `tokens` tokens after `context` others; None if nothing was measured."""
         return self._prefill.seconds(_prefill_features(tokens, context)) if tokens else 0.0
 
     def load_seconds(self, nbytes: int) -> float | None:
-        """Estimate the time of loading while `nbytes` bytes are under way; None if nothing was measured."""
+        """Estimate the seconds that a load takes while `nbytes` bytes are under way; None if nothing was measured."""
         return self._load.seconds((1.0, float(nbytes))) if nbytes else 0.0
 
     def plan(
@@ -190,17 +193,17 @@ class CostModel:
         Parameters
         ----------
         tokens : int
-            Tokens whose KV can be loaded.
+            Number of tokens whose KV can be loaded.
         nbytes : int
             Bytes of this KV.
         step : int
-            Tokens of a block; only whole blocks are loaded.
+            Number of tokens in a block; only whole blocks are loaded.
         queued : int
             Bytes of other loads that are under way.
         split : bool
             True if the engine can compute the first tokens while the others are loaded.
         context : int
-            Number of tokens before the prefix's `tokens`, whose KV the engine already has.
+            Number of earlier tokens in the sequence, whose KV the engine already has.
         """
         whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)
@@ -219,7 +222,7 @@ class CostModel:
         return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {computing}")
 
     def _split(self, tokens: int, nbytes: int, step: int, queued: int, context: int) -> tuple[int, float]:
-        """Return how many blocks to compute while the others are loaded, and the time until both have ended."""
+        """Return the number of blocks to compute while the others are loaded, and the time until all are done."""
 
         def load_after(blocks: int) -> float:
             left = nbytes - nbytes * blocks * step // tokens
@@ -228,9 +231,9 @@ class CostModel:
         def compute_of(blocks: int) -> float:
             return self.prefill_seconds(blocks * step, context) or 0.0
 
-        # The first number of blocks that take longer to compute than the others to load.
+        # The smallest number of blocks that take at least as long to compute as the other blocks take to load.
         first = bisect_left(range(tokens // step), True, key=lambda blocks: compute_of(blocks) >= load_after(blocks))
-        # Around the crossing, one of the two neighbours is faster.
+        # This number of blocks is the fastest choice, or one block less is.
         times = [(max(compute_of(blocks), load_after(blocks)), blocks) for blocks in (max(0, first - 1), first)]
         best, first = min(times)
         return first, best
@@ -245,7 +248,7 @@ def _shown(seconds: float) -> str:
 
 
 class _Mean:
-    """A mean of values that weights recent values most, with its standard error."""
+    """Mean of values in which recent values count most, and the standard error of this mean."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -279,13 +282,13 @@ class NetGain:
     def __init__(self) -> None:
         self.stands_aside = False
         self._requests = 0
-        # Choose a random one of each 32 requests, because requests may themselves follow a rhythm.
+        # Choose a random request of each period, because the requests themselves may repeat with a period.
         self._chance = random.Random(0)
         self._place = self._chance.randrange(_HOLD_OUT_PERIOD)
         self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
 
     def arm(self) -> Arm:
-        """Choose the arm of the next request for which loading is possible."""
+        """Choose the arm of the next request that could load, and count this request."""
         arm = self.next_arm
         self._requests += 1
         if self._requests % _HOLD_OUT_PERIOD == 0:
@@ -294,7 +297,7 @@ class NetGain:
 
     @property
     def next_arm(self) -> Arm:
-        """The arm that the next request will be assigned to."""
+        """The arm that `arm` will choose for the next request."""
         chosen = self._requests % _HOLD_OUT_PERIOD == self._place
         return "load" if chosen == self.stands_aside else "hold-out"
 
@@ -316,9 +319,9 @@ class NetGain:
 
     @property
     def _computing(self) -> tuple[float, float]:
-        """Mean time of the hold-out requests divided by their expected time, and the error of this mean.
+        """Mean of the hold-out requests' time divided by their expected time, and the standard error of this mean.
 
-        With too few samples these are 1 and 0, which means that computing takes as long as the cost model expects.
+        With too few samples, the mean is 1 and the error is 0, as if computing took as long as the cost model expects.
         """
         held = self._shares["hold-out"]
         return (held.mean, held.error) if held.count >= _SAMPLES_MIN else (1.0, 0.0)

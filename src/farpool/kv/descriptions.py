@@ -60,8 +60,8 @@ class Descriptions:
             If True, nodes never evict the description.
         """
         now, digest = time.monotonic(), namespace.digest
-        # The description has to outlive the blocks that are saved until it is stored again: without it no program finds
-        # them by their weights or tenant.
+        # The description has to outlive all blocks that are saved before it is stored again. Without a description no
+        # program finds these blocks by their weights or tenant.
         lifetime_ms = ttl_ms + 2000 * int(_DESCRIBE_INTERVAL_S) if ttl_ms else 0
         about = About(ttl_ms=lifetime_ms, kind=OBJECT_KIND, tenant=namespace.tenant, keep=keep)
         (outcome,) = calls.put_many([(namespace_key(digest), as_payload(namespace.encoded))], timeout, about)
@@ -76,7 +76,7 @@ class Descriptions:
 
 
 def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
-    """Return the namespaces that have blocks in a store or pool, by their digests.
+    """Return, by digest, the namespaces that have blocks in a store or pool.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
 
 
 def purge(objects: Objects, digest: bytes) -> int:
-    """Remove all blocks of one namespace from a store or pool; return how many there were.
+    """Remove all blocks of one namespace from a store or pool; return how many were removed.
 
     Raises
     ------

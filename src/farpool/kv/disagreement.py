@@ -24,8 +24,8 @@ __all__ = ["Disagreements", "differing_fields"]
 _ASK_INTERVAL_S = 60.0
 """Minimum seconds between two requests that ask the nodes for their namespaces."""
 _WAITING_LOOKUPS_MAX = 64
-"""Maximum number of lookups that wait for the nodes' answer. If more lookups wait, only the latest of them get an entry
-in the journal.
+"""Maximum number of lookups that wait for the nodes' answer. If more lookups wait, only the latest ones get an entry in
+the journal.
 """
 _COMMON = ("engine", "model", "tenant")
 """A reader's namespace is compared only with namespaces that have the same values in these fields. The tenant is one of
@@ -42,7 +42,7 @@ class Disagreements:
     Parameters
     ----------
     namespaces : callable
-        Returns all namespaces that have blocks, by their digests.
+        Returns, by digest, all namespaces that have blocks.
     """
 
     def __init__(self, namespaces: Callable[[], Mapping[bytes, Namespace]]) -> None:
@@ -58,7 +58,7 @@ class Disagreements:
         self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_WAITING_LOOKUPS_MAX)
 
     def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
-        """Return why a lookup found nothing, if that is known, and write the reason into the journal.
+        """Return the reason why a lookup found nothing, or None if it is not known; write the reason into the journal.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class Disagreements:
                 asking = threading.Thread(target=self._ask, name="farpool-kv-namespaces", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread can start now; a later lookup tries again
                     asking.start()
-                    # The thread clears this under the lock that we hold, so it cannot do so before we set it.
+                    # The thread clears `_asking` under the lock that we hold, so it cannot clear it before we set it.
                     self._asking = asking
             if self._asking is not None and reason is None:
                 self._waiting.append((ours, request, blocks))
@@ -89,7 +89,7 @@ class Disagreements:
         try:
             with contextlib.suppress(FarpoolError, OSError):
                 known = self._namespaces()
-        finally:  # after any error, or no later lookup would ask again
+        finally:  # also after an error: otherwise no later lookup would ask again
             with self._lock:
                 self._known, self._asking = known, None
                 waiting = list(self._waiting)
@@ -106,9 +106,10 @@ class Disagreements:
 
 
 def _told(known: Iterable[Namespace], ours: Namespace, request: str, blocks: int) -> Reason | None:
-    """Write into the journal how the most similar known namespace differs from `ours`; return the reason.
+    """Write into the journal how the most similar known namespace differs from `ours`; return this as a `Reason`.
 
-    Return None if blocks of `ours` are stored, or if no namespace of the same engine, model and tenant is known.
+    If blocks of `ours` are stored, or if no namespace of the same engine, model and tenant is known, write nothing and
+    return None.
     """
     others = [one for one in known if all(getattr(one, name) == getattr(ours, name) for name in _COMMON)]
     if not others or ours in others:  # the reader's own namespace has blocks, so this block is just absent
@@ -127,6 +128,6 @@ def differing_fields(one: Namespace, other: Namespace) -> list[str]:
 
 
 _REASONS = {"weights": Reason.OTHER_WEIGHTS, "dtype": Reason.OTHER_DTYPE}
-"""Maps a field to the reason to report if this field differs. The first field in this order that differs decides. If
-only other fields differ, the reason is `Reason.OTHER_LAYOUT`.
+"""Maps a field to the reason to report if this field differs. If several of these fields differ, the first one decides.
+If only other fields differ, the reason is `Reason.OTHER_LAYOUT`.
 """

@@ -3,7 +3,7 @@
 This module infers the compute time from the engine's lookups, loads and saves. An engine looks up consecutive blocks of
 a sequence (a run), computes the missing blocks, and then offers them for saving. The time between the lookup and the
 offer is an upper bound of the compute time, because the engine may have done other work in between. So the judge skips
-a load only if loading was measured to take longer than this upper bound. If the judge cannot see whether the engine
+a load only if loading is expected to take longer than this upper bound. If the judge cannot see whether the engine
 loaded or computed a block, it lets the engine load the block.
 """
 
@@ -23,14 +23,13 @@ from farpool.kv.reasons import Reason
 __all__ = ["EngineJudge", "Run"]
 
 _SAMPLES_MIN = 8
-"""Minimum number of measured loads, and also of measured compute times, before the judge skips any load."""
+"""The judge skips no load before it has measured at least this many loads, and at least this many compute times."""
 _FOLLOWED_BLOCKS_MAX = 1 << 17
-"""Maximum number of looked-up blocks that the judge remembers. Beyond that, it forgets the runs that were looked up
-first.
+"""Maximum number of looked-up blocks that the judge remembers. If there are more, it forgets the oldest runs.
 """
 _COMPUTE_TIME_MAX_S = 300.0
-"""Maximum time from a lookup to a save that counts as a compute time. If a save comes later, it is not counted, because
-the engine is probably writing back blocks that it computed much earlier."""
+"""Maximum time from a lookup to a save that counts as a compute time. A longer time is not counted, because the engine
+is probably writing back blocks that it computed much earlier."""
 _SHARE_OF_ESTIMATE_MIN = 0.5
 """Each measured compute time counts as at least this share of the estimate. Otherwise blocks that the engine already
 had and offered late would seem to have taken no time at all. If the engine has really become faster, the estimate
@@ -70,8 +69,8 @@ class _Pending:
     run: Run
     place: int
     earlier: float
-    """Time at which an earlier request looked up the same block, so that it may have begun to compute the block then;
-    infinity if there was no earlier request.
+    """Time at which an earlier request looked up the same block; infinity if there was no earlier request. That request
+    may have begun to compute the block at this time.
     """
 
 
@@ -97,7 +96,7 @@ class EngineJudge:
     is_on : bool
         If False, nothing is measured, and the engine loads all blocks that a lookup finds.
     clock : callable
-        Returns seconds that never go back.
+        Returns the present time in seconds. The time must never decrease.
 
     Attributes
     ----------
@@ -106,7 +105,7 @@ class EngineJudge:
     is_on : bool
         The argument.
     clock : callable
-        The argument; all times that this class receives are times of this clock.
+        The argument. All times that this class receives are times of this clock.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class EngineJudge:
         request: str = "",
         before: int = 0,
     ) -> Run:
-        """Record the result of a lookup, and decide whether the engine loads the blocks.
+        """Record the result of a lookup, and decide if the engine loads the blocks. Return the run with the decision.
 
         Parameters
         ----------
@@ -166,7 +165,7 @@ class EngineJudge:
         nbytes : int
             Bytes of these leading blocks.
         began : float or None
-            When the lookup began, by this judge's clock; None for now.
+            Time of this judge's clock at which the lookup began; None for now.
         request : str
             The engine's name of the request, for ``farpool why``.
         before : int
@@ -222,8 +221,9 @@ class EngineJudge:
             usable = next((n for n, reason in enumerate(reasons) if reason is not None), len(reasons))
             if usable == len(reasons) or Reason.LATE in reasons:  # a late load took at least this long
                 self._loads += 1
-                # An engine that runs one load at a time keeps this load waiting for the earlier ones. They have ended,
-                # so they are not among the bytes under way; count the time from the end of the last one.
+                # An engine that runs one load at a time lets this load wait for earlier loads. `under_way` does not
+                # include the bytes of earlier loads that have ended, so we count the time from the end of the last
+                # earlier load.
                 self.judge.loaded(under_way, now - max(run.asked, after))
             if run.is_weighed:
                 front, step = run.before + pending.place, self._step
@@ -235,9 +235,9 @@ class EngineJudge:
             run.asked = run.since = now
 
     def saved(self, keys: Iterable[Hashable]) -> None:
-        """Record that the engine offers blocks for saving.
+        """Record that the engine offers blocks for saving, and measure its compute time.
 
-        So it has computed each of these blocks that it had looked up and not loaded.
+        If the engine had looked up one of these blocks and had not loaded it, the engine has computed the block.
         """
         now = self.clock()
         earliest: dict[int, tuple[Run, float]] = {}
@@ -261,12 +261,12 @@ class EngineJudge:
                 self._computed(_Sample(run.computed * self._step, context, now - since, held_out))
 
     def finished(self, run: Run) -> None:
-        """Forget a run, because its request has ended or starts again."""
+        """Forget a run, because its request has ended or has started again."""
         with self._lock:
             self._leave(run)
 
     def stats(self) -> dict[str, int]:
-        """Return the counter ``load.bypassed``: blocks that were found, but that the engine had to compute."""
+        """Return the counter ``load.bypassed``: the number of found blocks that the engine had to compute."""
         with self._lock:
             return {f"load.{Reason.BYPASSED}": self._bypassed} if self._bypassed else {}
 
@@ -286,7 +286,7 @@ class EngineJudge:
             self._leave(next(iter(self._runs.values())))
 
     def _leave(self, run: Run) -> None:
-        """Forget a run and its blocks. Blocks that a later run has looked up again stay."""
+        """Forget a run and its blocks, except for blocks that a later run has looked up again."""
         if self._runs.pop(id(run), None) is not None:
             self._followed -= len(run.keys)
             for key in run.keys:

@@ -37,7 +37,7 @@ class Batch:
     Attributes
     ----------
     request : str or list of str
-        Name of the request, or one name for each block if the call has several requests.
+        Name of the request. If the call has several requests, one name for each block.
     keys : list of bytes
         Key of each block.
     payloads : list of payloads
@@ -45,9 +45,8 @@ class Batch:
     sizes : list of int
         Size of each block in bytes.
     uses : dict
-        One example block for each kind of engine memory that the call uses, for the probe; empty if the payloads are
-        not in the engine's memory. Each value is the number of a group of layers, the memory, and the number of a
-        block.
+        Example blocks for the probe: one block of each kind of engine memory that the call uses; empty if the payloads
+        are not in the engine's memory. Each value is a tuple: index of a group of layers, memory, index of a block.
     """
 
     request: str | list[str]
@@ -57,7 +56,7 @@ class Batch:
     uses: dict[Hashable, tuple[int, KVMemory, int]] = field(default_factory=dict)
 
     def use(self, step: Step, number: int, memory: KVMemory, block: int) -> None:
-        """Record a block as the example of the memory that a load or save (`step`) uses for a group of layers."""
+        """Record the example block of the memory that `step` (a load or save) uses for the group of layers `number`."""
         self.uses[step, type(memory), number] = number, memory, block
 
     def only(self, numbers: Sequence[int]) -> Batch:
@@ -71,7 +70,7 @@ class Batch:
 
 
 class EngineMemory:
-    """Finds blocks in an engine's memory. Thread-safe.
+    """Finds the memory of blocks in an engine's memory, and probes it. Thread-safe.
 
     Parameters
     ----------
@@ -102,12 +101,12 @@ class EngineMemory:
         memory : KVMemory
             The engine's memory of the sequence.
         needed : iterable of tuple of int and range
-            The number of each group of layers, and the numbers of its blocks to add.
+            Index of each group of layers, and the indices of the blocks of that group to add.
 
         Raises
         ------
         ConfigError
-            The memory has no place for a layer, or its place has a wrong size.
+            The memory has no place for a layer, or the place has a wrong size.
         """
         for number, blocks in needed:
             batch.keys += wanted.keys_of(number, blocks)
@@ -137,7 +136,7 @@ class EngineMemory:
         return cast("Sequence[Payload]", payloads)
 
     def payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
-        """Return the memory of each block of a group of layers; None for a block that is not completely there.
+        """Return the memory of each block of a group of layers; None for a block that is not completely in `memory`.
 
         Raises
         ------
@@ -161,7 +160,9 @@ class EngineMemory:
         return payloads
 
     def admit(self, step: Step, batch: Batch, until: float, *, through_nodes: bool = True) -> Reason | None:
-        """Probe memory that is used for the first time; return why the batch must not be moved.
+        """Probe memory that is used for the first time.
+
+        Return the reason why the call must not move the batch; None if it may.
 
         Parameters
         ----------
@@ -172,7 +173,8 @@ class EngineMemory:
         until : float
             Deadline of the call, by the monotonic clock.
         through_nodes : bool
-            False if the call needs no node, so that the probe may use a copy in memory instead.
+            False if the call needs no node. The probe then copies its block within memory instead of moving it through
+            nodes.
         """
         make = loading_block if step == "load" else saving_block
         return self.probe.admit(

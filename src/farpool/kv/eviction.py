@@ -36,7 +36,7 @@ class TenantStats:
     blocks, nbytes : int
         Blocks in the cache, and their bytes.
     hits, hit_bytes : int
-        Number of hits, and the bytes of the hit blocks, counted again at each hit.
+        Number of hits, and the sum of the sizes of the hit blocks; each hit of a block adds its size again.
     saved_seconds : float
         Sum of the costs of the hit blocks, in seconds of computing.
     inserted, refused, evicted : int
@@ -55,7 +55,7 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """Hits of a shadow cache in its sample of blocks, and the seconds of recomputing that they would save."""
+    """Hits of a shadow cache in its sample of blocks, and the seconds of recomputing that these hits would save."""
 
     policy: str
     hits: int
@@ -116,8 +116,9 @@ class Eviction(Generic[Key]):
     def insert(self, key: Key, size: int, cost: float, parent: Key | None = None, tenant: str = "") -> list[Key]:
         """Insert a block, and return the blocks to evict for it.
 
-        A block that is in the cache already stays as it is. A block is refused if its parent is not in the cache, if it
-        does not fit next to the pinned blocks, or if the blocks that would have to be evicted are worth more.
+        A block that is already in the cache is not changed, but is linked again to a parent that has come back. A block
+        is refused if its parent is not in the cache, if it does not fit next to the pinned blocks, or if the blocks
+        that would have to be evicted are worth more.
 
         Parameters
         ----------
@@ -126,7 +127,7 @@ class Eviction(Generic[Key]):
         size : int
             Size in bytes, at least 1.
         cost : float
-            Seconds of computing the block again.
+            Seconds that computing the block again would take.
         parent : hashable, optional
             The block before it in its prefix; None for the first block.
         tenant : str
@@ -135,7 +136,7 @@ class Eviction(Generic[Key]):
         Returns
         -------
         list
-            Keys of the evicted blocks; if `key` was refused, it is the last of them.
+            Keys of the blocks to evict. If the block was refused, its own key is the last in the list.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class Eviction(Generic[Key]):
     def remove(self, key: Key) -> bool:
         """Remove a block, even if it is pinned; return False if it is not in the cache.
 
-        The blocks after it in its prefix are then useless, so they are evicted before all other blocks.
+        The later blocks of its prefix are useless without it, so they are evicted before all other blocks.
         """
         number = self._ids.pop(key, None)
         if number is None:
@@ -184,7 +185,7 @@ class Eviction(Generic[Key]):
     def pin(self, key: Key) -> bool:
         """Pin a block and all blocks before it in its prefix; return False if the block is not in the cache.
 
-        The pin lasts until `unpin` was called as often as `pin`.
+        The block stays pinned until `unpin` was called as often as `pin`.
         """
         number = self._ids.get(key)
         return number is not None and self._core.pin(number)
@@ -217,7 +218,7 @@ class Eviction(Generic[Key]):
         return self._core.used
 
     def stats(self) -> EvictionStats:
-        """Return all counts so far, by tenant and by shadow cache."""
+        """Return the state of the cache, with the counts of each tenant and of each shadow cache."""
         core = self._core
         counts = core.tenants()
         tenants = {name: _of(counts[number]) for name, number in self._tenants.items() if number < len(counts)}
@@ -247,6 +248,6 @@ def _of(counts: TenantCounts) -> TenantStats:
 
 
 def _id(key: Hashable) -> int:
-    """Return the number that identifies a key in the native core: the same in each process, and never 0."""
+    """Return the number that identifies a key in the native core. It is the same in each process, and never 0."""
     data = key if isinstance(key, bytes) else repr(key).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) or 1

@@ -1,4 +1,4 @@
-"""Blocks of an engine's memory for the probe that `farpool.kv.PrefixCache` makes at the first save or load.
+"""Makes the blocks for the probe that `farpool.kv.PrefixCache` runs at the first save or load.
 
 A probe moves a known block and compares the result, to check that memory is read and written correctly. A load may
 write into the engine's memory, so its probe loads random bytes into that memory. A save may only read the engine's
@@ -32,7 +32,7 @@ __all__ = ["Place", "loading_block", "saving_block"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of one block of a group of layers in an engine's memory.
+    """Place of one block in an engine's memory, for one group of layers.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Place:
     payload: Callable[[], Payload]
 
     def read(self) -> bytes:
-        """Return a copy of the block's bytes, from the engine's tensors or, without tensors, from its buffers."""
+        """Return a copy of the block's bytes, from the engine's tensors, or from its buffers if it has no tensors."""
         if isinstance(self.memory, TensorMemory):
             return b"".join(self.memory.read(layer, self.start, self.stop) for layer in self.layers)
         return b"".join(part.tobytes() for layer in self.layers for part in self._parts(layer))
@@ -80,7 +80,10 @@ class Place:
 
 
 def loading_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the known block for the probe of a load, from one place in writable memory for each group of layers."""
+    """Make the known block for the probe of a load.
+
+    `places` has one place in writable memory for each group of layers.
+    """
     ends = [*accumulate((len(place.read()) for place in places), initial=0)]
 
     def write(data: bytes) -> None:
@@ -97,7 +100,10 @@ def loading_block(places: Sequence[Place]) -> EngineBlock:
 
 
 def saving_block(places: Sequence[Place]) -> EngineBlock:
-    """Make the known block for the probe of a save, from one place in read-only memory for each group of layers."""
+    """Make the known block for the probe of a save.
+
+    `places` has one place in read-only memory for each group of layers.
+    """
     known = [place.read() for place in places]
     ends = [*accumulate(map(len, known), initial=0)]
     own = EngineBlock.private(ends[-1])

@@ -20,8 +20,8 @@ class Found:
     Attributes
     ----------
     answers : sequence of int, None, Exception or Reason
-        For each key the size of its stored object in bytes, header included. If the block cannot be loaded: None if no
-        node has it, otherwise the error or the reason.
+        For each key, the size of its stored object in bytes, header included. If the block cannot be loaded, the answer
+        is None if no node has the block, otherwise the error or the reason.
     """
 
     answers: Sequence[int | Exception | Reason | None]
@@ -30,7 +30,7 @@ class Found:
     def is_whole(self) -> bool:
         """True if every block can be loaded."""
         try:
-            sum(cast("Sequence[int]", self.answers))  # the fastest check of all of them: any other type raises
+            sum(cast("Sequence[int]", self.answers))  # the fastest way to check all answers: any other type raises
         except TypeError:
             return False
         return True
@@ -39,22 +39,22 @@ class Found:
 
     @cached_property
     def sizes(self) -> Sequence[int | None]:
-        """For each key the size of its stored payload in bytes; None if the block cannot be loaded."""
+        """For each key, the size of its stored payload in bytes; None if the block cannot be loaded."""
         return [max(0, one - HEADER_BYTES) if isinstance(one, int) else None for one in self.answers]
 
     @cached_property
     def reasons(self) -> Sequence[Reason | None]:
-        """For each key the reason why its block cannot be loaded; None if it can."""
+        """For each key, the reason why its block cannot be loaded; None if the block can be loaded."""
         return [reason_of(one) for one in self.answers]
 
     @cached_property
     def leading(self) -> int:
-        """Number of blocks before the first missing block."""
+        """Number of blocks before the first block that cannot be loaded."""
         if self.is_whole:
             return len(self.answers)
         return next(number for number, one in enumerate(self.answers) if not isinstance(one, int))
 
     @property
     def found(self) -> list[bool]:
-        """For each block, True if it is stored."""
+        """For each block, True if it can be loaded."""
         return [True] * len(self.answers) if self.is_whole else [isinstance(one, int) for one in self.answers]

@@ -27,8 +27,8 @@ class Demoted:
     blocks : int
         Number of blocks that are in the lower tier now, or are being moved there.
     reasons : mapping of Reason to int
-        Number of the other blocks for each reason: with `Reason.ABSENT` a block is not stored at all; with
-        `Reason.NO_LOWER_TIER`, `Reason.PINNED` and `Reason.FULL` it stays in memory.
+        Number of the other blocks for each reason. A block with `Reason.ABSENT` is not stored at all. A block with
+        `Reason.NO_LOWER_TIER`, `Reason.PINNED` or `Reason.FULL` stays in memory.
     """
 
     blocks: int
@@ -46,7 +46,8 @@ class Handoff:
     blocks : int
         Number of blocks that are kept.
     reasons : mapping of Reason to int
-        Number of blocks that are not kept, for each reason. They may be evicted before the other process calls `take`.
+        For each reason, the number of blocks that are not kept. These blocks may be evicted before the other process
+        calls `take`.
     """
 
     note: bytes
@@ -55,16 +56,16 @@ class Handoff:
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Contents of the note that one process (the giver) hands to another, which name the blocks.
+    """Contents of the note in which one process (the giver) names blocks for another process.
 
     Attributes
     ----------
     namespace : bytes
         Digest of the giver's namespace.
     chains : list of bytes
-        For each block the hash of all tokens up to its end.
+        For each block, the hash of all tokens up to the block's end.
     owner : bytes
-        Name of the sequence, used as the owner of its pins.
+        Name of the sequence. The pins of its blocks have this owner.
     ttl : float
         Seconds for which the blocks are kept.
     kept : int
@@ -96,5 +97,5 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def counted(outcomes: Sequence[Reason | None]) -> Mapping[Reason, int]:
-    """Return how many blocks have each reason."""
+    """Return the number of blocks for each reason. Outcomes of None are not counted."""
     return Counter(reason for reason in outcomes if reason is not None)

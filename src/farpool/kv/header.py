@@ -1,4 +1,4 @@
-"""The 64 bytes before each payload, which identify its block.
+"""The header: 64 bytes before each payload that identify the payload's block.
 
 The store's CRC32C shows that the bytes stored under a key are whole. The header shows that the bytes belong to this key
 and namespace, in this version of the layout. So a mistake in an engine, a connector or a key becomes a miss, and never
@@ -45,7 +45,7 @@ def check_header(header: bytes | bytearray | memoryview, key: bytes, nbytes: int
     Parameters
     ----------
     header : buffer
-        The 64 bytes.
+        The 64 bytes that were read.
     key, nbytes, stored
         As in `pack_header`.
 

@@ -26,7 +26,7 @@ __all__ = ["Entry", "journal_folder", "record", "recorded", "runs"]
 
 _ENTRIES_MAX = 10_000
 _NAME_CHARACTERS_MAX = 256
-"""Number of characters after which a request's name is cut, because the engine's users may choose names of any
+"""Maximum characters of a request's name. The rest is cut off, because the engine's users may choose names of any
 length."""
 _QUERY_BYTES_MAX = 4 * _NAME_CHARACTERS_MAX
 _SOCKET_TIMEOUT_S = 2.0
@@ -48,9 +48,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     blocks : int
         Number of blocks in this step.
     done : int
-        Number of these blocks that were found, loaded or saved.
+        Number of these blocks for which the step succeeded, such as blocks that were found, loaded or saved.
     reasons : mapping of str to int
-        Number of the other blocks for each reason.
+        For each reason, the number of blocks for which the step did not succeed.
     seconds : float
         Duration of the step.
     note : str
@@ -172,7 +172,7 @@ def _name(request: str) -> str:
 def _of_request(entries: Sequence[Entry], request: str) -> list[Entry]:
     """Return the entries of the request with exactly this name.
 
-    If there are none, return the entries of all requests whose names contain it.
+    If there are none, return the entries of all requests whose names contain `request`.
     """
     exact = [entry for entry in entries if entry.request == request] if request else []
     return exact or [entry for entry in entries if request in entry.request]
@@ -181,7 +181,7 @@ def _of_request(entries: Sequence[Entry], request: str) -> list[Entry]:
 def recorded(request: str = "") -> list[Entry]:
     """Return this process's entries of a request, the oldest first.
 
-    If no request has exactly this name, return the entries of all requests whose names contain it.
+    If no request has exactly this name, return the entries of all requests whose names contain `request`.
     """
     return _of_request(_journal.entries.copy(), _name(request))
 
@@ -194,7 +194,8 @@ def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
     Parameters
     ----------
     request : str
-        Name of the request, or a part of names if no request has exactly this name; empty for all requests.
+        Name of a request. If no request has exactly this name, the requests whose names contain it are read. Empty for
+        all requests.
 
     Returns
     -------
@@ -208,7 +209,7 @@ def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
 
 
 def _asked(request: str) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield the process identifier of each journal of this user, and the journal's entries of a request."""
+    """Yield, for each journal of this user, the identifier of its process and its entries of a request."""
     folder = journal_folder()
     if not folder.exists() or not _is_own(folder):
         return

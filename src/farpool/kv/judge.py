@@ -1,7 +1,8 @@
-"""Decides for each request whether found KV is loaded, counts the decisions, and measures what loading has gained.
+"""Decides for each request whether found KV is loaded, counts the decisions, and measures how much time loading saves.
 
 A few requests, the hold-out, compute although they could load, to measure the gain. A few others, the probes, load
-although computing seems faster. While loading costs time, the cache stands aside: most requests compute.
+although computing seems faster. While loading takes longer than computing, the cache stands aside: most requests
+compute.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from farpool.kv.reasons import Reason
 __all__ = ["Judge"]
 
 _PROBE_PERIOD = 32
-"""One of this many requests for which computing seems faster loads anyway (a probe), to notice that a slow link has
-recovered.
-"""
+"""Among the requests for which computing seems faster, one of this many loads anyway (a probe). So the judge notices
+that a slow link has recovered."""
 _ASIDE = "loading has cost time lately"
 _LOAD_SHARE_MAX = 2.0
-"""The time of a load counts as at most this many times the expected compute time, because an engine that abandons a
-load and computes loses no more. Without the bound, a few loads over a stalled link would dominate the mean."""
+"""A load counts with at most this many times the expected compute time, because an engine that abandons a load and
+computes loses no more time than that. Without the bound, a few loads over a stalled link would dominate the mean."""
 
 
 class Judge:
-    """Keeps measured times of computing and loading, checks them with a hold-out, and decides. Thread-safe.
+    """Decides between loading and computing by measured times, and checks the decisions with a hold-out. Thread-safe.
 
     A cache calls `decide` before it loads, and reports how long loads and computing have taken.
 
     Parameters
     ----------
     hold_out : bool
-        Compute a few requests that could load, to measure what loading gains, and stand aside while loading costs time.
+        If True, a few requests that could load compute instead, to measure how much time loading saves. The cache
+        stands aside while loading takes longer than computing.
     """
 
     def __init__(self, *, hold_out: bool = True) -> None:
@@ -47,14 +48,14 @@ class Judge:
         self._lock = threading.Lock()
 
     def begin_in_child(self) -> None:
-        """Reset the lock and the number of bytes under way in the child of a fork, which has none of these loads."""
+        """Reset the lock and the bytes under way in the child of a fork. The child has none of the parent's loads."""
         self._lock = threading.Lock()
         self._under_way = 0
 
     def planned(self, tokens: int, nbytes: int, *, step: int) -> Plan | None:
         """Return a plan that loads all blocks of a request, or None if the judge would compute.
 
-        This decides nothing yet.
+        This call records no decision.
 
         Parameters
         ----------
@@ -78,7 +79,7 @@ class Judge:
         context: int = 0,
         plan: Plan | None = None,
     ) -> tuple[Plan, Arm]:
-        """Decide how much of a found prefix is loaded, and write the decision into the journal.
+        """Decide how much of a found prefix the engine should load, and write the decision into the journal.
 
         Parameters
         ----------
@@ -100,7 +101,7 @@ class Judge:
         with self._lock:
             if plan is None:
                 plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
-            # A hold-out means nothing before the engine has reported a compute time.
+            # A hold-out can be compared only after a load time and a compute time have been measured.
             known = plan.seconds is not None and plan.recompute_seconds is not None
             if plan.compute < tokens and known and self._gain is not None:
                 arm = self._gain.arm()
@@ -130,7 +131,7 @@ class Judge:
             return self._under_way
 
     def ended(self, nbytes: int) -> None:
-        """Record the end of a load, whether it succeeded or failed."""
+        """Record that a load has ended, with success or failure."""
         with self._lock:
             self._under_way -= nbytes
 
@@ -147,7 +148,7 @@ class Judge:
         tokens : int
             Tokens whose KV the engine should have after the load, including the `compute` tokens.
         usable : int
-            Tokens whose KV the engine really has; it computes the rest.
+            Tokens whose KV the engine really has. The engine computes the rest of `tokens`.
         seconds : float
             Time that the load took, including the lookup.
         compute : int
@@ -167,7 +168,7 @@ class Judge:
             self._saved -= seconds
             expected = self._cost.prefill_seconds(tokens)
             if self._gain is not None and expected is not None:
-                if self._gain.stands_aside:  # this request looked whether loading pays again
+                if self._gain.stands_aside:  # this request tested whether loading saves time again
                     self._gain.arm()
                 self._gain.add("load", expected + min(seconds, expected), expected)
 
@@ -200,7 +201,7 @@ class Judge:
         Parameters
         ----------
         tokens, context : int
-            Number of tokens, and of the tokens before them.
+            `tokens`: number of tokens computed; `context`: number of tokens before them.
         seconds : float
             Compute time without the time of the lookup, because an engine without a cache makes no lookup.
         held_out : bool
@@ -222,8 +223,9 @@ class Judge:
         Returns
         -------
         dict
-            ``gain``: result of `NetGain.stats`, None without a hold-out; ``saved_seconds``: expected compute time minus
-            load time, summed over all loads, negative if loads took longer; ``decisions``: number of decisions by kind.
+            ``gain``: result of `NetGain.stats`, or None without a hold-out. ``saved_seconds``: expected compute time
+            minus load time, summed over all loads; negative if loads took longer. ``decisions``: number of decisions of
+            each kind.
         """
         with self._lock:
             gain = None if self._gain is None else self._gain.stats()

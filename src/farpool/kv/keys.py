@@ -1,7 +1,7 @@
 """Keys of KV blocks: a namespace, the hash of all tokens up to the block's end, a group of layers and a shard.
 
-A shard is the part of the KV that one rank has. The hashes form a chain: each hash is made from the hash before it and
-the tokens of its block.
+A shard is the part of the KV that one rank has. The hashes form a chain: the hash of a block is made from the hash of
+the block before it and the tokens of the block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
 _U32_MAX = 0xFFFFFFFF
 _SALT = b"farpool.kv.transformers salt"
-"""Prefix that is hashed together with a salt, so that no sequence of tokens gives the same hash. It must never change,
-because farpool would then not find KV that earlier releases stored with a salt."""
+"""Bytes that are hashed before a salt, so that no sequence of tokens has the same hash as a salt. They must never
+change, because farpool would then not find KV that earlier releases stored with a salt."""
 
 
 def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
@@ -92,7 +92,7 @@ def salt_bytes(salt: bytes | str) -> bytes:
 
 
 def chain_seed(namespace: bytes, salt: bytes) -> bytes:
-    """Return the bytes with which the hash chain of a sequence starts; the namespace if `salt` is empty."""
+    """Return the start of a sequence's hash chain: the namespace if there is no salt, else a hash of both."""
     return hashlib.sha256(_SALT + namespace + salt).digest() if salt else namespace
 
 
@@ -108,13 +108,14 @@ def token_keys(
     page : int
         Tokens of a block.
     namespace : bytes
-        Digest of the namespace, 16 bytes. The chain of hashes starts from it, or with a salt from `chain_seed`.
+        Digest of the namespace, 16 bytes. The chain of hashes starts from this digest, or from the result of
+        `chain_seed` if there is a salt.
     groups : int
         Number of groups of layers.
     shard : int
         Number of the rank whose part of the KV is stored.
     salt : bytes
-        Bytes that name everything else on which the KV depends; sequences with different salts have no common key.
+        Bytes that name everything else on which the KV depends. Sequences with different salts have no key in common.
 
     Returns
     -------
@@ -124,7 +125,7 @@ def token_keys(
     Raises
     ------
     ConfigError
-        A token is not a number in this range, or another argument is wrong.
+        A token is not a whole number from 0 to 2**64 - 1, or another argument is wrong.
     """
     seed = chain_seed(namespace, salt)
     with contextlib.suppress(TypeError):  # the Python code below raises an error that names the wrong argument
@@ -146,7 +147,7 @@ def namespace_key(digest: bytes) -> bytes:
 
 
 def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[bytes]:
-    """Hash tokens page by page, each hash covering all tokens up to the page's end, as SGLang does.
+    """Hash tokens page by page, as SGLang does. Each hash covers all tokens up to the end of its page.
 
     Parameters
     ----------
@@ -166,7 +167,7 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     Raises
     ------
     ConfigError
-        A token is not a number in this range, or `page` is not positive.
+        A token is not a whole number from 0 to 2**64 - 1, or `page` is not positive.
     """
     require_whole(page, "page", 1, hint=" token")
     whole = tokens[: len(tokens) - len(tokens) % page]
@@ -186,7 +187,7 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
 
 
 def _wide_pages(tokens: Sequence[int], page: int) -> list[bytes]:
-    """Return the bytes to hash for each page. A page with a token above 32 bits stores all its tokens in 64 bits."""
+    """Return the bytes to hash for each page. A page with a token of more than 32 bits uses 64 bits for each token."""
     try:
         wide = array("Q", tokens)
     except (OverflowError, TypeError, ValueError) as error:

@@ -22,15 +22,15 @@ def closed_error() -> StoreClosedError:
 
 
 class Link:
-    """Connection to a store or pool, which the first call in each process opens. Thread-safe.
+    """Connection to a store or pool. The first call in each process opens the connection. Thread-safe.
 
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
-        Addresses of nodes, or a store or objects in a pool. If the caller passes a store or objects, this class does
-        not close them.
+        Addresses of nodes, a store, or the objects in a pool. This class does not close a store or objects that the
+        caller passes.
     open_store : callable
-        Opens a store on these addresses.
+        Opens a store on the nodes with these addresses.
 
     Raises
     ------
@@ -55,24 +55,24 @@ class Link:
         self._opened: tuple[Objects, ObjectCalls] | None = None
 
     def calls(self, seconds: float = math.inf) -> ObjectCalls:
-        """Return the calls of the store, and open the store first if it is not open in this process.
+        """Return the calls of the store. If the store is not open in this process, open it first.
 
         Parameters
         ----------
         seconds : float
-            Time that is left for the call.
+            Seconds that are left for the call.
 
         Raises
         ------
         NodeTimeoutError
-            No time is left. No node is asked, although a fast node might answer.
+            No time is left. The nodes are then not asked, although a fast node might answer.
         StoreClosedError
             The cache is closed.
         """
         if seconds <= 0:
             raise NodeTimeoutError("the time of this call was over before it was made")
-        # No lock here, because every request of the cache passes: `_opened` is set as a whole and never changed in
-        # place.
+        # No lock here, because every request of the cache comes through here. `_opened` is set as a whole and never
+        # changed in place.
         opened = self._opened
         return opened[1] if opened is not None and not self._refuses else self._open()[1]
 
@@ -90,7 +90,7 @@ class Link:
             return self._opened
 
     def is_mapped(self) -> bool:
-        """Return True if lookups read memory of this host, without a request to a node."""
+        """Return True if lookups read memory of this host and send no request to a node."""
         try:
             return self.calls().is_mapped()
         except FarpoolError:
@@ -102,7 +102,7 @@ class Link:
             self._refuses = True
 
     def close(self) -> None:
-        """Close the connections, after the last call has ended. Idempotent."""
+        """Close the connections. The caller must wait until the last call has ended. Idempotent."""
         self.refuse()
         opened, self._opened = self._opened, None
         if opened is not None and isinstance(store := opened[0], Store) and self._given is None:

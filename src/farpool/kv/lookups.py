@@ -1,6 +1,6 @@
-"""Lookups of prefixes, and the decision how much of each prefix the engine should load.
+"""Looks up prefixes, and decides how much of each prefix the engine should load.
 
-Blocks in the memory of this process are called near; all other blocks have to come from nodes.
+Blocks in the memory of this process are called near. All other blocks have to be loaded from nodes.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ class Lookups:
     def match(
         self, wanted: Iterable[Wanted], split: bool, timeout: float | None, exchange: Exchange | None
     ) -> list[Match]:
-        """Look up sequences with one request, and agree with the other ranks how much of each sequence to load.
+        """Look up several sequences at once, and agree with the other ranks how much of each sequence to load.
 
         Parameters
         ----------
         wanted : iterable of Wanted
-            Blocks of each sequence. If the iterable raises an error, the other ranks do not wait for this one.
+            Blocks of each sequence. If the iterable raises an error, the other ranks do not wait for this rank.
         split : bool
-            The engine can compute the first tokens while the others are loaded.
+            True if the engine can compute the first tokens while the others are loaded.
         timeout : float or None
-            Seconds that the lookup may take. None for the cache's own timeout or, if that is shorter, the expected
-            compute time.
+            Seconds that the lookup may take. None for the shorter of two times: the cache's own timeout, and the
+            expected compute time if it is known.
         exchange : callable or None
             The exchange in which the ranks agree on this lookup; None if there are no ranks to agree with.
         """
         try:
             matches = self._match_here(list(wanted), split, timeout)
         except BaseException:
-            # The other ranks wait for this rank's answer, and would do so until their time is over.
+            # The other ranks wait for this rank's answer. Without it, they would wait until their time is over.
             self._peers.abandon(exchange)
             raise
         return self._peers.agree(matches, exchange)
@@ -113,7 +113,7 @@ class Lookups:
         ]
 
     def find(self, wanted: Sequence[Wanted], timeout: float | None) -> tuple[list[Found], Collection[bytes]]:
-        """Look up which blocks are stored; return a result for each sequence, and the keys of near blocks."""
+        """Look up which blocks are stored; return the result for each sequence, and the keys of the near blocks."""
         keys = [key for one in wanted for key in one.keys]
         stored: list[int] = []
         for one in wanted:
@@ -156,8 +156,8 @@ class Lookups:
         seconds : float
             Time that the lookup took.
         plan : Plan, optional
-            Plan that was made earlier for loading all of these blocks from nodes. It is ignored if blocks are missing
-            or near.
+            Plan that was made earlier for loading all of these blocks from nodes. The plan is ignored if some of the
+            blocks are missing or near.
         """
         shape = self._shape
         usable, reason = shape.usable(found, wanted.blocks)
@@ -199,7 +199,7 @@ class Lookups:
         )
 
     def _far_bytes(self, wanted: Wanted, usable: int, near: Collection[bytes]) -> int:
-        """Return the number of bytes that have to come from nodes to load `usable` blocks of the sequence."""
+        """Return how many bytes nodes have to send so that the first `usable` blocks of the sequence can be loaded."""
         if not near:
             return self._shape.nbytes(usable)
         return sum(

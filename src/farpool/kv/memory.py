@@ -1,4 +1,4 @@
-"""An engine's memory of KV: the properties of its layers, their groups, and KV in tensors."""
+"""Describes an engine's KV memory: the properties and groups of the engine's layers, and KV in tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Layer:
     Attributes
     ----------
     nbytes : int
-        Bytes of KV for each token, keys and values together (for latent attention: of the latents). For a recurrent
-        layer the bytes of its state, which represents all earlier tokens.
+        Bytes of KV for each token, keys and values together. For latent attention, the bytes of the latents for each
+        token. For a recurrent layer, the bytes of its state, which represents all earlier tokens.
     kind : {"full", "sliding", "mla", "recurrent"}
         Kind of attention; grouped-query attention is ``full`` with fewer bytes.
     window : int
@@ -47,13 +47,13 @@ class Layer:
 
 
 class KVMemory(Protocol):
-    """Interface of an engine's memory of one sequence's KV, by layers and tokens."""
+    """Interface of the memory in which an engine has the KV of one sequence, by layers and tokens."""
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's KV of tokens `start` to `stop`, or None if the engine does not have it.
 
         The buffers are contiguous. They are stored in the returned order, which must be the same for all blocks of a
-        namespace. For a recurrent layer this returns the state after token `stop`.
+        namespace. For a recurrent layer, this returns the state after the first `stop` tokens.
         """
 
 
@@ -70,7 +70,7 @@ class LayerGroup:
         return self.group.kind in ("full", "mla")
 
     def first_block(self, blocks: int, block: int) -> int:
-        """Return the number of the first block that these layers need in order to continue after `blocks` blocks."""
+        """Return the number of the first block that these layers need to continue after `blocks` blocks."""
         if self.group.kind == "sliding":
             # The next token attends to the `window - 1` tokens before it.
             return max(0, blocks * block - (self.group.window - 1)) // block
@@ -111,7 +111,7 @@ def layer_groups(layers: Sequence[Layer], block: int, pieces: int = 1) -> list[L
 
 
 class TensorMemory:
-    """KV in tensors in host memory, each with a dimension of tokens.
+    """KV in tensors in host memory. Each tensor has a dimension of tokens.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class TensorMemory:
     token_dim : int
         Index of the dimension of tokens; -2 for ``[batch, heads, tokens, head size]``.
     first : sequence of int, optional
-        Number of the first token in each layer's tensors; zeros by default. Layers with a sliding window hold only the
-        last tokens.
+        For each layer, the index in the sequence of the first token that its tensors hold; zeros by default. Layers
+        with a sliding window hold only the last tokens.
 
     Raises
     ------
@@ -156,19 +156,22 @@ class TensorMemory:
             self._layers.append((chunks, token_bytes))
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
-        """Return the memory of one layer's tokens, head by head; None if the tensors lack some of the tokens."""
+        """Return the memory of one layer's tokens, head by head; None if its tensors lack some of these tokens."""
         (found,) = self.blocks((layer,), start, 1, stop - start)
         return found
 
     def read(self, layer: int, start: int, stop: int) -> bytes:
         """Return a copy of one layer's tokens in the order of `parts`.
 
-        It shares no code with `parts`, so that a probe can compare both.
+        This method shares no code with `parts`, so that a probe can compare both.
         """
         return b"".join(own.tobytes() for own in self._narrowed(layer, start, stop))
 
     def write(self, layer: int, start: int, stop: int, data: bytes) -> int:
-        """Replace one layer's tokens by the start of `data`, in the order of `read`; return how many bytes it used."""
+        """Overwrite one layer's tokens with the first bytes of `data`, in the order of `read`.
+
+        Return the number of bytes written.
+        """
         at = 0
         for own in self._narrowed(layer, start, stop):
             own[...] = np.frombuffer(data, np.uint8, own.size, at).reshape(own.shape)
@@ -178,7 +181,7 @@ class TensorMemory:
     def _narrowed(self, layer: int, start: int, stop: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return views of the bytes of one layer's tokens, one for each tensor.
 
-        They are numpy arrays, because torch refuses to write into a tensor of inference mode outside that mode.
+        The views are numpy arrays, because torch refuses to write into a tensor of inference mode outside that mode.
         """
         first = self._first[layer]
         narrowed = [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
@@ -192,14 +195,14 @@ class TensorMemory:
         layers : tuple of int
             Numbers of the layers.
         start : int
-            Number of the first token.
+            Index of the first token in the sequence.
         count, size : int
-            Number of blocks, and tokens of each block.
+            Number of blocks, and number of tokens of each block.
 
         Returns
         -------
         list of tuple of Slices, or None
-            For each block its memory; None if a layer lacks some of its tokens.
+            For each block, its memory; None if the tensors of a layer lack some of the block's tokens.
         """
         first = self._first[layers[0]]
         rows = self._together.get(layers)
@@ -207,7 +210,7 @@ class TensorMemory:
             if any(self._first[layer] != first for layer in layers):
                 each = zip(*(self.blocks((layer,), start, count, size) for layer in layers), strict=True)
                 return [None if None in own else sum(filter(None, own), ()) for own in each]
-            # One object for all of them, because a call for each layer takes longer than the copy of a block.
+            # One object for all of these layers, because a call for each layer takes longer than the copy of a block.
             chunks = [chunk for layer in layers for chunk in self._layers[layer][0]]
             token_bytes = [nbytes for layer in layers for nbytes in self._layers[layer][1]]
             rows = self._together[layers] = Rows(chunks, token_bytes)

@@ -19,13 +19,13 @@ from farpool.errors import ConfigError
 __all__ = ["Group", "Namespace"]
 
 _SCHEMA = 1
-"""Version of the encoding whose digest names a namespace. Another version gives each namespace another digest."""
+"""Version of the encoding of namespaces. A new version changes the digest of each namespace."""
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that are stored together: for each block of tokens, their KV is one value in the store.
+    """Layers that are stored together: one value in the store has their KV for one block of tokens.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Namespace:
     model : str
         Name of the model.
     weights : str
-        Exact name of the weights: a revision, a digest, the number of a training step.
+        Exact name of the weights, such as a revision, a digest or the number of a training step.
     dtype : str
         Logical data type, such as ``bfloat16`` or ``fp8_e4m3``.
     layout : str
@@ -67,11 +67,11 @@ class Namespace:
     groups : tuple of Group
         Layers that are stored together.
     hash : str
-        Hash function that chains the tokens.
+        Hash function of the chain of hashes over the tokens.
     seed : str
-        Seed of that chain.
+        Seed of this chain.
     tokens_per_hash : int
-        Tokens that one link of the chain adds; 0 if that is the number of tokens of a block.
+        Number of tokens that one hash of the chain adds; 0 if it equals `tokens_per_block`.
     heads : int
         KV heads of a layer on one rank; 0 if the model has none.
     head_dim : int
@@ -79,7 +79,7 @@ class Namespace:
     parallel : tuple of (str, int)
         Sizes of parallel groups on which the bytes depend, such as ``("tp", 2)``.
     tenant : str
-        Name of users who share nothing with other users.
+        Name of a group of users who share no KV with other users; empty for none.
     codec : str
         Compression of the payloads; empty for none.
     extra : tuple of (str, str or int)
@@ -124,12 +124,12 @@ class Namespace:
 
     @cached_property
     def encoded(self) -> bytes:
-        """All fields as canonical CBOR, whose digest names the namespace."""
+        """All fields as canonical CBOR. The digest of these bytes names the namespace."""
         return cbor2.dumps({"schema": _SCHEMA, **asdict(self)}, canonical=True)
 
     @cached_property
     def digest(self) -> bytes:
-        """The first 16 bytes of the SHA-256 of `encoded`, which name the namespace."""
+        """Name of the namespace: the first 16 bytes of the SHA-256 of `encoded`."""
         return hashlib.sha256(self.encoded).digest()[:DIGEST_BYTES]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Near blocks: blocks in the memory of this process, brought before the requests that need them."""
+"""Keeps near blocks: blocks that were loaded into the memory of this process before a request needs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NearMemory"]
 
 
 class NearMemory:
-    """Blocks by their keys, up to a number of bytes. The least recently used blocks are evicted first. Thread-safe.
+    """Near blocks by key, up to a number of bytes. The least recently used blocks are evicted first. Thread-safe.
 
     Parameters
     ----------
@@ -29,7 +29,10 @@ class NearMemory:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Start without blocks, also in the child of a fork: threads of the parent may have been changing them."""
+        """Start without blocks.
+
+        The child of a fork does this, too, because threads of the parent may have been changing the blocks.
+        """
         self._left = self.nbytes
         self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()
@@ -62,9 +65,9 @@ class NearMemory:
         return far
 
     def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytearray]:
-        """Reserve memory for wanted blocks that are not here yet, in their order, until no room is left.
+        """Reserve memory for the wanted blocks that are missing here, in the given order, until no room is left.
 
-        Least recently used blocks are evicted to make room, but none of the wanted blocks.
+        Blocks are evicted to make room, the least recently used first. Wanted blocks are not evicted.
 
         Parameters
         ----------
@@ -74,7 +77,7 @@ class NearMemory:
         Returns
         -------
         dict
-            Memory by key. The caller has to pass the memory of each key to `keep` or `release`.
+            The reserved memory by key. The caller has to pass the memory of each key to `keep` or `release`.
         """
         here = self.present(key for key, _ in wanted)
         places: dict[bytes, bytearray] = {}
@@ -97,7 +100,7 @@ class NearMemory:
             if key not in self._blocks:
                 self._blocks[key] = place
                 return
-        # Outside the lock, which `release` takes itself.
+        # Call `release` outside the lock, because it takes the lock itself.
         self.release(place)
 
     def release(self, place: bytearray) -> None:

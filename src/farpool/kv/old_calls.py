@@ -1,4 +1,4 @@
-"""Calls of `farpool.kv.PrefixCache` under their old names, which the next release will remove."""
+"""Methods of `farpool.kv.PrefixCache` under their old names. The next release will remove these names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["OldCalls"]
 
 
 class OldCalls:
-    """Old names of `PrefixCache` methods. Each of them warns and calls the new method."""
+    """Methods of `PrefixCache` under their old names. Each of them warns and calls the method of the new name."""
 
     def lookup_many(self: Any, prompts: Any, *, salts: Any = (), requests: Any = (), **options: Any) -> Any:
         _warn("lookup_many", "lookup([Prompt(tokens, salt, request), ...])")
@@ -73,7 +73,7 @@ def _prompts(
     requests: Sequence[str] = (),
     starts: Sequence[int] = (),
 ) -> list[Prompt]:
-    """Return prompts made from their fields. Only the tokens are required."""
+    """Make prompts from lists of their fields. Only the list of tokens is required."""
     count = len(tokens)
     each = zip(tokens, salts or [b""] * count, requests or [""] * count, starts or [0] * count, strict=True)
     return [Prompt(*fields) for fields in each]

@@ -1,7 +1,7 @@
-"""One rank of an engine, and its agreements with the other ranks, so that all ranks use the same blocks.
+"""Lets one rank of an engine agree with the other ranks, so that all ranks use the same blocks.
 
-Rank 0 decides if a prefix is loaded, and each rank reports up to which block it could load. All ranks then load up to
-the last block that every rank can load. After a load, no rank uses a block that another rank could not load.
+Rank 0 decides whether a prefix is loaded, and each rank reports up to which block it could load. All ranks then load
+up to the last block that every rank can load. After a load, no rank uses a block that another rank could not load.
 """
 
 from __future__ import annotations
@@ -73,17 +73,16 @@ class Peers:
         self._decides = decides
 
     def begin(self) -> Exchange | None:
-        """Begin an exchange with the other ranks; None if there are no ranks to agree with.
+        """Begin an exchange with the other ranks, and return it; return None if there are no other ranks.
 
         All ranks must call this in the same order.
         """
         return None if self._ranks is None else self._ranks.begin()
 
     def begin_load(self, matches: Sequence[Match]) -> Exchange | None:
-        """Begin the exchange of a load; None if the ranks have agreed that there is nothing to load.
+        """Begin the exchange of a load, and return it; return None if the ranks have agreed to load nothing.
 
-        If the lookup of a rank raised an error, all ranks have agreed to load nothing, so none of them begins an
-        exchange.
+        If the lookup of a rank raised an error, all ranks have agreed to load nothing, so no rank begins an exchange.
         """
         return self.begin() if any(match.tokens for match in matches) else None
 
@@ -93,7 +92,7 @@ class Peers:
             exchange([0, 0])
 
     def agree(self, matches: list[Match], exchange: Exchange | None) -> list[Match]:
-        """Reduce this rank's matches to the blocks that all ranks load."""
+        """Return this rank's matches, reduced to the blocks that all ranks load."""
         if exchange is None:
             return matches
         step = self._step
@@ -138,9 +137,9 @@ class Peers:
         Parameters
         ----------
         matches : sequence of Match
-            Matches that were loaded.
+            The loaded matches.
         usable : list of int
-            For each match the tokens that this rank can use.
+            For each match, the number of tokens that this rank can use.
         seconds : float
             Time that this rank's load took; 0 if it is not known.
         exchange : callable or None
@@ -149,7 +148,8 @@ class Peers:
         Returns
         -------
         tuple of list of int and float
-            For each match the tokens that all ranks can use; and the time of the slowest rank, 0 if it is not known.
+            For each match, the number of tokens that all ranks can use; and the seconds that the slowest rank took, or
+            0 if they are not known.
         """
         if exchange is None:
             return usable, seconds
@@ -163,15 +163,16 @@ class Peers:
         return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _unused(self, step: str, match: Match, tokens: int) -> None:
-        """Record in the journal that this rank could have used `tokens` more tokens than all ranks can use together."""
+        """Record in the journal that this rank can use `tokens` more tokens than the ranks have agreed on."""
         why = "another rank lacks the block, computes it, or did not answer in time"
         self._missed(step, match.request, tokens // self._step, Reason.OTHER_RANK, why)
 
 
 def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
-    """Exchange numbers, and return the minimum of each number over all ranks, without the name.
+    """Exchange numbers with all ranks, and return the minimum of each number after the name.
 
-    Return zeros if the ranks have different names, because then they were called with different tokens.
+    Return zeros if a rank contributes only zeros, or if the ranks have different names. Different names mean that the
+    ranks were called with different tokens.
 
     Parameters
     ----------
@@ -182,7 +183,7 @@ def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has
     values : sequence of int
         This rank's numbers, which begin with the name.
     has_any : bool
-        False if this rank found nothing. It then contributes only zeros, so that it need not wait for the others.
+        False if this rank found nothing. The rank then contributes only zeros, so that it need not wait for the others.
     """
     nothing = [0] * len(values)
     least = exchange(values if has_any else nothing)
@@ -194,9 +195,9 @@ def _least(exchange: Exchange, name: tuple[int, int], values: Sequence[int], has
 
 
 def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
-    """Hash the step and the tokens of an exchange to two numbers, the name of the exchange.
+    """Return the name of an exchange: two numbers, from a hash of the step and the tokens of the exchange.
 
-    The minima of these two numbers over all ranks equal the name only if all ranks have the same name.
+    The minimum of each of these numbers over all ranks equals the name only if all ranks have the same name.
     """
     data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
     name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
@@ -209,7 +210,7 @@ def count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None) 
     Raises
     ------
     ConfigError
-        There is no rank with the number `rank`, or `ranks` contradicts `parallel` and `rank`.
+        `rank` is not the number of a rank, or `ranks` contradicts `parallel` and `rank`.
     """
     if not all(isinstance(size, int) and size > 0 for size in parallel.values()):
         raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")

@@ -1,6 +1,7 @@
-"""Requests for blocks to a store or a pool. Each request has a bounded size and a deadline, and raises no error.
+"""Sends requests for blocks to a store or a pool. Each request has a bounded size and a deadline.
 
-A load or save of many blocks is divided into several requests, called pieces.
+A load or save of many blocks is divided into several requests, called pieces. A failed request raises no error;
+instead, the methods return a reason or an error for each block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Pieces"]
 T = TypeVar("T")
 
 _PIECE_BYTES_MAX = 64 << 20
-"""Maximum bytes of one request. Each request may take `timeout`, so a load of several pieces has more time."""
+"""Maximum bytes of one request. Each request may take `timeout` seconds, so a load of several pieces has more time."""
 
 
 class Pieces:
@@ -39,7 +40,7 @@ class Pieces:
     format : BlockFormat
         The form in which blocks are stored.
     descriptions : Descriptions
-        Descriptions of the namespaces whose blocks are written.
+        Stores the descriptions of the namespaces whose blocks are written.
     timeout : float
         Seconds that a request may take if its call has no deadline.
     """
@@ -51,11 +52,11 @@ class Pieces:
         self._timeout = timeout
 
     def time_for(self, nbytes: int) -> float:
-        """Return the seconds that moving `nbytes` bytes may take if the call has no deadline."""
+        """Return how many seconds a call that moves `nbytes` bytes may take if it has no deadline."""
         return self._timeout * max(1, -(-nbytes // _PIECE_BYTES_MAX))
 
     def _left(self, until: float | None) -> float:
-        """Return the seconds that a request may still take; `until` is the deadline of its call, if it has one."""
+        """Return the seconds until the deadline `until` of a call, or the cache's own timeout if `until` is None."""
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
     def ask(
@@ -79,7 +80,7 @@ class Pieces:
             return [error] * len(keys)
 
     def delete(self, keys: Sequence[bytes], until: float | None) -> int:
-        """Delete blocks on all nodes that can be reached; return how many blocks were stored on such a node.
+        """Delete blocks on all nodes that can be reached; return how many of the blocks were stored there.
 
         Parameters
         ----------
@@ -111,12 +112,12 @@ class Pieces:
         until : float or None
             As in `delete`.
         is_probe : bool
-            True if the blocks are a probe's. Their times are then not reported to the choice of the codec.
+            True if a probe reads the blocks. The times of these reads are then not used to choose the codec.
 
         Returns
         -------
         tuple of list and int
-            For each block None, or the reason why it is not in its target; and the number of received bytes.
+            For each block, the reason why it is not in its target, or None if it is; and the number of received bytes.
         """
         headers = bytearray(HEADER_BYTES * len(keys))
         view = memoryview(headers)
@@ -169,13 +170,14 @@ class Pieces:
         until : float or None
             As in `delete`.
         is_probe : bool
-            True if the blocks are a probe's. They are then stored without encoding, because a lossy codec would change
-            their random bytes. Their namespace's description expires, because the probe may fail to delete it.
+            True if a probe writes the blocks. The blocks are then stored without encoding, because a lossy codec would
+            change their random bytes. The description of their namespace then expires, because the probe may fail to
+            delete the description.
 
         Returns
         -------
         tuple of list and int
-            For each block None, or the reason why it is not stored; and the number of sent bytes.
+            For each block, the reason why it is not stored, or None if it is; and the number of sent bytes.
         """
         sizes = [nbytes_of(payload) for payload in payloads]
         outcomes: list[Reason | None] = [None] * len(keys)
@@ -185,7 +187,7 @@ class Pieces:
             misfits = self._format.misfits(keys, present, [HEADER_BYTES + nbytes for nbytes in sizes])
             self.delete([keys[number] for number in misfits], until)
             missing = sorted({*misfits, *(number for number, size in enumerate(present) if not isinstance(size, int))})
-            # The description comes before the blocks: without it no program finds them by their weights or tenant.
+            # The description is stored before the blocks: without it, no program finds them by weights or tenant.
             if missing and self._descriptions.is_due(namespace):
                 calls = self._link.calls()
                 self._descriptions.store(calls, namespace, about.ttl_ms, self._left(until), keep=not is_probe)
@@ -195,7 +197,7 @@ class Pieces:
                     (keys[number], self._format.stored(keys[number], payloads[number], deadline, encode=not is_probe))
                     for number in own
                 ]
-                # Encoding is not part of the measured time, because the choice of the codec measures the link by it.
+                # Exclude encoding from the measured time, because the codec is chosen by the speed of the link.
                 began = time.monotonic()
                 answers = self._link.calls().put_many(items, max(0.0, deadline - began), about)
                 seconds = time.monotonic() - began
@@ -217,7 +219,7 @@ class Pieces:
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[slice]:
-    """Divide blocks of these sizes into pieces of bounded size; yield the indices of each piece."""
+    """Divide blocks of these sizes into pieces of bounded size; yield the slice of the blocks of each piece."""
     start = nbytes = 0
     if sum(sizes) > _PIECE_BYTES_MAX:
         for number, own in enumerate(sizes):

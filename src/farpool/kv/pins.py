@@ -1,4 +1,4 @@
-"""Pins of this process: which owner, such as a sequence, keeps which block in the nodes' memory."""
+"""Records the pins of this process. With a pin, an owner, such as a sequence, keeps a block in the nodes' memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Pins"]
 
 _PINNED_BLOCKS_MIN = 1024
-"""Number of pinned blocks above which pins whose time is over are removed."""
+"""Pins whose time is over are removed only while more blocks than this are pinned."""
 
 
 class Pins:
@@ -38,14 +38,14 @@ class Pins:
         pins : sequence of tuple of bytes and Hold
             Key of each block, and its pin.
         owner : bytes
-            The owner. Its second pin of the same block replaces its first.
+            The owner. If the owner already has a pin of a block, the new pin replaces the old one.
         now, ttl : float
             The present time, and the seconds after which the nodes end these pins.
 
         Returns
         -------
         list of Hold
-            Replaced pins that no other owner uses. The caller has to release them on the nodes.
+            Replaced pins that no owner uses any more. The caller has to release them on the nodes.
         """
         replaced: list[Hold] = []
         with self._lock:
@@ -68,7 +68,7 @@ class Pins:
             for key in keys:
                 owners = self._owners.get(key, {})
                 pin, _ = owners.pop(owner, (None, 0.0))
-                # In a pool all owners share one pin; a node makes one for each.
+                # A pool has one pin of a block for all owners; a node makes a pin for each owner.
                 if pin is not None and not _uses(owners, pin):
                     unused.append(pin)
                 if not owners:

@@ -1,6 +1,6 @@
-"""Plans of lookups, loads and saves: which blocks they need, under which keys.
+"""Plans lookups, loads and saves: decides which blocks they need, and under which keys.
 
-The functions here are pure: they use no clock, no node, no thread, and no engine memory.
+The functions of this module are pure: they use no clock, no node, no thread, and no engine memory.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def as_prompts(
     *,
     copied: bool = False,
 ) -> tuple[bool, list[Prompt]]:
-    """Turn the argument of a call into a list of prompts; also return whether it was a single prompt.
+    """Turn the argument of a call into a list of prompts. The returned bool is True for a single prompt.
 
     Parameters
     ----------
     prompts : sequence of int, Prompt or sequence of Prompt
-        Tokens or a prompt; or several prompts. An empty sequence is a prompt without tokens.
+        The tokens of one prompt, one `Prompt`, or several. An empty sequence is one prompt without tokens.
     salt, request, start
         Fields of the prompt if only its tokens are given.
     copied : bool
-        Copy the tokens, because the caller may change them before they are used.
+        True to copy the tokens, because the caller may change them before they are used.
 
     Raises
     ------
     ConfigError
-        A field is given in addition to a `Prompt`, which has its own fields; or the prompts are lists of tokens.
+        A field is given in addition to a `Prompt`, which has its own fields; or one of several prompts is no `Prompt`.
     """
     if not isinstance(prompts, Prompt) and (not len(prompts) or hasattr(prompts[0], "__index__")):
         is_one, found = True, [Prompt(cast("Sequence[int]", prompts), salt, request, start)]
@@ -126,11 +126,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
     @property
     def last(self) -> bytes:
-        """Key of the last block, whose hash covers all tokens; empty if there is no block."""
+        """Key of the last block, whose hash covers the tokens of all blocks; empty if there is no block."""
         return self.keys[self.blocks - 1] if self.blocks else b""
 
     def keys_of(self, group: int, blocks: range) -> Sequence[bytes]:
-        """Return the keys of some blocks of a group."""
+        """Return the keys of the blocks with these numbers in a group of layers."""
         return self.keys[group * self.blocks + blocks.start : group * self.blocks + blocks.stop]
 
 
@@ -154,21 +154,23 @@ class Match(msgspec.Struct, frozen=True):
     request : str
         The engine's name of the request.
     weights_id : str
-        Name of the weights that have computed the KV. After the engine has changed its weights, a load returns 0
-        tokens.
+        Name of the weights that have computed the KV. If the engine changes its weights after the lookup, a load
+        returns 0 tokens.
     salt : bytes
         The salt of the request.
     arm : {"load", "hold-out", "probe"}
-        Group of requests to which this request belongs: ``load`` follows the estimated times; a few requests do the
-        opposite, to measure: ``hold-out`` computes and ``probe`` loads.
+        Group of requests to which this request belongs. A request of the arm ``load`` follows the estimated times. A
+        few requests do the opposite, to measure: ``hold-out`` computes and ``probe`` loads.
     seconds : float
         Time that the lookup took.
     wanted : Wanted
         The blocks that were looked up.
     far_bytes : int
-        Bytes of the KV of `tokens` that have to come from nodes, because they are not in this process's memory.
+        Number of bytes that nodes have to send to load the KV of the `found` tokens, because these bytes are not in
+        this process's memory.
     ends : sequence of int
-        For each block 1 if this rank could continue after it; empty if all layers need all blocks.
+        For each block, 1 if this rank could continue after the block, otherwise 0. Empty if the ranks do not need
+        this: if there are no other ranks, if all layers need all blocks, or if the nodes were not asked.
     """
 
     tokens: int
@@ -198,7 +200,7 @@ class Current:
 
 
 class Shape:
-    """Layers of an engine, and the groups and blocks in which their KV is stored.
+    """Describes the layers of an engine, and the groups and blocks in which their KV is stored.
 
     Parameters
     ----------
@@ -209,20 +211,20 @@ class Shape:
     pieces : int
         Number of groups into which the layers of each kind are divided.
     rank : int
-        Number of this process's part of the KV.
+        Number of this process's rank, which has one part of the KV.
 
     Attributes
     ----------
     groups : list of LayerGroup
         Layers that are stored together.
     order : list of int
-        Numbers of the groups in the order of their layers.
+        Numbers of the groups, ordered by their layers.
     block : int
         Tokens of a block.
     is_uniform : bool
         True if all layers need all blocks of a prefix.
     block_bytes : int
-        Bytes of one block of all groups.
+        Bytes of one block, for all groups together.
     """
 
     def __init__(self, layers: Sequence[Layer], block: int, pieces: int, rank: int) -> None:
@@ -235,12 +237,12 @@ class Shape:
         self._rank = rank
 
     def groups_of(self, layers: Collection[int] | None) -> Sequence[int]:
-        """Return the numbers of the groups in which these layers are stored; of all groups if `layers` is None.
+        """Return the numbers of the groups in which these layers are stored, or of all groups if `layers` is None.
 
         Raises
         ------
         ConfigError
-            The layers are not all layers of one or more groups.
+            The layers do not form whole groups.
         """
         if layers is None:
             return range(len(self.groups))
@@ -261,23 +263,23 @@ class Shape:
     def sequence(
         self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str
     ) -> tuple[list[bytes], bytes, list[bytes]]:
-        """Return the keys of a sequence's blocks, a name of the sequence, and the chained hash of each block.
+        """Return the keys of a sequence's blocks, a name for the sequence, and the chained hash of each block.
 
-        The name depends on all tokens and the salt.
+        The name depends on all tokens and on the salt.
         """
         chains = token_chain(tokens, self.block, chain_seed(namespace.digest, salt_bytes(salt)))
         rest = array("Q", list(tokens[len(chains) * self.block :])).tobytes()  # tokens that no block covers
         return self.keys(namespace, chains), b"".join(chains[-1:]) + rest, chains
 
     def wanted(self, namespace: Namespace, prompt: Prompt, leave: int = 0) -> Wanted:
-        """Return the blocks of a prompt without its last `leave` tokens."""
+        """Return the blocks of a prompt's tokens without the last `leave` tokens."""
         tokens, salt = prompt.tokens, salt_bytes(prompt.salt)
         own = tokens[: max(0, len(tokens) - leave)]
         keys = self.keys_of_tokens(namespace, own, salt)
         return Wanted(namespace, keys, len(own) // self.block, len(tokens), prompt.request, salt)
 
     def stored(self, wanted: Wanted) -> list[int]:
-        """Return for each block the size in bytes of its stored object, header included."""
+        """Return, for each block, the bytes of its object in the store: the header and the uncompressed payload."""
         sizes: list[int] = []
         for one in self.groups:
             sizes += [HEADER_BYTES + one.group.block_bytes] * wanted.blocks
@@ -286,7 +288,7 @@ class Shape:
     def usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
         """Return the largest number of blocks after which every layer can continue.
 
-        If this is less than `blocks`, also return the reason; otherwise None.
+        If this number is less than `blocks`, also return the reason, otherwise None.
         """
         if found.is_whole or not blocks:
             return blocks, None
@@ -300,12 +302,15 @@ class Shape:
         return usable, next((reason for reason in reasons if reason is not None), None)
 
     def ends(self, found: Found, blocks: int, usable: int) -> list[int]:
-        """Return for each block 1 if every layer can continue after it, else 0; after `usable` blocks always 0."""
+        """Return, for each block, 1 if every layer can continue after the block, otherwise 0.
+
+        The blocks beyond the first `usable` blocks get 0.
+        """
         ends = set(self._ends(self._rows(found, blocks), usable))
         return [int(end in ends) for end in range(1, blocks + 1)]
 
     def _rows(self, found: Found, blocks: int) -> list[list[bool]]:
-        """Return for each group of layers a list that tells for each block whether it was found."""
+        """Return a list for each group of layers. The list has, for each block, True if the block was found."""
         there = found.found
         return [there[number * blocks : (number + 1) * blocks] for number in range(len(self.groups))]
 
@@ -319,9 +324,9 @@ class Shape:
                 yield usable
 
     def needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, range]]:
-        """Yield the number of each group, and the blocks that it needs to continue after `usable` blocks.
+        """Yield, for each group, its number and the range of blocks that it needs to continue after `usable` blocks.
 
-        Blocks before `first` are left out.
+        Blocks before block `first` are left out.
         """
         for number in range(len(self.groups)) if groups is None else groups:
             yield number, range(max(first, self.groups[number].first_block(usable, self.block)), usable)
@@ -333,25 +338,28 @@ class Shape:
         return sum(self.groups[number].group.block_bytes * len(blocks) for number, blocks in self.needed(usable))
 
     def loaded(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
-        """Return how many tokens of a match are usable after loading blocks with these outcomes."""
+        """Return how many tokens of a match are usable after a load.
+
+        `outcomes` has, for each of the `blocks`, the reason why it was not loaded, or None.
+        """
         lost = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is not None]
         if not lost:
             return match.tokens
-        # Only layers with full attention can use fewer blocks: the others need the last ones.
+        # Layers that need all blocks can use the blocks before the first lost block. Other layers need the last blocks.
         return min(lost) * self.block if self.is_uniform else match.compute
 
     def to_save(self, groups: Sequence[int]) -> list[int]:
-        """Return groups in the order in which they are saved: first the groups whose blocks other blocks need."""
+        """Return groups in the order in which they are saved: first the groups with blocks that other blocks need."""
         return sorted(groups, key=lambda number: not self.groups[number].needs_all)
 
     def parent(self, wanted: Wanted, group: int, block: int) -> bytes | None:
         """Return the key of the block without which this block cannot be used; None if there is no such block."""
         if self.groups[group].needs_all:
             return wanted.key(group, block - 1) if block else None
-        # A window or a state is usable only with all blocks before it of the layers with full attention.
+        # A window or a state is usable only with all blocks of the layers with full attention up to this block.
         return None if self._full is None else wanted.key(self._full, block)
 
 
 def picked(values: list[T], numbers: Sequence[int]) -> list[T]:
-    """Return the values at these indices; `values` itself if these are all of its indices."""
+    """Return the values at these indices. If these are all indices of `values`, return `values` itself."""
     return values if len(numbers) == len(values) else [values[number] for number in numbers]

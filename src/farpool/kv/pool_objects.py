@@ -1,4 +1,4 @@
-"""Values under write-once keys in a pool of this process, for a cache of KV that needs no nodes.
+"""Stores values under write-once keys in a pool of this process, so that a KV cache needs no nodes.
 
 The pool decides which bytes are in fast memory, in DRAM or in a file. This module decides which values are kept: if all
 values together would exceed the capacity, `farpool.kv.eviction` chooses which values are evicted or refused.
@@ -55,7 +55,7 @@ _GET_TIMEOUT_S = 1e6
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """A stored value. Its `storage` is None until all of its bytes are written."""
+    """A value of a key. Its `storage` is None until all of its bytes are written."""
 
     key: bytes
     number: int
@@ -66,7 +66,7 @@ class _Value:
 
 
 class PoolObjects:
-    """Immutable values under keys in a pool, up to a number of bytes. Thread-safe.
+    """Keeps immutable values under keys in a pool, up to a number of bytes. Thread-safe.
 
     This class implements `farpool.abc.objects.Objects` and `ObjectCalls`, so a `BlockCache` can use it in place of
     nodes.
@@ -76,12 +76,12 @@ class PoolObjects:
     pool : Pool
         Pool that stores the bytes. Its tiers need room for `capacity` in addition to everything else in the pool.
     capacity : int or str
-        Bytes of all values together, such as ``"8GiB"``.
+        Maximum bytes of all values together, such as ``"8GiB"``.
 
     Raises
     ------
     ConfigError
-        The capacity is not a size above 0, or the pool computes on another device than the host's processor.
+        The capacity is not a size above 0, or the pool computes on a device other than the host's processor.
     """
 
     def __init__(self, pool: Pool, capacity: int | str) -> None:
@@ -105,7 +105,7 @@ class PoolObjects:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Close these objects in a forked child, because their pool is closed there."""
+        """Close this object in a forked child, because the pool is closed there."""
         self._lock = threading.Lock()
         self._closed = True
 
@@ -118,7 +118,7 @@ class PoolObjects:
             self._eviction = Eviction(self._capacity)
 
     def stats(self) -> EvictionStats:
-        """Return counts of values, bytes and hits by tenant, the policy in use, and the hits of the shadow caches."""
+        """Return the policy in use, the hits of the shadow caches, and the values, bytes and hits of each tenant."""
         with self._lock:
             return self._eviction.stats()
 
@@ -135,7 +135,7 @@ class PoolObjects:
         return iter(found)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values; None for a key that has none."""
+        """Return the value of each key; None if the key has no value or the value could not be read."""
         found = self._each(self._read_whole, zip(keys, strict=True), _GET_TIMEOUT_S)
         return [one if isinstance(one, bytes) else None for one in found]
 
@@ -150,7 +150,7 @@ class PoolObjects:
         return True
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
-        """Return for each key the size of its value in bytes; None if there is no value."""
+        """Return, for each key, the size of its value in bytes; None if the key has no value."""
         self._check_open()
         now = time.monotonic()
         with self._lock:
@@ -159,19 +159,19 @@ class PoolObjects:
     def get_into_many(
         self, keys: Sequence[bytes], targets: Sequence[Payload], timeout: float
     ) -> Sequence[int | Exception | None]:
-        """Read values into buffers; return for each key the bytes read, None if there is no value, or the error."""
+        """Read values into buffers; return, for each key, its size in bytes, None for no value, or the error."""
         return self._each(self._read, zip(keys, targets, strict=True), timeout)
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
-        """Store values under keys that have none yet; return for each value whether it was stored, or the error."""
+        """Store values under keys that have no value yet; return, for each key, the outcome or the error."""
         return self._each(partial(self._put, about), items, timeout)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Pin values for a limited time; return a pin for each value, None if there is no value.
+        """Pin values for `ttl_ms` milliseconds; return, for each key, a pin, or None if the key has no value.
 
-        All owners share one pin of a value, which ends at the latest time of all of them.
+        All owners of a value share one pin. The pin ends when the time of every owner is over.
         """
         self._check_open()
         now = time.monotonic()
@@ -185,18 +185,18 @@ class PoolObjects:
                 self._release(number)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values; return for each key 1 if its value was stored, otherwise 0."""
+        """Drop values; return, for each key, 1 if its value was stored, otherwise 0."""
         with self._lock:
             return [int(self._delete(key)) for key in keys]
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the pool's fast tier into the tiers below; return for each key the outcome."""
+        """Move values from the pool's fast tier to the tiers below; return, for each key, the outcome or the error."""
         return self._each(self._demote, zip(keys, strict=True), timeout)
 
     # ---- one value -----------------------------------------------------------------------------------------------
 
     def _each(self, call: Callable[..., T], items: Iterable[tuple[Any, ...]], timeout: float) -> list[T | Exception]:
-        """Make a call for each item, all with the same deadline; return the result or the error of each call."""
+        """Call `call` for each item, with one deadline for all calls; return the result or the error of each call."""
         self._check_open()
         deadline = time.monotonic() + timeout
         outcomes: list[T | Exception] = []
@@ -211,7 +211,7 @@ class PoolObjects:
         with self._reading(key) as value:
             if value is None:
                 return None
-            # The size of the very value that is read: by now the key may have another one.
+            # Use the size of this value, because the key may have another value by now.
             place = bytearray(value.nbytes)
             self._copy(value.storage, value.nbytes, memoryview(place), deadline, write=False)
             return bytes(place)
@@ -227,7 +227,7 @@ class PoolObjects:
 
     @contextmanager
     def _reading(self, key: bytes) -> Iterator[_Value | None]:
-        """Count a use of a value, and pin it, so that it is not evicted while it is read; None if there is none."""
+        """Count a hit of a value, and yield the value, pinned until it has been read; yield None if there is none."""
         with self._lock:
             value = self._find(key, time.monotonic())
             if value is not None:
@@ -237,8 +237,8 @@ class PoolObjects:
             yield None
             return
         try:
-            # Outside our lock, because a read waits for the pool. Our reference keeps the bytes even if the key is
-            # dropped by now.
+            # The read is outside our lock, because it waits for the pool. Our reference keeps the bytes even if another
+            # call drops the key.
             yield value
         finally:
             with self._lock:
@@ -260,7 +260,7 @@ class PoolObjects:
             raise
         with self._lock:
             self._check_open()
-            # Readers take only values with a storage, so the value appears here, with all of its bytes.
+            # Readers see only values with a storage, so they see the value from here on, with all of its bytes.
             value.storage = storage
             self._unpin(value)
         return PutOutcome.STORED
@@ -292,9 +292,9 @@ class PoolObjects:
         return None if value is None or value.storage is None or value.expires <= now else value
 
     def _insert(self, key: bytes, nbytes: int, about: About) -> _Value | None:
-        """Make room for a value, and return it; None if the key has a value already.
+        """Make room for a value of `nbytes` bytes, and return the value; return None if the key already has a value.
 
-        The value is pinned until all of its bytes are written.
+        The new value is pinned until all of its bytes are written.
         """
         self._check_open()
         now = time.monotonic()
@@ -305,7 +305,7 @@ class PoolObjects:
             for number in [number for number, one in self._pinned.items() if one.pinned_until <= now]:
                 self._release(number)
         present = self._values.get(key)
-        # If no cost is known, all values cost the same. A value that is there may get its parent again.
+        # If no cost is known, all values cost the same. A value that is present is linked again to a restored parent.
         seconds = max(1, about.cost_us) / 1e6
         for evicted in self._eviction.insert(key, max(1, nbytes), seconds, about.parents.get(key), about.tenant):
             self._forget(evicted)
@@ -333,13 +333,13 @@ class PoolObjects:
         return b"", value.number, 0, 0
 
     def _release(self, number: int) -> None:
-        """End the pin of the value with this number, if there is one."""
+        """End the pin of the value with this number, if the value is pinned."""
         value = self._pinned.pop(number, None)
         if value is not None:
             self._unpin(value)
 
     def _unpin(self, value: _Value) -> None:
-        """Unpin a value in the eviction once, if the value is still stored."""
+        """Remove one pin of a value from the eviction policy, if the value is still stored."""
         if self._values.get(value.key) is value:
             self._eviction.unpin(value.key)
 
@@ -349,8 +349,8 @@ class PoolObjects:
         return self._forget(key)
 
     def _forget(self, key: bytes) -> bool:
-        """Forget a value that the eviction has already evicted or removed; return False if it is not stored."""
-        # The storage may die here, which takes no other lock: its finalizer only leaves a note for the pool.
+        """Forget a value that `self._eviction` no longer has; return False if the value is not stored."""
+        # The storage may die here. This takes no other lock, because its finalizer only leaves a note for the pool.
         value = self._values.pop(key, None)
         if value is not None:
             self._pinned.pop(value.number, None)
@@ -383,7 +383,7 @@ class PoolObjects:
 
     @contextmanager
     def _in_fast_tier(self, storage: Storage, start: int, stop: int, mode: Mode) -> Iterator[NDArray[Any]]:
-        """Pin some bytes of a storage in the fast tier, and yield an array that shows them."""
+        """Pin some bytes of a storage in the fast tier, and yield a view of these bytes as an array."""
         if self._blocks.closed:
             raise PoolClosedError("the pool of this cache is closed")
         access = self._blocks.acquire([Use(storage, start, stop, mode)], "KV block")

@@ -1,9 +1,10 @@
-"""The probe of a connector: before a connector moves other blocks, it moves one block of known bytes and compares them.
+"""Tests a connector with a probe: one block of known bytes that the connector moves before all other blocks.
 
 Checksums protect a block between a save and a load. They cannot detect a connector that reads the wrong bytes from the
 engine's memory, or writes the right bytes to the wrong place, for example after the engine has changed its layout. So a
-connector first saves and loads a block of known bytes, which it writes and reads with the engine's own functions. If
-other bytes come back, the cache moves no block: every lookup is a miss, and no block is saved.
+connector first writes a block of known bytes with the engine's own functions, saves and loads the block, and reads it
+with the engine's own functions. If other bytes come back, the cache moves no block: every lookup is a miss, and no
+block is saved.
 
 A connector for a serving engine has the engine's memory when it starts: it makes its probe with `Probe(name, caches)`
 and calls `Probe.check`. `farpool.kv.PrefixCache` and the caches for transformers see memory only when they first save
@@ -43,10 +44,10 @@ __all__ = ["EngineBlock", "Probe"]
 _LOG = logging.getLogger("farpool.kv")
 
 _PROBE_TTL_S = 60.0
-"""Seconds after which a probe's block expires, in case its program ends before it deletes the block."""
+"""Seconds after which a probe's block expires, in case the program ends before the probe deletes the block."""
 _NOT_ALLOWED = frozenset({Reason.REFUSED, Reason.FULL})
-"""Reasons why nodes can never store a probe's block: the access key allows only reading, or the block is larger than a
-node.
+"""Reasons why nodes can never store a probe's block: the access key allows only reading, or the block does not fit into
+a node's memory.
 """
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.WRONG_VERSION})
 _NO_PROOF = "no known block has come back through memory like this"
@@ -54,7 +55,7 @@ _NO_PROOF = "no known block has come back through memory like this"
 
 @dataclass(frozen=True, slots=True)
 class EngineBlock:
-    """One block of an engine's memory, which the engine does not use during a probe.
+    """One block of an engine's memory. The engine does not use this block during a probe.
 
     Attributes
     ----------
@@ -67,10 +68,11 @@ class EngineBlock:
     targets : callable
         Returns the memory into which the connector loads the block.
     land : callable
-        Moves the loaded bytes from `targets` to their place in the engine's memory, if that is somewhere else.
+        Moves the loaded bytes from `targets` to their place in the engine's memory. Does nothing if `targets` are that
+        place.
     known : bytes or None
-        Present bytes of the block, if the engine's memory may only be read. The probe then moves these bytes. If this
-        is None, the probe writes random bytes and moves them.
+        Bytes that the block has now, if the probe may only read the engine's memory. The probe then moves these bytes.
+        If None, the probe writes random bytes and moves them.
     """
 
     nbytes: int
@@ -103,13 +105,13 @@ class Probe:
     *caches : BlockCache
         The caches that move no block until the probe has passed; see `guard`.
     at_first_use : bool
-        If True, the engine's memory is probed by `admit`, and blocks may be looked up before that.
+        If True, `admit` probes the engine's memory at its first use, and blocks may be looked up before that.
 
     Attributes
     ----------
     reason : Reason or None
-        Why no block may be moved. None once the probe has passed, and also before the first use if `at_first_use` is
-        set. `UNPROVED` if the probe has failed, otherwise the reason why the nodes could not be asked yet.
+        Why no block may be moved: `UNPROVED` if the probe has failed or has not run, otherwise the reason why the nodes
+        could not be asked yet. None after the probe has passed. With `at_first_use`, None unless the probe has failed.
     error : ProbeError or None
         Error of a probe that has failed.
     """
@@ -141,13 +143,13 @@ class Probe:
             cache.require(self)
 
     def begin_in_child(self) -> None:
-        """Forget, in the child of a fork, a probe that another thread of the parent was running."""
+        """Forget a probe that a thread of the parent was running. The child of a fork calls this."""
         self._lock = threading.Lock()
         self._asking: Future[None] | None = None
         self._thread: int | None = None  # the thread that makes the probe now
 
     def is_of_this_thread(self) -> bool:
-        """Return True while this thread runs the probe, so that caches let it move the probe's block."""
+        """Return True if the calling thread is running the probe. Caches let this thread move the probe's block."""
         # No lock: only this thread can have written its own identity.
         return self._thread == threading.get_ident()
 
@@ -167,7 +169,7 @@ class Probe:
                 self.reason = self._proved(block)
 
     def attempt(self) -> None:
-        """Repeat the probe with the nodes if they could not be reached before.
+        """Probe again through the nodes, if the nodes could not be reached before.
 
         The probe uses new memory, because the engine may be using its own memory now.
         """
@@ -186,7 +188,7 @@ class Probe:
         *,
         through_nodes: bool = True,
     ) -> Reason | None:
-        """Probe each kind of memory that no call has used before, and return why the call must not move its blocks.
+        """Probe each kind of memory that no call has used before; return a reason if the call must not move its blocks.
 
         If no node can be reached, the probe copies its block within this host's memory, and the next call tries the
         nodes.
@@ -196,7 +198,7 @@ class Probe:
         step : str
             ``load`` or ``save``.
         requests : str or sequence of str
-            The engine's name of the request, for ``farpool why``, or one name for each block.
+            The engine's name of the request, for ``farpool why``; or a sequence with a name for each block.
         blocks : int
             Number of blocks that the call moves.
         kinds : iterable
@@ -206,13 +208,13 @@ class Probe:
         timeout : float or None
             Maximum time in seconds; None for the cache's own timeout for each request.
         through_nodes : bool
-            False if the call needs no node, so that the probe need not ask the nodes.
+            False if the call needs no node. The probe then asks no node.
 
         Returns
         -------
         Reason or None
-            Why the call must not move its blocks; None if it may. With a reason, the blocks are counted as missed, and
-            the journal has an entry for them.
+            Why the call must not move its blocks; None if it may move them. If there is a reason, the blocks are
+            counted as missed, and the journal has an entry for them.
 
         Raises
         ------
@@ -233,9 +235,9 @@ class Probe:
         *,
         through_nodes: bool,
     ) -> Reason | None:
-        """Probe the kinds of memory that no call has used before; return why the call must not use them."""
-        # Without the lock, because each load and save comes here. The sets only grow, and a call that misses an entry
-        # looks again below.
+        """Probe the kinds of memory that no call has used before; return a reason if the call must not use them."""
+        # Without the lock, because each load and save comes here. The sets only grow. A call that misses a new entry
+        # here checks again below, with the lock.
         if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
             return self.reason
         until = None if timeout is None else time.monotonic() + timeout
@@ -256,7 +258,7 @@ class Probe:
             self._lock.release()
 
     def _ask_later(self) -> None:
-        """Probe the nodes in the background, with the cache's own timeout.
+        """Probe through the nodes in the background, with the cache's own timeout.
 
         Otherwise an engine whose calls all have too little time for a probe would never move a block.
         """
@@ -265,16 +267,20 @@ class Probe:
                 self._asking = self._caches[0].submit(self._ask_nodes)
 
     def _ask_nodes(self) -> None:
-        """Probe the nodes with new memory, for kinds of memory whose first use left too little time for that."""
+        """Probe through the nodes, with new memory.
+
+        If the probe passes, so have all kinds of memory that were checked without a node.
+        """
         with self._lock:
             kinds = self._without_nodes - self._passed
             if self.error is None and kinds and self._proved(EngineBlock.private(self._nbytes)) is None:
                 self._passed |= kinds
 
     def _proved(self, block: EngineBlock, *, through_nodes: bool = True, until: float | None = None) -> Reason | None:
-        """Probe a block; return why blocks may not be moved yet, None if they may.
+        """Probe a block; return why blocks may not be moved yet, or None if they may be moved.
 
-        If the nodes cannot be reached, the block is copied within this host's memory, which can still show an error.
+        If the nodes cannot be reached, the block is copied within this host's memory. Such a copy still detects a
+        connector that reads or writes the wrong bytes.
         """
         self._nbytes = block.nbytes
         reason = self._moved(block, through_nodes=through_nodes, until=until)
@@ -292,7 +298,7 @@ class Probe:
         return reason
 
     def _moved(self, block: EngineBlock, *, through_nodes: bool, until: float | None = None) -> Reason | None:
-        """Move a block of known bytes and compare the result; return why the nodes did not move it."""
+        """Move a block of known bytes and compare the result; return the reason if the nodes did not move the block."""
         known, reason = block.known or _known(block.nbytes), None
         self._thread = threading.get_ident()
         try:
@@ -329,7 +335,7 @@ class Probe:
 
 
 def _known(nbytes: int) -> bytes:
-    """Return random bytes, so that no two places and no two probes have the same bytes."""
+    """Return random bytes, because two places in a block, or two probes, should not have the same bytes."""
     return hashlib.shake_128(os.urandom(16)).digest(nbytes)
 
 
@@ -354,7 +360,7 @@ def _copied(block: EngineBlock, known: bytes) -> None:
 def _carried(
     block: EngineBlock, known: bytes, saving: BlockCache, loaders: Sequence[BlockCache], until: float | None
 ) -> Reason | None:
-    """Save the block and load it again through the nodes; return why the save or the load failed."""
+    """Save the block and load it again through the nodes; return the reason if the save or the load failed."""
     values = block.values()
     namespace = Namespace(
         engine="farpool",

@@ -4,8 +4,8 @@ This follows KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization
 quantized per channel, because a few channels are much larger than the others: a group is 32 tokens of one channel of
 one head. Values are quantized per token: a group is 32 channels of one token of one head. Latents that do not separate
 keys and values (MLA) are quantized like values. A group's smallest and largest elements are stored as they are. Each
-element is stored as a code, its distance from the smallest element in equal steps: ``step = (largest - smallest) / (2
-** bits - 1)``.
+element is stored as a code: its distance from the smallest element, counted in steps of ``(largest - smallest) / (2 **
+bits - 1)``.
 
 For each element ``x`` and its decoded value ``y``, ``|x - y|`` is at most half a step plus the rounding of ``y`` to the
 type of the elements (half a unit in the last place of the group's largest magnitude), and never more than one step.
@@ -43,11 +43,13 @@ GROUP = 32
 
 _LETTERS = "slthd"
 _SLICE = 1 << 17
-"""Number of elements that are processed at a time, so that they stay in the core's cache and in memory that this thread
-has used before.
+"""Number of elements that are processed at a time. It is small enough that they stay in the core's cache, and in memory
+that this thread has used before.
 """
 _LARGEST, _SMALLEST_STEP = 2.0**120, 2.0**-100
-"""Limits of a group's elements and steps, within which float32 arithmetic neither overflows nor loses bits."""
+"""Largest magnitude of a group's elements, and smallest step. Within these limits, float32 arithmetic neither overflows
+nor loses bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class Axes:
         Raises
         ------
         ConfigError
-            The namespace's layout does not consist of letters of axes, or the product of the sizes is not a block's
-            bytes.
+            The namespace's layout does not consist of letters of axes, or these axes do not give the size of the
+            group's blocks.
         """
         layout, own = namespace.layout, namespace.groups[group]
         sizes = {"s": 2, "l": 1, "t": namespace.tokens_per_block, "h": namespace.heads, "d": namespace.head_dim}
@@ -112,7 +114,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class _Float:
-    """A type of elements: the numpy type that contains its bits, and its type in torch."""
+    """An element type: `dtype` is its type in torch, and `bits` is the numpy type of arrays that hold its bits."""
 
     bits: str
     dtype: torch.dtype
@@ -143,11 +145,11 @@ _FLOATS = {
 
 
 class Quantized:
-    """Codec that stores a whole number of 8 or 4 bits for each element, and two elements for each group.
+    """Codec that stores a code of 8 or 4 bits for each element, and the smallest and largest element of each group.
 
-    The stored form contains the keys and then the values. Each part of them that is encoded together is stored as the
-    smallest elements of its groups, the largest elements, and the codes. Two codes of 4 bits share a byte, the first of
-    them in the lower half.
+    The payload is encoded in parts: first the parts of the keys, then the parts of the values. Each part is stored as
+    the smallest elements of its groups, the largest elements of its groups, and the codes. Two codes of 4 bits share a
+    byte; the first of them is in the lower half.
 
     Parameters
     ----------
@@ -234,9 +236,9 @@ class Quantized:
             raise CodecError(f"{len(stored)} bytes are more than the {place} of a payload of {len(payload)}")
 
     def _groups(self, payload: NDArray[np.uint8]) -> Iterator[tuple[NDArray[Any], int]]:
-        """Yield the parts of the payload that are encoded together, each with the axis of its groups.
+        """Yield the parts in which the payload is encoded, in the order in which they are stored.
 
-        The parts are in the order in which they are stored.
+        Each part is yielded with the index of the axis along which its groups extend.
         """
         axes = self._axes
         array = payload.view(self._float.bits).reshape(axes.sizes)

@@ -35,8 +35,8 @@ _KEPT_EXCHANGES_MAX = 1 << 12
 """Number of ended exchanges whose keys stay in the store. A rank that is paused during more exchanges gets an error
 instead of an answer."""
 _RECORD_PERIOD = 1 << 8
-"""Number of exchanges after which rank 0 records in the store which answers it may have deleted. If it did so at each
-exchange, each exchange would cost one more request to the store."""
+"""Rank 0 records in the store which answers it may have deleted, each time this many exchanges have ended. If it did so
+at each exchange, each exchange would cost one more request to the store."""
 
 
 class Ranks(Protocol):
@@ -47,7 +47,7 @@ class Ranks(Protocol):
     Attributes
     ----------
     rank, size : int
-        Number of this rank, and number of all ranks.
+        Index of this rank, counted from 0; and how many ranks there are.
     """
 
     @property
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         callable
             Call it once, perhaps later and on another thread. It returns the same numbers on all ranks: the minimum of
             each number, or zeros if a rank did not give its numbers in time or gave fewer numbers than another rank. A
-            rank whose call has failed, for example on a damaged note, gives two zeros.
+            rank whose call has failed, for example because of wrong arguments, gives two zeros.
         """
 
 
@@ -94,7 +94,7 @@ class StoreRanks:
     store : torch.distributed.Store
         Store that all ranks use, such as the `TCPStore` with which the engine has set up its process group.
     rank, size : int
-        Number of this rank, and number of all ranks.
+        Index of this rank, counted from 0; and how many ranks there are.
     timeout : float
         Seconds that a rank waits for the other ranks before it refuses an exchange.
     name : str

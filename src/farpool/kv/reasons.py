@@ -33,11 +33,11 @@ class Reason(StrEnum):
     NODE_AWAY
         The nodes that may have the block cannot be reached.
     CORRUPT
-        Other bytes arrived than were saved.
+        The bytes that arrived differ from the bytes that were saved.
     FOREIGN
         The bytes are whole, but belong to another key or namespace.
     WRONG_SIZE
-        The payload has another size than the reader expects.
+        The payload's size differs from the size that the reader expects.
     WRONG_VERSION
         The payload was written in another version of the format.
     FULL
@@ -49,13 +49,13 @@ class Reason(StrEnum):
     NO_LOWER_TIER
         The block stays in memory, because there is no lower tier.
     OTHER_WEIGHTS
-        The KV was computed with other weights than the weights in use.
+        The KV was computed with weights that differ from the weights in use.
     OTHER_DTYPE
         KV of this model is stored, but in another data type.
     OTHER_LAYOUT
         KV of this model and data type is stored, but in another layout, block size, or set of layers or ranks.
     BYPASSED
-        Computing the KV was expected to take less time.
+        Computing the KV was expected to take less time than loading it.
     OTHER_RANK
         Another rank of this engine lacks the block, computes it, or did not answer in time.
     UNPROVED
@@ -123,7 +123,7 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
     (PoolClosedError, Reason.CLOSED),
     (ChecksumError, Reason.CORRUPT),
     (StoreClosedError, Reason.CLOSED),
-    (ConfigError, Reason.FAILED),  # before ValueError, which it also is; for example, an address was given twice
+    (ConfigError, Reason.FAILED),  # before its base class ValueError; raised if an address was given twice, for example
     (ValueError, Reason.WRONG_SIZE),  # the target is smaller than the value
     (OSError, Reason.NODE_AWAY),  # NodeError, ReplicationError, and errors of sockets
 )

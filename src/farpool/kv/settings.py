@@ -24,7 +24,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes
     ----------
     weights_id : str
-        Name of exactly the weights that the engine runs.
+        Name that identifies exactly the weights that the engine runs.
     tenant : str
         Name of users who share nothing with other users.
     access_key : str or None
@@ -32,7 +32,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replicas : int
         Number of nodes that keep each block.
     transport : str
-        As in `farpool.Store`.
+        Transport to the nodes, as in `farpool.Store`.
     timeout : float
         Seconds that a request to the nodes may take.
     ttl : float or None
@@ -42,9 +42,10 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads : int
         Threads that move blocks.
     hold_out : bool
-        If True, compute blocks that would take longer to load, and also compute a few other requests, to measure how
-        much time loading gains. If False, load everything that is stored, for example in benchmarks whose engine
-        computes nothing.
+        If True, the engine computes blocks that would take longer to load. It also computes a few other requests, to
+        measure how much time loading gains. While loading costs time, it computes most requests. If False, connectors
+        load all blocks that they find, for example in benchmarks whose engine computes nothing. A `PrefixCache` still
+        loads no blocks that seem faster to compute.
     """
 
     weights_id: str
@@ -64,11 +65,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Parameters
         ----------
         nodes : sequence of str, Store or PoolObjects
-            Addresses of the nodes, or a store or objects in a pool.
+            Addresses of the nodes, or a store, or objects in a pool.
         namespace : Namespace
             Everything on which readers and writers have to agree.
         judge : Judge
-            Measured times that several caches share.
+            Judge, which keeps the measured times. Several caches may share it.
 
         Raises
         ------
@@ -89,7 +90,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that a user gives to every connector in the engine's configuration: `StoreSettings`, and the nodes.
+    """Settings that every connector reads from the engine's configuration: `StoreSettings`, and the nodes.
 
     Attributes
     ----------
@@ -126,7 +127,7 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
         return Judge(hold_out=self.hold_out)
 
     def cache(self, namespace: Namespace, judge: Judge | None = None) -> BlockCache:
-        """Make the `BlockCache` that these settings describe; without `judge`, it has a judge of its own.
+        """Make the `BlockCache` that these settings describe. If `judge` is None, the cache gets a new judge.
 
         Raises
         ------
@@ -146,16 +147,16 @@ class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fi
     dtype : str
         Logical data type of the KV.
     layout : str
-        Name of the order of bytes within a block, as `KVMemory.parts` returns them.
+        Name for the order in which `KVMemory.parts` returns the bytes of a block.
     block : int
-        Tokens of a block.
+        Number of tokens of a block.
     heads, head_dim : int
-        KV heads of a layer, and channels of a head; the codecs ``int8`` and ``int4`` need them.
+        Number of KV heads of a layer, and of channels of a head. The codecs ``int8`` and ``int4`` need both.
     parallel : mapping of str to int, optional
-        Sizes of the groups of processes that the KV is divided among, such as ``{"tp": 2}``; left out if each process
-        has all of the KV.
+        Sizes of the groups of processes among which the KV is divided, such as ``{"tp": 2}``. Leave this out if each
+        process has all of the KV.
     rank : int
-        Number of this process's part of the KV, from 0 on, among all parts that `parallel` describes. Each part is
+        Index of this process's part of the KV, counted from 0, among all parts that `parallel` describes. Each part is
         stored separately, and is never loaded in place of another part.
     extra : mapping of str to (str or int), optional
         Everything else on which the bytes of a block depend.
@@ -163,7 +164,7 @@ class PrefixSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fi
         Number of groups into which the layers of each kind are divided, so that some layers can be loaded or saved
         before the others.
     near_bytes : int
-        Bytes of this process's memory for blocks that `PrefixCache.prefetch_by` brings; 0 to keep none here.
+        Bytes of this process's memory for blocks that `PrefixCache.prefetch_by` brings; 0 to keep no blocks there.
     """
 
     model: str

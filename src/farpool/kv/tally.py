@@ -1,4 +1,4 @@
-"""Counters of the blocks of a cache by step and outcome, and entries in the journal for the same steps."""
+"""Counts a cache's blocks by step and outcome, and writes an entry for each step into the journal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Tally:
         self.begin_in_child()
 
     def begin_in_child(self) -> None:
-        """Make a new lock in the child of a fork: a thread of the parent may hold the old one."""
+        """Make a new lock in the child of a fork, because a thread of the parent may hold the old lock."""
         self._lock = threading.Lock()
 
     def stats(self) -> dict[str, int]:
-        """Return counters: blocks by step and outcome (such as ``load.late``), and bytes moved (``load.bytes``)."""
+        """Return the counters: blocks by step and outcome (such as ``load.late``), and bytes moved (``load.bytes``)."""
         with self._lock:
             return dict(self._counts)
 
@@ -52,7 +52,8 @@ class Tally:
         blocks : int
             Number of blocks.
         reasons : sequence of Reason or None
-            For each block why the step failed, None if it succeeded; empty if it succeeded for all blocks.
+            For each block, the reason why the step failed; None if the step succeeded for this block. The sequence may
+            be empty if the step succeeded for all blocks.
         began : float
             Time when the step began.
         moved : int

@@ -35,10 +35,11 @@ class _Moved(NamedTuple):
     Attributes
     ----------
     outcomes : list of Reason or None
-        For each block None, or the reason why it was not loaded.
-    under_way, seconds : int and float
-        For the judge: the number of bytes under way, including other loads, and the time of the load. The time is 0 if
-        the judge must not use it.
+        For each block, the reason why it was not loaded; None if it was loaded.
+    under_way : int
+        Number of bytes that all loads had under way when this load began, including this load.
+    seconds : float
+        Time that the load took; 0 if the judge must not use it.
     """
 
     outcomes: list[Reason | None]
@@ -89,12 +90,14 @@ class Transfers:
         until: float,
         exchange: Exchange | None,
     ) -> list[int]:
-        """Load some groups of layers of prompts; return for each prompt how many tokens all ranks can then use.
+        """Load the KV of some groups of layers for prompts.
+
+        Return, for each prompt, how many tokens all ranks can use after the load.
 
         Parameters
         ----------
         matches, memories
-            For each prompt its match, and the engine's memory.
+            For each prompt, its match, and the engine's memory of its KV.
         groups : sequence of int
             Numbers of the groups.
         until : float
@@ -105,7 +108,7 @@ class Transfers:
         try:
             usable, moved = self._load_here(matches, memories, groups, until)
         except BaseException:
-            # The other ranks wait for this rank's numbers, and would do so until their time is over.
+            # The other ranks wait for this rank's numbers, and without them would wait until their timeout.
             self._peers.abandon(exchange)
             raise
         usable, seconds = self._peers.agree_load(matches, usable, moved.seconds, exchange)
@@ -115,7 +118,10 @@ class Transfers:
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
     ) -> tuple[list[int], _Moved]:
-        """Load this rank's blocks; return for each prompt how many tokens this rank can use, and the load's result."""
+        """Load this rank's blocks.
+
+        Return how many tokens of each prompt this rank can use, and the result of the load.
+        """
         batch, step = Batch(matches[0].request if len(matches) == 1 else []), self._shape.block
         numbers: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
@@ -134,7 +140,7 @@ class Transfers:
         return usable, moved
 
     def _learn(self, under_way: int, seconds: float) -> None:
-        """Report the time of a load to the judge, unless it is 0."""
+        """Report the time of a load to the judge, unless the time is 0."""
         if seconds:
             self._judge.loaded(under_way, seconds)
 
@@ -149,7 +155,7 @@ class Transfers:
     def fetch(self, wanted: Wanted, memory: KVMemory, until: float) -> Found:
         """Load all blocks of a prompt without a lookup; return the result that a lookup would have returned.
 
-        All layers of the model must need all blocks of a prefix.
+        Call this only if all layers of the model need all blocks of a prefix.
         """
         batch = Batch(wanted.request)
         self.memory.add_targets(batch, wanted, memory, self._shape.needed(wanted.blocks))
@@ -164,7 +170,8 @@ class Transfers:
         """Probe memory that is used for the first time, then copy blocks that are near, and load the other blocks."""
         keys = batch.keys
         if batch.uses:
-            # If all blocks are near, the nodes may be away: none of them is asked, so the probe needs none either.
+            # If all blocks are near, the load needs no node, so the probe must not need one either: all nodes may be
+            # away.
             is_near = len(self._near.present(keys)) == len(keys)
             refused = self.memory.admit("load", batch, until, through_nodes=not is_near)
             if refused is not None:
@@ -180,7 +187,7 @@ class Transfers:
             loaded = self._blocks.load(rest.keys, rest.payloads, request=rest.request, timeout=seconds_to(until))
         finally:
             self._judge.ended(nbytes)
-        is_measured = not any(loaded) or Reason.LATE in loaded  # a late load has taken at least so long
+        is_measured = not any(loaded) or Reason.LATE in loaded  # a late load has taken at least this time
         seconds = time.monotonic() - began if is_measured else 0.0
         if rest is batch:
             return _Moved(loaded, under_way, seconds)
@@ -196,14 +203,16 @@ class Transfers:
         groups: Sequence[int],
         until: float,
     ) -> list[int]:
-        """Save some groups of layers of sequences; return for each sequence how many of its blocks are stored.
+        """Save the KV of some groups of layers for sequences.
+
+        Return, for each sequence, how many of its blocks are stored after the save.
 
         Parameters
         ----------
         namespace : Namespace
             Namespace of the weights that have computed the KV.
         prompts, memories
-            For each sequence its tokens, and the engine's memory.
+            For each sequence, its tokens, and the engine's memory of its KV.
         groups : sequence of int
             Numbers of the groups.
         until : float
@@ -253,12 +262,13 @@ class Transfers:
     def bring_near(self, wanted: Wanted, usable: int, until: float) -> int:
         """Bring blocks of a sequence into the memory of this process.
 
-        If this process has no memory for such blocks, pin them in the memory of the nodes instead.
+        These are the blocks that the engine needs to continue after the first `usable` blocks of the sequence. If this
+        process keeps no memory for near blocks, pin them in the memory of the nodes instead.
 
         Returns
         -------
         int
-            Number of blocks that are now in this process, or pinned.
+            Number of these blocks that are now in the memory of this process, or pinned.
         """
         needed = [
             (key, self._shape.groups[number].group.block_bytes)

@@ -1,1 +1,1 @@
-"""Memory of one process: the pool, the pager, the tiers below it, recordings and debug mode."""
+"""Memory of one process: the pool, the pager, the lower tiers, recordings and debug mode."""

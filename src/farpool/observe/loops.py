@@ -9,7 +9,7 @@ from operator import eq
 
 __all__ = ["Loop", "find_loop"]
 
-# We look for equal runs of so many entries, because a single entry may occur often within one turn.
+# We look for equal runs of this many entries, because a single entry may occur often within one turn.
 _CONTEXT = 3
 _CANDIDATES = 32
 
@@ -36,8 +36,9 @@ class Loop:
 def find_loop(entries: Sequence[int]) -> Loop | None:
     """Find the period for which the most entries equal the entry one period earlier.
 
-    Among several such periods, the shortest is returned. A loop that contains inner loops is found instead of the inner
-    loops once it has had enough turns, so that more entries repeat at its period than at the periods of inner loops.
+    If several periods are equally good, the result has the shortest of them. If a loop contains inner loops, an inner
+    loop is found as long as the outer loop has had few turns. The outer loop is found when more entries repeat at its
+    period than at the period of any inner loop.
 
     Returns
     -------

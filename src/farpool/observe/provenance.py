@@ -31,7 +31,7 @@ class Provenance:
 
 
 def _program() -> str:
-    """Return the name of the running program; ``farpool`` also for ``python -m farpool``."""
+    """Return the name of the running program. The name is ``farpool`` also for ``python -m farpool``."""
     name = os.path.basename(sys.argv[0])
     return "farpool" if name == "__main__.py" else name
 

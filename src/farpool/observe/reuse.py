@@ -15,10 +15,11 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
     """Return how many bytes were reused at each reuse distance.
 
     The reuse distance of a use is the sum of the sizes of all blocks that were touched since the previous use of the
-    same block. Each block counts once, the reused block counts, too, and freed blocks do not count. A cache that evicts
-    the least recently used block still has a reused block if the cache is at least as large as the distance (R. L.
-    Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). The first use
-    after a block's creation and a use that overwrites the block do not need its content, so they are no reuse.
+    same block. Each block counts once. The reused block counts, and freed blocks do not count. A cache that evicts the
+    least recently used blocks still has the reused block if the cache is at least as large as the distance (R. L.
+    Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). The first use of a
+    block after its creation is no reuse, and a use that overwrites a block is none either, because these uses do not
+    need the block's content.
     """
     touches = sum(len(access.operands) for access in accesses)
     tree = _PrefixSums(touches)
@@ -47,7 +48,8 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
 def quantiles(distances: Counter[int], shares: Iterable[float]) -> list[tuple[float, int]]:
     """Return, for each share, the smallest distance within which this share of the reused bytes was reused.
 
-    The shares must ascend. Each result is a share and its distance; the list is empty if no bytes were reused.
+    The shares must ascend. Each entry of the result is a share and its distance. The result is empty if no bytes were
+    reused.
     """
     ordered = sorted(distances.items())
     whole = sum(distances.values())

@@ -2,8 +2,9 @@
 
 rich's own tables cut cells ("17.6 T…") when the columns do not fit into the width. The tables of this module save space
 in other ways: first they leave out the frame, and wrap headers and texts between words. If a row still does not fit on
-one line, they print each cell on a line of its own. They never break a figure, nor a name that the user may pass to
-another command: a name wider than the terminal has a line of its own, which exceeds the width.
+one line, they print each cell on a line of its own. They never break figures, and they never break names, because
+the user may pass a name to another command. A name wider than the terminal is printed on a line of its own, which
+exceeds the width.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def show(content: RenderableType) -> None:
 
 
 class Table(RichTable):
-    """Table of texts, names and figures, which shows every cell whole in a narrow terminal, too.
+    """Table of texts, names and figures. It shows every cell whole, even in a narrow terminal.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ class Table(RichTable):
             self.add_column(header, no_wrap=True)
 
     def add_figures(self, *headers: str) -> None:
-        """Add columns of figures, which are never broken and stand to the right."""
+        """Add columns of figures, which are never broken and are aligned to the right."""
         for header in headers:
             self.add_column(header, justify="right", no_wrap=True)
 
@@ -86,7 +87,7 @@ class Table(RichTable):
     def _fitted(self, console: Console, options: ConsoleOptions, gap: int) -> Table | None:
         """Return a copy without a frame that fits the width, with `gap` spaces between columns.
 
-        None if the columns do not fit.
+        Return None if the columns do not fit.
         """
         least, full = zip(*(_widths(console, column) for column in self.columns), strict=True)
         fitted = copy.copy(self)
@@ -105,7 +106,7 @@ class Table(RichTable):
         return fitted
 
     def _records(self, console: Console, width: int) -> Iterator[RenderableType | Segment]:
-        """Render each cell of a row on a line of its own, after its column's header if the column has a header."""
+        """Render each cell on a line of its own, after the header of its column if there is one."""
         if self.title:
             yield _rendered(console, self.title)
         headers = [_rendered(console, column.header) for column in self.columns]
@@ -132,7 +133,7 @@ class Table(RichTable):
 
 
 def _full_width(table: RichTable, console: Console, options: ConsoleOptions) -> int:
-    """Return the width of a table without any wrapped cells. The title does not count, because it may wrap."""
+    """Return the width that a table needs if no cell wraps. The title does not count, because it may wrap."""
     compact = copy.copy(table)
     compact.expand = False
     return Measurement.get(console, options.update(width=_WIDTH_CHARACTERS_MAX), compact).maximum
@@ -180,5 +181,5 @@ def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] |
 
 
 def _wrapped(console: Console, header: RenderableType, width: int) -> Text:
-    """Return a header broken between words to fit its column, also if the cells of the column must not wrap."""
+    """Break a header between words so that it fits its column. Columns whose cells never wrap need this, too."""
     return Text("\n").join(_rendered(console, header).wrap(console, width))

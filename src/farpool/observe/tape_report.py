@@ -21,7 +21,7 @@ _SIGNS = {Mode.READ: "", Mode.WRITE: "+", Mode.OVERWRITE: "="}
 
 
 def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
-    """Build the report: origin and contents of the tape, and the least bytes to move at several budgets."""
+    """Build the report: origin and contents of the tape, and the bytes that Belady's rule moves at several budgets."""
     tiers = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in metadata.tiers) or "none"
     loop = summary.loop
     parts: list[RenderableType] = [

@@ -1,4 +1,4 @@
-"""Figures of a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes to move at budgets."""
+"""Figures of a tape: sizes, times, the loop of accesses, reuse distances, and the least bytes moved per budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "s
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _BUDGETS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
-"""Budgets for which `LeastMoved` is computed, as shares of the peak: the most bytes that existed at once."""
+"""Budgets for which `LeastMoved` is computed, as shares of the most bytes of blocks that existed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class LeastMoved:
-    """Bytes that are fetched and written at a budget in bytes, if victims are chosen by Belady's rule.
+    """Bytes that are fetched and bytes that are written with a fast tier of `budget` bytes under Belady's rule.
 
-    Belady's rule knows all later accesses (see `farpool.memory.pager.belady`).
+    Belady's rule chooses victims, and knows all later accesses (see `farpool.memory.pager.belady`).
     """
 
     budget: int
@@ -79,8 +79,8 @@ class TapeSummary:
         The loop at whose period the most accesses repeat; None if the accesses have no loop.
     reuse : tuple of Reuse
     least_moved : tuple of LeastMoved
-        Bytes to move at the recorded budget and at shares of `peak_bytes`, sorted by budget. Budgets that are smaller
-        than the largest access are left out.
+        Bytes moved with the recorded budget and with budgets that are shares of `peak_bytes`, sorted by budget. Budgets
+        smaller than the largest access are left out.
     cut_off : str
         Reason why the file could not be read to its end; empty if the file was read completely.
     """

@@ -150,9 +150,9 @@ def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand]
 
 
 def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
-    """Return a key that equal accesses have in common: same operation, same labels of blocks, same modes.
+    """Return a key that is the same for accesses with the same operation, labels of blocks, and modes.
 
-    Accesses to the same table are equal even if they touch different rows.
+    Accesses to the same table have the same key even if they touch different rows.
     """
     # Labels and not block numbers, because a block has the same label in each turn.
     tables = {infos[run.table].label for run in access.runs if run.table >= 0}

@@ -65,9 +65,9 @@ class Mark:
 def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
     """Return the bytes in use in the fast tier after each event.
 
-    Several threads report events, each a little after the event has ended, so the events may not be in the order of
-    their ends. The bytes were counted at the time of the report. So this function keeps the order of the reports, and
-    raises times where necessary so that they ascend.
+    Threads report events a little after the events have ended, so `events` may not be sorted by their ends. The bytes
+    of an event were counted when it was reported. So this function keeps the order of the reports, and increases times
+    if necessary, so that they never descend.
 
     Returns
     -------
@@ -287,7 +287,7 @@ def _bar(event: Event, start: float, stop: float) -> Bar:
 
 
 def _visible(bars: list[Bar], seconds: float) -> list[Bar]:
-    """Return the bars, each at least about a pixel wide so that it is visible."""
+    """Return the bars. Bars narrower than about a pixel are widened, so that they are visible."""
     thinnest = seconds * 1e3 / 1700
     return [(left, max(width, thinnest)) for left, width in bars]
 

@@ -1,4 +1,4 @@
-"""Real tensors: views of the arena on which an operation runs while its blocks are pinned, and not longer."""
+"""Real tensors: views of the arena on which an operation runs. They are valid only while its blocks are pinned."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class ArenaViews:
         return memory
 
     def flat(self, dtype: torch.dtype, elements: int, address: int) -> torch.Tensor:
-        """A real one-dimensional tensor of `elements` elements, `address` bytes from the arena's start."""
+        """A real one-dimensional tensor of `elements` elements that begins `address` bytes after the arena's start."""
         view = torch.as_strided(self.typed(dtype), (elements,), (1,), address // dtype.itemsize)
         if self.debug:
             note(view)
         return view
 
     def shaped(self, dtype: torch.dtype, size: tuple[int, int, int, int], address: int) -> torch.Tensor:
-        """A real contiguous tensor of four dimensions, `address` bytes from the arena's start."""
+        """A real contiguous tensor of four dimensions that begins `address` bytes after the arena's start."""
         _, second, third, fourth = size
         stride = (second * third * fourth, third * fourth, fourth, 1)
         view = torch.as_strided(self.typed(dtype), size, stride, address // dtype.itemsize)
@@ -88,7 +88,7 @@ class ArenaViews:
         return view
 
     def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """View the arena as overlapping items ``[any, *size]``: item ``i`` begins at element ``i`` of the arena."""
+        """A view ``[any, *size]`` of the arena as overlapping items. Item ``i`` begins at the arena's element ``i``."""
         typed = self.typed(dtype)
         extent = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         view = torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))
@@ -111,9 +111,9 @@ def device_of(pool: StorageOwner) -> torch.device:
 
 
 def is_device(asked: Any, device: torch.device) -> bool:
-    """Return True if the device `asked` for in a call is `device`.
+    """Return True if `asked`, which a call names as its device, is `device`.
 
-    A name without an index means the current device of its type.
+    A device name without an index means the current device of its type.
     """
     named = torch.device(asked)
     if named.type != device.type or device.index is None:

@@ -45,7 +45,7 @@ def require_movable(value: Any, call: str) -> None:
 
 
 def inside_of(value: Any, call: str) -> BlockPool:
-    """The `BlockPool` behind a `Pool` that was given to ``farpool.<call>``.
+    """Check that `value`, an argument of ``farpool.<call>``, is a `Pool`, and return its `BlockPool`.
 
     Raises
     ------

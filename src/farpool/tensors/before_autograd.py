@@ -1,7 +1,7 @@
 """Registers rules that torch calls instead of an operator's native code, before autograd records the operation.
 
-The rules are registered for a dispatch key that only tensor subclasses have, so that calls with plain tensors cost
-nothing.
+The rules are registered for a dispatch key that only tensor subclasses have, so they do not slow down calls with plain
+tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def register(name: str, rule: Callable[..., Any]) -> None:
 
 
 def keys_after(keys: Any) -> Any:
-    """Return the dispatch keys with which a rule calls the operator, so that torch does not call the rule again."""
+    """Return the dispatch keys for the operator call inside a rule. With these keys, torch skips the rule."""
     return keys.remove(_KEY)
 
 
 def rules_included() -> Any:
-    """A context in which torch calls these rules even while it handles another operation in Python."""
+    """A context in which torch calls the registered rules even while it handles another operation in Python."""
     return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

@@ -2,9 +2,9 @@
 
 Compiled code reads a parameter at an address that never changes, and a paged tensor has no such address. Without this
 module, torch would break the graph at each operation with a paged argument and trace into farpool's own code. So we
-examine each call that the compiler is about to trace. If the call can reach paged tensors, the interpreter runs it with
-everything that it calls. We decide for each call separately, so that the same code is compiled for plain modules, and
-for a module that was restored. An export cannot fall back to the interpreter, so it is refused.
+examine each call that the compiler is about to trace. If the call can reach paged tensors, the interpreter runs the
+call, and all calls inside it. We decide for each call separately, so the same code is still compiled for plain modules
+and for modules that were restored. An export cannot fall back to the interpreter, so it is refused.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _warn(paged: PagedTensor) -> None:
 def _paged_in_reach(frame: Any) -> PagedTensor | None:
     """Find a paged tensor that a frame can reach; None if it can reach none.
 
-    We search the frame's arguments and the globals that its code names, and modules and optimizers among these.
+    We search the frame's arguments, also inside lists, tuples and dicts, and the globals that its code names. If one of
+    these values is a module or an optimizer, we search its parameters and buffers, too.
     """
     found = _first_paged(frame.f_locals.values(), _LEVELS_MAX)
     if found is None:
@@ -139,7 +140,7 @@ def _paged_in(module: torch.nn.Module) -> PagedTensor | None:
 def invalidate_guards(module: torch.nn.Module) -> None:
     """Make compiled code check its guards on the module's tensors again.
 
-    Compiled code skips these checks until the dicts that hold the tensors are modified, and `farpool.offload` changes
+    Compiled code checks them again only after a dict that holds the tensors was modified, but `farpool.offload` changes
     only the tensors. So we assign each tensor to its dict again.
     """
     for part in module.modules():

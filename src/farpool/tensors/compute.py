@@ -1,4 +1,6 @@
-"""Runs an operation on paged arguments: pins the bytes that they view, computes on real tensors, and unpins the bytes.
+"""Runs an operation on paged arguments: pins the bytes that the arguments view, computes, and unpins the bytes.
+
+The operation computes on *real tensors*, which are plain tensors over the pinned bytes in the arena.
 
 All bytes are pinned in one call, so two threads cannot wait for each other. The native core (`farpool.tensors.calls`)
 handles the common case of a few paged arguments of different storages; this module handles all other cases.
@@ -29,7 +31,7 @@ __all__ = ["compute", "explain", "wrap_results"]
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on real tensors over the arena, which replace its paged arguments."""
+    """Run an operation with its paged arguments replaced by real tensors, or copies if the operation may keep them."""
     result = calls.compute(func, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -42,7 +44,7 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Raise a better error if the message of an operator's error would mislead the user; otherwise return.
+    """Raise a clearer error if `error`, which an operator raised, would mislead the user; otherwise return.
 
     Raises
     ------
@@ -58,9 +60,9 @@ def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews, result: Any) -> Any:
-    """Replace results of an operation that share memory with the arena by paged views or copies.
+    """Wrap results: a result that shares memory with the arena becomes a paged argument, a paged view or a copy.
 
-    `pairs` are the operation's paged arguments with their real tensors.
+    `pairs` has each paged argument of the operation with its real tensor.
     """
     with lazy_bits():
         return Operands.of(pairs, arena).wrap_all(result)
@@ -152,7 +154,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _compute_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: dict[str, Any]) -> Any:
-    """Run an operation with ``out=`` into plain tensors, and copy these to the paged outputs.
+    """Run an operation that has ``out=`` with plain outputs, and copy these to the paged outputs.
 
     The operation may resize its outputs, and a real tensor that grows would overwrite the bytes next to it.
     """

@@ -1,7 +1,7 @@
 """Runs an operator that may keep its operands: it receives private plain copies, so keeping them does no harm.
 
-Each copy has the strides of its operand and the same distance from an aligned address, so that kernels take the same
-path and give the same bits. Copies do not count against the budget, and an operand may be larger than the fast tier.
+Each copy has the strides and the alignment of its operand, so that kernels take the same path and give the same bits.
+Copies do not count against the budget, and an operand may be larger than the fast tier.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def compute_on_copies(signature: Signature, func: Any, args: Sequence[Any], kwar
     Raises
     ------
     UnsupportedError
-        The operator's result would view a paged argument, it writes to memory that two arguments share, or it changes
-        the shape of an argument.
+        The operator returns a view of a paged argument, writes to memory that two arguments share, or changes the shape
+        of an argument.
     """
     operands = Operands()
     for position, value in enumerate(args):
@@ -93,7 +93,7 @@ def _check(
 
 
 def _own(operands: Operands, result: Any) -> Any:
-    """Replace results that are a copy, or a strided view of a copy, by the paged operand or a paged view of it."""
+    """Replace a result that is a copy by the copied operand, and a view of a copy by a paged view of the operand."""
     if type(result) is tuple or type(result) is list:
         return type(result)(_own(operands, item) for item in result)
     if not isinstance(result, torch.Tensor):

@@ -1,12 +1,12 @@
 """Dispatch of operations with paged arguments that the native core does not run itself.
 
-The first of these ways that applies runs an operation:
+An operation is run in the first of the following ways that applies:
 
 - a rule, which is a function written for this operation;
 - for an operation that returns views, the code that makes paged views;
 - the operation's decomposition into other operations, which are dispatched instead;
-- a computation on real tensors (`farpool.tensors.compute`). If these do not fit into the fast tier together, the
-  operation's fallback runs, which is a rule that needs less room.
+- a computation on real tensors (`farpool.tensors.compute`). If the real tensors do not fit into the fast tier together,
+  the operation's fallback runs: a rule that needs less room.
 
 Some operators need only pinned blocks and real tensors, or a view whose geometry is cached. At its first call, such an
 operator is registered with the native core, which runs all later calls (`farpool.tensors.calls`).
@@ -90,7 +90,7 @@ def family_rule(*prefixes: str) -> Callable[[Rule], Rule]:
 
 
 def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for calls of these overloads whose operands do not fit into the fast tier together."""
+    """Register a rule that runs these overloads if the operands of a call do not fit into the fast tier together."""
 
     def register(function: Rule) -> Rule:
         _fallbacks.update(dict.fromkeys(overloads, function))
@@ -102,7 +102,7 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 def general_fallback(handles: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
     """Register a fallback for all overloads for which `handles` returns True.
 
-    It runs if an overload has no own fallback or its own fallback returns NotImplemented.
+    This fallback runs if the overload has no fallback of its own, or if that fallback returns NotImplemented.
     """
 
     def register(function: Rule) -> Rule:
@@ -146,7 +146,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 
 def _handler_of(func: Any) -> Rule:
-    """Choose an overload's handler at its first call, and register overloads that the native core can run alone."""
+    """Choose an overload's handler. If the native core can run the overload itself, register the overload there."""
     signature = signature_of(func)
     general = _TREATMENTS[signature.treatment]
     fallbacks = _fallbacks_of(func)

@@ -49,8 +49,9 @@ def allocate(
 def class_of_moments(parameter: PagedTensor) -> str:
     """The class of blocks for a parameter's moments, and for other tensors that are made like a paged tensor.
 
-    The moments of a table are cut into blocks like the table, so that a step with a sparse gradient reads and writes
-    only blocks with rows that the gradient names. If the gradients are known to be dense, this is not needed.
+    The moments of an embedding table get the table's class, so they are cut into blocks like the table. A step with a
+    sparse gradient then reads and writes only blocks with rows that the gradient names. If the table has a dense
+    gradient, its moments get the class "optimizer".
     """
     cls = parameter._storage.cls
     if cls == "embedding":
@@ -135,7 +136,7 @@ def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain copy of a paged tensor, without history. For a plain tensor, returns the tensor itself, detached.
+    """A plain copy of a paged tensor, without history. A plain tensor is detached and returned without a copy.
 
     The copy is made block by block, so it may be larger than the fast tier.
     """
@@ -152,7 +153,7 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_cpu(tensor: PagedTensor) -> torch.Tensor:
-    """A plain copy in host memory, with the history of `tensor`."""
+    """A plain copy in host memory. Autograd passes the copy's gradient to `tensor`."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         copied: torch.Tensor = _ToCpu.apply(tensor)  # type: ignore[no-untyped-call]
         return copied

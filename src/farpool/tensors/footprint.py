@@ -1,7 +1,8 @@
-"""Footprints. A footprint is the part of a storage that a paged tensor views, with cached objects for operations on it.
+"""Footprints. A footprint is the part of a storage that a paged tensor views, with cached objects for operations.
 
-It caches its uses, its real tensors and the footprints of its views, because making these for each operation would cost
-more than a small operation itself. So the geometry of ``weight.t()``, for example, is computed once.
+The cached objects are the footprint's uses (byte ranges to pin), its real tensors and the footprints of its views.
+Making these objects for each operation would cost more than a small operation itself. With the cache, the geometry of
+``weight.t()``, for example, is computed only once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Footprint(NativeFootprint):
     start, stop : int
         The elements are in bytes ``[start, stop)`` of the storage.
     views : dict
-        Footprints of views, by the operation and arguments that made the view.
+        Cached footprints of views. The key is the operation that made the view, with its arguments.
     """
 
     __slots__ = ()
@@ -46,7 +47,7 @@ class Footprint(NativeFootprint):
     arena: ArenaViews
 
     def real(self, memory: torch.UntypedStorage, origin: int, *, requires_grad: bool) -> torch.Tensor:
-        """Make a real tensor over `memory`, whose first byte is byte `origin` of the storage."""
+        """Make a real tensor over `memory`. The first byte of `memory` is byte `origin` of the storage."""
         if torch.is_inference_mode_enabled():
             # The tensor is cached, and may be used again outside of inference mode.
             with torch.inference_mode(False):
@@ -64,7 +65,7 @@ class Footprint(NativeFootprint):
         return real  # type: ignore[no-any-return]
 
     def real_at(self, place: int, requires_grad: bool) -> torch.Tensor:
-        """The real tensor whose first byte is at `place` in the arena. It is made unless it is cached."""
+        """Return the real tensor whose first byte is at `place` in the arena, from the cache or newly made."""
         kept = self.kept_real(place, requires_grad)
         if kept is not None:
             return kept
@@ -76,7 +77,7 @@ class Footprint(NativeFootprint):
         return real
 
     def remember_view(self, key: Any, view: Footprint | tuple[Footprint, ...]) -> None:
-        """Cache the footprint of a view, or the footprints of several views, under the key of the operation."""
+        """Cache the footprint of a view, or the footprints of several views; `key` is the operation with arguments."""
         if len(self.views) >= _VIEWS_MAX:
             self.views.clear()
         self.views[key] = view

@@ -37,7 +37,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def element_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Range ``(first, last + 1)`` of the storage's elements that a view touches; ``(0, 0)`` for an empty view."""
+    """Return the range of storage elements that a view touches, ``(first, last + 1)``; ``(0, 0)`` if it is empty."""
     if tensor.numel() == 0:
         return 0, 0
     first = int(tensor.storage_offset())
@@ -83,7 +83,7 @@ def dense_strides(
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry, to find out shape and strides of an operation's result without computing it."""
+    """A tensor with the geometry of `tensor` but without bytes. Operations on it show the geometry of their results."""
     if tensor.numel():
         return meta_view(tensor)
     # The meta device gives empty tensors other strides than the CPU does.
@@ -91,7 +91,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def meta_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device with the geometry, dtype, conjugate and negative bits of `tensor`."""
+    """A tensor on the meta device with the geometry, dtype, conjugate bit and negative bit of `tensor`."""
     base = _meta_bases.get(tensor.dtype)
     if base is None:
         # A base made under inference mode would remain an inference tensor.
@@ -114,7 +114,7 @@ def plain_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
 
 
 def row_bytes_of(size: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Bytes of one row of a tensor; 0 if its memory does not consist of rows."""
+    """Bytes of one entry along dimension 0; 0 for a tensor that is empty, not contiguous, or below two dimensions."""
     if len(size) < 2 or 0 in size:
         return 0
     expected = 1

@@ -22,7 +22,7 @@ def page_gradients_of(tensor: PagedTensor) -> None:
 
 
 def forget_gradients_of(tensor: torch.Tensor) -> None:
-    """Remove the hook that `page_gradients_of` has registered, if it has."""
+    """Remove the hook that `page_gradients_of` registered; do nothing if there is none."""
     hook = tensor.__dict__.pop("_gradient_hook", None)
     if hook is not None:
         hook.remove()

@@ -31,12 +31,12 @@ _INTERNAL_ATTRIBUTES = frozenset(("_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that the program has set on a tensor, without farpool's own."""
+    """The attributes that the program has set on a tensor, without the attributes that farpool has set."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL_ATTRIBUTES}
 
 
 def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
-    """Implement ``tensor.data = value``: a paged value shares its storage with `tensor`, a plain value is copied."""
+    """Implement ``tensor.data = value``: `tensor` views a paged value, or a paged copy of a plain value."""
     if type(value) is not PagedTensor:
         storage = tensor._storage
         value = from_tensor(storage.pool, value, cls=storage.cls, name=storage.name)
@@ -47,8 +47,8 @@ def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
 def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
     """Implement ``copy.deepcopy``. If two tensors share a storage, their copies share a storage, too.
 
-    As in torch, the copy of a Parameter has no gradient and no attributes of the program; the copy of any other leaf
-    has both.
+    As in torch, a leaf is copied with its gradient and with the attributes that the program has set, but a Parameter is
+    copied without them.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
 def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
     """A paged copy without history.
 
-    `memo` keeps the copy of each storage, so that the copies of tensors that share a storage share a storage, too.
+    `memo` keeps the copy of each storage. So if two tensors share a storage, their copies share a storage, too.
     """
     old = tensor._storage
     new = memo.get(id(old))
@@ -103,7 +103,7 @@ def shallow_copy(tensor: PagedTensor) -> PagedTensor:
 
 
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
-    """Pickle as a plain tensor, which a program without farpool can load.
+    """Pickle a paged tensor as a plain tensor, which a program without farpool can load.
 
     The bytes are read from the pool only while the pickle is written.
     """
@@ -146,9 +146,9 @@ def reduce(tensor: PagedTensor, protocol: Any) -> Any:
 
 
 def reduce_for_process(tensor: PagedTensor) -> Any:
-    """Pickle for another process, with all values.
+    """Pickle a tensor for another process, with all values.
 
-    torch would only pass a reference to the memory of a plain copy, and that memory would soon be freed.
+    torch's own way would make a plain copy and pass only a reference to its memory, which would soon be freed.
     """
     file = io.BytesIO()
     torch.save(tensor, file)
@@ -205,8 +205,8 @@ def _poisoned(gradients: Any) -> None:
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange the contents of two tensors; `tensor` keeps its identity, weak references, hooks and attributes.
 
-    `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors``, this accepts a tensor with weak
-    references, such as recurrent modules keep to their weights: they still refer to the same object.
+    `other` gets the contents of `tensor`. Unlike ``torch.utils.swap_tensors``, this function accepts tensors with weak
+    references. (Recurrent modules keep weak references to their weights.) A reference still refers to the same object.
     """
     for one in (tensor, other):
         if one._use_count() > 1 and one.is_leaf and one.requires_grad:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Patches other libraries as soon as the program imports them, or now if they are imported already.
+"""Patches other libraries: at once if they are imported already, otherwise as soon as the program imports them.
 
 Importing these libraries here would take seconds, and most programs need none of them.
 """
@@ -32,7 +32,7 @@ def when_imported(name: str, patch: Patch) -> None:
 
 
 def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function `name` of a module by ``make(function)``, also in modules that have imported it by name.
+    """Replace the function `name` of a module by ``make(function)``, also in all modules that have imported it.
 
     Nothing is changed if the module does not define this function itself.
     """
@@ -47,12 +47,12 @@ def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Import hook that calls a function with each pending module right after its import. Other hooks find the modules.
+    """Import hook that passes each pending module to a function right after the import. Other hooks find the modules.
 
     Attributes
     ----------
     pending : dict of str to callable
-        Function to call for each module that is not imported yet, by the module's name.
+        By module name, the function to call with the module after its import.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,8 @@ def _set_original(original: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _module_cpu(module: torch.nn.Module) -> torch.nn.Module:
-    # The cpu() of a paged tensor is a plain copy; a module's leaves it in its pool, as moving where one is does.
+    # `cpu()` of a paged tensor returns a plain copy. `cpu()` of a module calls ``to("cpu")`` instead, which leaves a
+    # paged tensor on the CPU in its pool.
     moved: torch.nn.Module = module._apply(  # type: ignore[no-untyped-call]
         lambda tensor: tensor.to("cpu") if type(tensor) is PagedTensor else tensor.cpu()
     )

@@ -30,7 +30,7 @@ def lazy_bits() -> Any:
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as inside `lazy_bits`, with half of its overhead."""
+    """Run an operation as inside the context `lazy_bits`, but with half of the context's overhead."""
     if not _is_excluded(_CONJUGATE):
         return func(*args, **kwargs)
     _set_excluded(_CONJUGATE, False)

@@ -40,7 +40,7 @@ def _living(pool: StorageOwner) -> list[PagedTensor]:
 
 
 def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
-    """Paged gradients of the leaves among `tensors`, by identity. A gradient becomes plain together with its leaf."""
+    """Paged gradients of the leaves among `tensors`, by their identity. A gradient becomes plain with its leaf."""
     found = (tensor.grad for tensor in tensors if tensor.is_leaf)
     return {id(grad): grad for grad in found if type(grad) is PagedTensor}
 
@@ -51,7 +51,7 @@ def materialize_all(pool: StorageOwner) -> None:
     Raises
     ------
     UnsupportedError
-        A tensor has history or is held by an autograd graph; nothing was changed.
+        A tensor has history, or native code or an autograd graph holds it; nothing was changed.
     """
     found = _living(pool)
     gradients = _gradients(found)
@@ -81,12 +81,12 @@ def take_along(pool: StorageOwner) -> str:
     Raises
     ------
     BudgetError
-        The tensors do not fit into four fifths of the memory that is available; nothing was changed.
+        The plain tensors would take more than four fifths of the available memory; nothing was changed.
     UnsupportedError
-        A tensor has history and no leaf of the autograd graph shares its storage; nothing was changed.
+        A tensor has history, and no live leaf shares its storage, so its bytes would be lost; nothing was changed.
     FarpoolError
-        A tier failed. Tensors that were read before are plain, and the others still live in the pool. A note of the
-        error has the numbers of both.
+        A tier failed. The tensors that were read before the failure are plain, and the others still live in the pool. A
+        note on the error gives both counts.
     """
     found = _living(pool)
     if not found:
@@ -140,7 +140,7 @@ def _available(device: torch.device) -> int:
 
 
 def live_parameters(pool: StorageOwner) -> str:
-    """Number and bytes of the parameters that live in a pool, as text for a message; empty if there are none."""
+    """The count and the bytes of the parameters that live in a pool, as text for a message; empty if there are none."""
     found = [tensor for tensor in _living(pool) if isinstance(tensor, torch.nn.Parameter)]
     if not found:
         return ""

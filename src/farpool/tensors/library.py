@@ -1,4 +1,4 @@
-"""Functions that a pool calls to make tensors, and to make them plain when it is closed: a `TensorLibrary`."""
+"""Implements `TensorLibrary`: functions that a pool calls to make tensors, and to make them plain when it closes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, Page
     Raises
     ------
     ConfigError
-        The file cannot be read or is no safetensors file.
+        The file cannot be read or is not a safetensors file.
     UnsupportedError
         A tensor has a dtype that torch does not have.
     """

@@ -105,9 +105,9 @@ def paged(pool: Pool) -> AbstractContextManager[Any]:
     """A context manager inside which new tensors live in a pool.
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
-    paged, and so are the parameters of modules that are made inside. Random tensors have the same bits as in plain
-    torch with the same seed. Models that ``from_pretrained`` of transformers loads inside are paged as with
-    `farpool.from_pretrained`. The context affects only the thread that enters it.
+    paged, and so are the parameters of modules that are made in the context. Random tensors have the same bits as in
+    plain torch with the same seed. If transformers' ``from_pretrained`` loads a model in the context, the model is
+    paged as `farpool.from_pretrained` would page it. The context affects only the thread that enters it.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Moves the tensors of a module or an optimizer into a pool and back, in place.
 
 The tensor objects stay the same, so optimizers, tied layers and weak references that were made before keep working.
-Tensors that shared memory share a storage. Only parameters, buffers and gradients of the module are moved.
+Tensors that shared memory before the move share a storage after it. Only parameters, buffers and gradients of the
+module are moved.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class _Shared:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
-    """Yield each parameter and buffer of a module: name, tensor, and True if it is an embedding table.
+    """Yield the name of each parameter and buffer of a module, the tensor, and True if it is an embedding table.
 
-    A tensor that several parts of the module have is yielded for each of them.
+    If several parts of the module have the same tensor, it is yielded once for each part.
     """
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
@@ -120,7 +121,7 @@ def _check_device(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
 
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
-    """The tensors to move into the pool, checked and grouped by shared memory."""
+    """Return the tensors to move into the pool, grouped by shared memory. Raise if one of them cannot be moved."""
     check_waits_for(module, pool)
     _detach_computed(module)
     shared: dict[int, _Shared] = {}
@@ -187,9 +188,9 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
 
 
 def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict[str, torch.Tensor]:
-    """Replace plain tensors in a mapping by paged copies without history.
+    """Return a copy of a mapping in which paged copies without history replace the plain tensors.
 
-    The copies of tensors that share memory share a storage.
+    If tensors share memory, their copies share a storage.
     """
     shared: dict[int, _Shared] = {}
     for name, tensor in tensors.items():
@@ -232,15 +233,15 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     Raises
     ------
     ArgumentError
-        The arguments are swapped, or have other types.
+        The arguments are swapped or have wrong types.
     UnsupportedError
         A tensor cannot be paged, or native code or an autograd graph holds it; the message names the tensor. Or no
         parameter of the optimizer is in the pool.
     PoolMixError
-        A tensor is in another pool, or will be moved into another pool by its lazy module's first forward pass.
+        A tensor is in another pool, or the first forward pass of its lazy module would move it into another pool.
     PoolFullError
-        The pool has no room. The first forward pass of a lazy module may raise this, too; once the pool has room, run
-        it again.
+        The pool has no room. The first forward pass of a lazy module may raise this, too. Run that pass again when the
+        pool has room.
 
     Notes
     -----
@@ -309,7 +310,7 @@ def restore(module: _Owner) -> _Owner:
     ArgumentError
         The argument is neither a module nor an optimizer.
     UnsupportedError
-        A tensor is held by an autograd graph; nothing was changed.
+        Native code or an autograd graph holds a tensor; nothing was changed.
     PoolClosedError
         The pool is closed, so the bytes of the tensors are gone.
     """
@@ -332,7 +333,7 @@ def restore(module: _Owner) -> _Owner:
 
 
 def move_out(tensors: list[PagedTensor]) -> None:
-    """Make leaves and their gradients plain, in place; tensors that shared a storage then share memory.
+    """Make leaves and their gradients plain, in place. Tensors that shared a storage share memory afterwards.
 
     Storages are moved one by one. After an error, the tensors of the storages moved so far are plain, and all other
     tensors are still paged.

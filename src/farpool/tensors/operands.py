@@ -21,7 +21,7 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
-    """The paged tensors among the arguments and in lists among the arguments, in order."""
+    """Return the paged tensors among the arguments and inside list or tuple arguments, in order."""
     found = []
     for value in (*args, *kwargs.values()):
         if type(value) is PagedTensor:
@@ -89,11 +89,11 @@ class Operands:
         return item if real is None else real
 
     def build(self, tensor: PagedTensor, memory: torch.UntypedStorage, origin: int) -> None:
-        """Make the real tensor of `tensor` over `memory`, whose first byte is byte `origin` of the tensor's storage."""
+        """Make the real tensor of `tensor` over `memory`, which begins with byte `origin` of the tensor's storage."""
         self.reals[id(tensor)] = tensor._footprint.real(memory, origin, requires_grad=_requires_grad(tensor))
 
     def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
-        """Make the real tensors of all operands; views of one storage share memory, as plain views do."""
+        """Make the real tensors of all operands. If operands share a storage, their real tensors share memory."""
         # Operands of different storages share no memory, so the cached real tensors are right for them.
         if len({id(use.storage) for use in uses}) == len(uses):
             for tensor, place in zip(tensors, places, strict=True):
@@ -120,7 +120,7 @@ class Operands:
         return result
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """Replace a result that shares memory with the arena by the paged operand, a paged view of it, or a copy."""
+        """Return a result; if it shares memory with the arena, return the paged operand, a paged view or a copy."""
         for key, real in self.reals.items():
             if result is real:
                 return self.tensors[key]

@@ -1,4 +1,4 @@
-"""Moves the moments of paged parameters into the parameters' pool if they are plain.
+"""Moves plain moments of paged parameters into the pool of the parameters.
 
 An optimizer makes moments "like" their parameter (``zeros_like``), so moments of a paged parameter are made in the
 pool. Moments that existed before `offload` are plain, and this module pages them at the next step. Moments that
@@ -67,7 +67,7 @@ def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[Pag
 
 
 def _plain_moments(optimizer: Optimizer) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
-    """Yield each paged parameter with each of its moments that is not in the pool."""
+    """Yield each plain moment of each paged parameter, as a pair ``(parameter, moment)``."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield from _plain_moments_of(parameter, optimizer.state.get(parameter))
@@ -132,9 +132,10 @@ def page_moments_of(optimizer: Optimizer) -> None:
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
-    """The tensors that an optimizer step needs resident as a whole: one tuple for each such operation.
+    """Return the tensors that a step cannot process block by block: one tuple for each operation on whole tensors.
 
-    Optimizers that compute norms have such operations, and so has fused SGD. All other operations work block by block.
+    Optimizers that compute norms have such operations, and so has fused SGD in half precision. All other operations of
+    optimizers work block by block.
     """
     grad = parameter.grad
     if isinstance(optimizer, _NORM_OPTIMIZERS):
@@ -149,7 +150,7 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
 
 
 def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
-    """Raise `BudgetError` before a step that would otherwise raise it after changing some tensors.
+    """Raise `BudgetError` now if a step would raise it later, after the step has changed some tensors.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Storage objects that stand for a paged tensor's bytes: they have a size and an identity, but no memory.
 
 Programs that save tensors use the identity to find out which tensors share memory. ``torch.save`` receives a
-`SavedStorage`, whose bytes are read from the pool when they are written to the file. So a file larger than memory is
-written storage by storage.
+`SavedStorage`, whose bytes are read from the pool when they are written to the file. So ``torch.save`` writes storage
+by storage, and the file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["PagedStorage", "SavedStorage", "storage_of"]
 
 
 class PagedStorage(torch.UntypedStorage):
-    """The ``untyped_storage()`` of paged tensors: one object for all views of the same bytes, without its memory.
+    """The result of ``untyped_storage()`` of paged tensors: one object without memory for all views of the same bytes.
 
-    Native code sees a storage on the meta device, which has no memory, so it cannot read or write the bytes.
+    Native code sees a storage on the meta device, so it cannot read or write the bytes.
     """
 
     _bytes: PagedTensor
@@ -94,10 +94,10 @@ for _name in (*_SPECIAL_METHODS, *[name for name in dir(torch.UntypedStorage) if
 
 
 class SavedStorage(PagedStorage):
-    """A storage to be written by ``torch.save``; its bytes are read from the pool only when its record is written."""
+    """A storage for ``torch.save``, which reads the bytes from the pool only when it writes them to the file."""
 
     def data_ptr(self) -> int:
-        """A number that identifies the storage. ``torch.save`` uses it to refuse one storage with two dtypes."""
+        """A number that identifies the storage. ``torch.save`` uses it to refuse a storage that has two dtypes."""
         return self._cdata
 
     def __reduce__(self) -> Any:
@@ -115,7 +115,7 @@ _known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictio
 
 
 def storage_of(tensor: PagedTensor) -> PagedStorage:
-    """The object that ``tensor.untyped_storage()`` returns: one object for all views, while the program holds it."""
+    """The object that ``tensor.untyped_storage()`` returns. All views share it as long as the program holds it."""
     key = id(tensor._storage)
     storage = _known.get(key)
     if storage is None:

@@ -2,7 +2,7 @@
 
 A `PagedTensor` is a wrapper subclass of torch's tensor with size, strides, offset, dtype and everything that autograd
 needs. torch passes operations on it to `farpool.tensors.dispatch`. This class overrides only methods that torch does
-not pass there: access to raw memory, printing, copying, pickling, and changes of a tensor's identity.
+not pass to that module: access to raw memory, printing, copying, pickling, and changes of a tensor's identity.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PagedTensor(torch.Tensor):
 
     Programs get paged tensors from `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory
     methods of a pool, never from the constructor. Views share the storage. Copies (``clone()``, ``to(dtype)``) and
-    tensors made like a paged one (``zeros_like``) are paged, and so are results of arithmetic on gradients and moments
-    that are larger than the budget. All other results are plain tensors.
+    tensors made like a paged one (``zeros_like``) are paged. Results of arithmetic on gradients and moments are paged
+    if the operands do not fit into the fast tier together. Most other results are plain tensors.
     """
 
     _footprint: Footprint
@@ -131,7 +131,7 @@ class PagedTensor(torch.Tensor):
         return PagedTensor(self._storage, self._arena, self.dtype if dtype is None else dtype, size, stride, offset)
 
     def rebind(self, other: PagedTensor) -> None:
-        """Make this tensor view the same bytes as `other`; it keeps its identity, autograd history and attributes."""
+        """Make this tensor view the bytes of `other`. Its own identity, autograd history and attributes stay."""
         NATIVE_DATA.__set__(self, other)
         self._footprint = other._footprint
 
@@ -160,7 +160,7 @@ class PagedTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Make autograd accumulate a gradient in this tensor, or stop that."""
+        """Choose if autograd accumulates a gradient in this tensor. The gradient is paged, too."""
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
             _methods.page_gradients_of(self)
@@ -192,7 +192,7 @@ class PagedTensor(torch.Tensor):
     # -- raw memory -------------------------------------------------------------------------------------------------
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An object with the storage's size and identity, the same for all views. It gives no access to the memory."""
+        """An object that has the storage's size and identity, but no memory. All views return the same object."""
         return _methods.storage_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -210,7 +210,7 @@ class PagedTensor(torch.Tensor):
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """A plain copy in host memory, even if the tensor is on the CPU.
 
-        ``to("cpu")`` returns a tensor that is on the CPU as it is, in its pool.
+        If the tensor is on the CPU, ``to("cpu")`` returns the tensor itself, which stays in its pool.
         """
         plain = _methods.to_cpu(self)
         return plain if memory_format is torch.preserve_format else plain.contiguous(memory_format=memory_format)

@@ -1,21 +1,23 @@
 """Elementwise operations on tensors larger than the fast tier, computed in pieces with bit-identical results.
 
 torch divides a tensor among threads; the part of one thread is its *share*. torch's kernels for the CPU compute the
-elements of a share in vector registers, and its last few elements one by one. Nearly always both ways give the same
-bits, but a NaN in bfloat16 gets other bits, and a compiler may contract operations in one way and not in the other. So
-an element must be computed in the same way when we cut the tensor into pieces.
+elements of a share in vector registers, and the last few elements of the share one by one. Nearly always both ways give
+the same bits, but a NaN in bfloat16 gets other bits, and the compiler may fuse a multiplication with an addition in one
+way and not in the other. So each element must be computed in the same way in a piece as in the whole tensor.
 
-- Operations on one tensor (also in a ``_foreach_`` list) have equal shares. We cut at the beginning of each share and
-  at whole vectors after it. Each piece is computed in calls in which the shares of the piece are whole vectors, too.
+- Operations on one tensor (also on each tensor of a ``_foreach_`` list) have shares of equal size. We cut at the
+  beginning of each share, and inside a share only between vectors. torch divides a piece among threads, too, so we
+  compute a piece in several calls, in which torch also cuts only between vectors.
 - Fused optimizers divide a tensor at cache lines, so only the very last elements of the tensor are computed one by one.
   We cut at whole vectors.
 
 `tests/tensors/test_pieces.py` checks this for each operator with NaNs whose bits show how they were computed.
 
-On a GPU torch has two kernels for most operations, one for aligned vectors and one for everything else, and a compiler
-need not contract both alike. Fused optimizers use the first kernel if the address is aligned and the number of elements
-is a multiple of four. So if a tensor of whole vectors is cut at whole vectors, its pieces use the first kernel, too;
-`tests/gpu/test_pieces.py` compares the bits. Other operations are computed in pieces on a GPU only if they round once.
+On a GPU torch has two kernels for most operations, one for aligned vectors and one for everything else, and the
+compiler may fuse operations in one kernel and not in the other. Fused optimizers use the first kernel if the address is
+aligned and the number of elements is a multiple of four. So if a tensor of whole vectors is cut at whole vectors, its
+pieces use the first kernel, too; `tests/gpu/test_pieces.py` compares the bits. Other operations are computed in pieces
+on a GPU only if they round once.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int
 
 
 def _alike(operands: Sequence[_Operand], dtypes: Sequence[torch.dtype]) -> bool:
-    """Return True if all operands have the same layout and device, and a write to one does not change another."""
+    """Return True if the operands have one layout, device and pool and allowed dtypes, and no two overlap in part."""
     first = operands[0].tensor
     pool = next(operand.tensor for operand in operands if type(operand.tensor) is PagedTensor)._storage.pool
     starts: dict[int, int] = {}
@@ -140,7 +142,7 @@ def _share(count: int) -> int:
 
 
 def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[tuple[int, int]]:
-    """Element ranges of the pieces. They touch few blocks of each tensor and are cut at whole vectors of a share."""
+    """Element ranges of the pieces. Each range touches few blocks of each tensor and begins at a vector of a share."""
     cuts = {0, count, *range(0, count, share)}
     for cut in block_cuts(tensors, tensors[0]._storage.pool.fast):
         within = cut % share
@@ -149,9 +151,9 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
 
 
 def _calls(count: int) -> Iterator[slice]:
-    """The parts of a piece that are computed in one call each.
+    """The parts of a piece, each of which is computed in one call.
 
-    In each call, either one thread computes the whole part, or the share of each thread is whole vectors.
+    In a call, either one thread computes the whole part, or the share of each thread is a whole number of vectors.
     """
     threads = torch.get_num_threads()
     body = count if threads == 1 else count // (threads * _GRAIN_ELEMENTS) * (threads * _GRAIN_ELEMENTS)
@@ -175,7 +177,7 @@ def compute_in_pieces(
     ----------
     func : operator overload
     args, kwargs
-        Arguments of the operation. Lists of tensors have one element.
+        Arguments of the operation. A list of tensors has one element.
     make_result : callable
         Makes the tensor for the result of an operation that is not in place. The argument is a tensor on the meta
         device with the geometry and dtype of the result.

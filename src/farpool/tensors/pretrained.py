@@ -92,7 +92,7 @@ def is_loading() -> bool:
 
 @contextmanager
 def entered(pool: BlockPool, progress: Callable[[int, int], None] | None = None) -> Iterator[_Target]:
-    """Let the calling thread load checkpoints into `pool`."""
+    """A context in which the calling thread loads the checkpoints of transformers into `pool`."""
     target = _Target(pool, progress)
     _thread.targets.append(target)
     try:
@@ -150,9 +150,10 @@ def from_pretrained(
     ArgumentError
         The class is not a class of transformers, or the pool is not a `Pool`.
     ConfigError
-        The path has no checkpoint, or a file of the checkpoint is not a safetensors file.
+        The path has no checkpoint, or a safetensors file of the checkpoint cannot be read.
     UnsupportedError
-        An option or the checkpoint requires weights that a pool cannot hold. The message names the cause and a remedy.
+        An option or the checkpoint requires weights that a pool cannot hold, or the checkpoint has files of another
+        format than safetensors. The message names the cause and a remedy.
     PoolFullError
         The pool has no room for tensors that are not read from files.
     """
@@ -334,7 +335,7 @@ def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTenso
 
 
 def _tables_of(model: Any) -> set[str]:
-    """The names that checkpoint files use for embedding tables that are not tied to other weights."""
+    """All names that a checkpoint file may use for the embedding tables that are not tied to weights of other kinds."""
     kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
     tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     for target, source in model.all_tied_weights_keys.items():
@@ -346,7 +347,7 @@ def _tables_of(model: Any) -> set[str]:
 
 
 def _bytes_of(model: Any) -> int:
-    """Bytes that the model's parameters and buffers will have when it is loaded and its parameters are tied."""
+    """Bytes of the model's parameters and buffers after the load. Tied parameters count once."""
     tied = set(model.all_tied_weights_keys)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sum(tensor.nbytes for name, tensor in named.items() if name not in tied)

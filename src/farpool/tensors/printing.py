@@ -1,4 +1,4 @@
-"""Text of paged tensors for printing. torch's printer summarizes a large tensor, and reads only its edges for that."""
+"""Text of paged tensors for printing. torch's printer shows only the edges of a large tensor, and reads only these."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Changes checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
 
-A saver is a function that writes tensors to a file. Savers use the address of each tensor to find out which tensors
-share memory, and to write the bytes at the address. A paged tensor has no address. So we
-change both kinds of functions. A function that compares addresses compares positions in the pool instead. A function
-that writes receives the bytes of one tensor after another. Without a paged tensor among its arguments, each function
-behaves as before.
+A saver is a function that writes tensors to a file. Savers use the address of each tensor for two purposes: to find out
+which tensors share memory, and to write the bytes at the address. A paged tensor has no address, so we change the
+functions for both purposes. A function that compares addresses compares positions in the pool instead. A function that
+writes receives the bytes of one tensor after another. A function without a paged tensor among its arguments behaves as
+before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def apply() -> None:
 
 
 class _Place:
-    """Stand-in for a paged tensor with numbers that compare like addresses of plain tensors."""
+    """Stand-in for a paged tensor. Its numbers compare like the addresses of plain tensors."""
 
     def __init__(self, tensor: PagedTensor, start: int, stop: int) -> None:
         self._tensor = tensor

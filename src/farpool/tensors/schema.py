@@ -1,4 +1,4 @@
-"""Signatures, which say how an operator uses its arguments. They are computed from the schema once and cached."""
+"""Signatures. A signature says how an operator uses its arguments. It is computed from the schema once and cached."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Signature:
     treatment : Treatment
         The way to run the operator if no rule is written for it.
     marks_views : bool
-        True if torch's autograd code marks the results as views after our code returns, so our code must not.
+        True if torch's autograd code marks the results as views after our code returns, so our code must not mark them.
     writes : frozenset of int
         Positions of arguments that are written in place.
     outputs : frozenset of str

@@ -16,9 +16,9 @@ __all__ = ["class_of_weight"]
 def class_of_weight(pool: StorageOwner, size: Sequence[int], row_bytes: int) -> str:
     """The class of a weight's blocks: ``expert`` for stacked experts, else ``weights``.
 
-    Stacked experts are recognized by their geometry, so that this works for every model: the weight has three
-    dimensions, and each matrix is large enough for its own blocks. Other weights with three dimensions, such as in
-    convolutions over time, have small matrices, or lose nothing if they are cut between matrices.
+    A weight counts as stacked experts if it has three dimensions and each matrix is large enough for its own blocks.
+    This test uses only the geometry, so it works for every model. Other weights with three dimensions, such as weights
+    of convolutions over time, have small matrices, or lose nothing if they are cut between matrices.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """Optimizer steps inside the backward pass: each parameter is stepped as soon as its gradient is complete.
 
 To *step* a parameter means to update it with its gradient as the optimizer does. We free the gradient at once, so the
-gradients of all parameters never exist at the same time. The results equal a step after the pass, because we accept
-only optimizers that step each parameter without the gradients or states of other parameters. Some features need all
-gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a gradient of the
-gradient, re-entrant checkpointing). We refuse these features before the pass begins.
+gradients of all parameters never exist at the same time. The results are the same as with a step after the pass,
+because we accept only optimizers that step each parameter without the gradients or states of other parameters. Some
+features need all gradients at once (clipping by norm, a gradient scaler) or unchanged weights (a graph that is kept, a
+gradient of the gradient, re-entrant checkpointing). We refuse these features before the pass begins.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _changing = threading.Lock()
 def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     """Step each parameter during the backward pass, as soon as its gradient is complete, and free that gradient.
 
-    Results equal ``optimizer.step()`` after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do nothing
+    Results are the same as with a step after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do nothing
     from now on, and warn once, so a training loop may stay as it is. Schedulers, ``state_dict()`` and
     ``load_state_dict()`` work as before.
 
@@ -81,10 +81,11 @@ def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
     Raises
     ------
     ArgumentError
-        `every` is less than one, the optimizer is stepped in backward already, or parameters have gradients already.
+        `optimizer` is no optimizer, `every` is less than one, or a parameter has a gradient already or is stepped in
+        backward passes already.
     UnsupportedError
-        The optimizer is not known to give the same results if it steps parameters one by one, the program has added
-        hooks or replaced its `step`, or gradients are summed up over several processes.
+        The optimizer is not known to give the same results when it steps parameters one by one, has a parameter twice,
+        has hooks, a replaced `step` or ``differentiable=True``, or gradients are summed up over several processes.
     """
     return StepInBackward(optimizer, every)
 
@@ -153,7 +154,7 @@ class StepInBackward:
         self.remove()
 
     def remove(self) -> None:
-        """End the stepping in backward passes: ``optimizer.step()`` works again. Gradients summed up so far stay."""
+        """End stepping in backward passes: ``optimizer.step()`` works again. Gradients summed up so far are kept."""
         with _changing:
             if self not in _active:
                 return
@@ -170,7 +171,7 @@ class StepInBackward:
                     attributes[name] = self._before[name]
 
     def flush(self) -> None:
-        """Step with the gradients summed up so far, if the passes were fewer than `every`; for the end of an epoch."""
+        """Step with the gradients summed up so far, even after fewer passes than `every`; for the end of an epoch."""
         with self._stepping:
             self._sweep()
         self._passes = 0
@@ -182,7 +183,7 @@ class StepInBackward:
             yield from group["params"]
 
     def watch_all(self) -> None:
-        """Register hooks on all parameters that require gradients and have no hook yet, such as unfrozen ones."""
+        """Register hooks on all parameters that require gradients and have no hook yet, such as newly unfrozen ones."""
         if self._optimizer() is not None:
             for parameter in self._parameters():
                 self._watch(parameter)
@@ -217,7 +218,7 @@ class StepInBackward:
     # ---- a backward pass --------------------------------------------------------------------------------------------
 
     def check(self, kept: bool, differentiable: bool, reentrant: bool, nested: bool) -> None:
-        """Raise before a pass if its results would differ from the results of a step after the pass."""
+        """Raise if stepping inside the coming backward pass would give other results than a step after the pass."""
         if differentiable:
             raise UnsupportedError(
                 "backward(create_graph=True) needs the weights as they are, and farpool.step_in_backward steps them on "
@@ -294,7 +295,7 @@ class StepInBackward:
             self._step(parameter)
 
     def _sweep(self) -> None:
-        """Step each parameter that still has a gradient: from an earlier pass, or because it was unfrozen later."""
+        """Step each parameter that still has a gradient: the last pass did not reach it, or it has no hook."""
         for parameter in list(self._parameters()):
             if parameter.grad is not None:
                 self._step(parameter)
@@ -430,11 +431,11 @@ def _override(stepper: StepInBackward, method: Callable[..., Any]) -> Callable[.
     return call
 
 
-# ---- what torch does around it --------------------------------------------------------------------------------------
+# ---- functions of torch that are replaced ---------------------------------------------------------------------------
 
 
 def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
-    """Identities of the leaves that a backward pass from these outputs reaches; and True if the pass is re-entrant."""
+    """Return the ids of the leaves that a backward pass from these outputs reaches, and True if it is re-entrant."""
     leaves: set[int] = set()
     reentrant = False
     waiting: list[Any] = []

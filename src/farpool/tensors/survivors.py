@@ -34,7 +34,7 @@ _local = _Local()
 
 
 def look_for_survivors() -> None:
-    """Switch the search on until the process ends. From then on the native core passes all operations to Python."""
+    """Switch the search on until the process ends. The native core passes all operations to Python from now on."""
     global in_use
     in_use = True
     calls.suspend()
@@ -51,7 +51,7 @@ def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
 def without_survivors(
     handler: Callable[[Any, Any, Any], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation, and raise if a tensor over the arena that was made for it outlives it.
+    """Run an operation, and raise if a tensor over the arena that was made for the operation still exists afterwards.
 
     An operation that raises is not checked, because the traceback keeps the tensors of its functions alive.
 

@@ -74,7 +74,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
     Parameters
     ----------
     fast : int
-        The budget. Blocks that are tiny compared with the budget are joined. With 0, each block is cut.
+        The budget. Blocks that are tiny compared with the budget are joined. With 0, no blocks are joined.
     """
     cuts: set[int] = set()
     for tensor in tensors:
@@ -89,7 +89,7 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
 
 
 def _steps(tensors: Sequence[PagedTensor]) -> Iterable[tuple[int, int]]:
-    """Element ranges that touch one block of each tensor, or a few tiny blocks."""
+    """Element ranges that touch one block of each tensor, or a few tiny blocks of each tensor."""
     return pairwise(sorted(block_cuts(tensors, tensors[0]._storage.pool.fast) | {0, tensors[0].numel()}))
 
 
@@ -112,11 +112,11 @@ def stream(
     op : str
         Name of the operation for errors and events.
     function : callable
-        Called for each piece with one plain tensor for each operand. The iteration ends when it returns False.
+        Called for each piece with one plain tensor for each operand. If it returns False, the iteration ends.
     *operands : tuple of torch.Tensor and Mode
-        Dense tensors, each with its access mode if it is paged.
+        Dense tensors, each with its access mode. The mode matters only for paged tensors.
     steps : iterable of (int, int), optional
-        Element ranges of the pieces, in order. By default one for each block, or for a few tiny blocks.
+        Element ranges of the pieces, in order. By default, each range is one block or a few tiny blocks.
 
     Returns
     -------

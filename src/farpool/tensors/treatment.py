@@ -1,4 +1,4 @@
-"""Treatments: the ways to run an operator on paged arguments, chosen by its schema alone.
+"""Treatments: the ways to run an operator on paged arguments, chosen from torch's description of the operator.
 
 Real tensors over the arena are valid only while their blocks are pinned. An operator that keeps a real tensor, for
 example in an object with packed weights or in a tensor of another layout, would later read other bytes without an

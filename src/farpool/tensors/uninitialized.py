@@ -33,7 +33,7 @@ def _has_uninitialized(part: torch.nn.Module) -> bool:
 
 
 class _MoveWhenInitialized:
-    """Forward pre-hook that moves a module's tensors into a pool once they have shapes, and then removes itself."""
+    """Forward pre-hook that moves a module's tensors into a pool when all have a shape, and then removes itself."""
 
     __slots__ = ("move", "pool")
 
@@ -68,7 +68,7 @@ def _remove(part: torch.nn.Module) -> None:
 
 
 def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
-    """Raise if a part of a module moves into another pool than `pool` at its first forward pass.
+    """Raise if the first forward pass of a part of a module would move the part into another pool than `pool`.
 
     Raises
     ------
@@ -84,7 +84,10 @@ def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
 
 
 def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) -> None:
-    """Have the parts of a module that have tensors without shape moved into a pool at their first forward pass."""
+    """Register a hook on each part of a module that has tensors without a shape.
+
+    The hook moves the part into the pool when all tensors of the part have a shape.
+    """
     for part in module.modules():
         if _has_uninitialized(part):
             _remove(part)

@@ -1,4 +1,4 @@
-"""Views of paged tensors: their geometry is computed on the meta device, once for each kind of view."""
+"""Views of paged tensors. The geometry of a view is computed on the meta device once, and then cached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
-    """The key of a view in the caches of views, here and in the native core: the operation and its arguments."""
+    """The cache key of a view, here and in the native core: the operation and its arguments after the first."""
     if len(args) == 1:
         return func._op
     return (func._op, *[tuple(value) if type(value) is list else value for value in args[1:]])

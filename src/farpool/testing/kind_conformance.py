@@ -1,4 +1,4 @@
-"""The contract of a kind of tier, as tests: the kind's tiers, and the ways in which users configure them.
+"""The contract of a kind of tier, as tests of the kind's tiers and of the ways in which users configure them.
 
 Subclass `KindConformance` in a pytest module::
 
@@ -28,7 +28,8 @@ class KindConformance(TierConformance):
     Attributes
     ----------
     settings : mapping of str to object
-        The kind and the settings of a tier of 8 MiB to 256 MiB, as under ``[[pool.tiers]]`` in a TOML file.
+        The kind and the settings of a tier of 8 MiB to 256 MiB, as a user writes them under ``[[pool.tiers]]`` in a
+        TOML file.
     """
 
     settings: ClassVar[Mapping[str, object]]

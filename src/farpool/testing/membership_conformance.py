@@ -32,7 +32,7 @@ class MembershipConformance:
     """Tests of the contract of `Membership`: a subclass gives :meth:`make` and :meth:`change`, pytest runs the rest."""
 
     def make(self) -> Membership:
-        """Make a list of members; its addresses do not matter."""
+        """Make a list of members; the addresses of the members do not matter."""
         raise NotImplementedError("give MembershipConformance a make()")
 
     def change(self, members: Membership, addresses: list[str]) -> None:

@@ -32,7 +32,7 @@ class RedundancyConformance:
     """Tests of the contract of `Redundancy`: a subclass gives :meth:`make`, pytest runs the rest."""
 
     def make(self) -> Redundancy:
-        """Make the redundancy under test; two calls make equal ones."""
+        """Make the redundancy under test. Two calls return equal objects."""
         raise NotImplementedError("give RedundancyConformance a make()")
 
     @pytest.fixture

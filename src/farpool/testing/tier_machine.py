@@ -1,4 +1,4 @@
-"""Random operations on a tier, whose results are compared with a dictionary that models a perfect tier."""
+"""Random operations on a tier. Their results are compared with a dictionary that models a perfect tier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(target=extents, nbytes=_SIZES)
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an extent, or check that the tier reports that it is full and is unchanged."""
+        """Reserve an extent. If the tier reports that it is full, check that nothing was reserved."""
         before = self.tier.reserved
         try:
             extent = self.tier.reserve(nbytes)

@@ -1,4 +1,4 @@
-"""Members that a program lists by address; it may replace the list at any time."""
+"""A list of members by address, which a program may replace at any time."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class StaticMembers(Membership):
         forks.begin_again(self)
 
     def members(self) -> Sequence[MemberInfo]:
-        """Return the present members, in the order of their addresses."""
+        """Return the present members, in the order in which their addresses were given."""
         # The tuple is replaced as a whole, so readers take no lock.
         return self._members
 
     def update(self, addresses: Iterable[str], *, draining: Iterable[str] = ()) -> None:
-        """Replace the whole list. Calls of stores that are under way finish with the old list.
+        """Replace the whole list. Store calls that are under way finish with the old list.
 
         Parameters
         ----------
@@ -56,7 +56,8 @@ class StaticMembers(Membership):
         Raises
         ------
         ConfigError
-            As for a new list, or `draining` has an address that is not in `addresses`. The list stays as it was.
+            ``StaticMembers(*addresses)`` would raise it, or `draining` has an address that is not in `addresses`. The
+            list stays as it was.
         """
         members = _listed(tuple(addresses), tuple(draining))
         with self._lock:
@@ -74,7 +75,10 @@ class StaticMembers(Membership):
             raise errors[0]
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Subscribe to changes: each `update` calls `changed`, in the thread of that `update`."""
+        """Subscribe to changes; return a function that ends the subscription.
+
+        Each `update` calls `changed`, in the thread of that `update`.
+        """
         mark = object()
         with self._lock:
             self._subscribers[mark] = changed

@@ -30,7 +30,7 @@ class Checked:
     Attributes
     ----------
     entries : dict of str to (int, int)
-        Number of entries of each kind, and their bytes.
+        For each kind of entry, the number of entries and their total bytes.
     damage : sequence of str
         One sentence for each damage; empty if there is none.
     """
@@ -61,7 +61,7 @@ def check(registry: Registry) -> Checked:
             names.append((entry, record))
         elif kind == "publication":
             objects.setdefault(rest.rpartition("/")[0], set()).update(keys)
-    # Only now, because the keys of names come before those of publications.
+    # Only now, because the registry returns the entries of names before the entries of publications.
     for entry, record in names:
         recorded = objects.get(f"{entry.key.partition('/')[2]}/{record.publication}", set())
         if len(recorded) != record.objects or record.manifest not in recorded:

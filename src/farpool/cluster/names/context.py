@@ -23,7 +23,7 @@ class Context:
     who : str
         Name of this program, which other programs show to people.
     hold : float
-        Seconds that a version stays after another version has replaced it.
+        Seconds that a version stays readable after another version has replaced it.
     orphan_ttl : float
         Seconds after which objects expire if their publish does not finish.
     timeout : float

@@ -17,14 +17,14 @@ from farpool.errors import RegistryError
 __all__ = ["ReaderHolds"]
 
 _Reading = tuple[str, str, int]
-"""The name in the registry's keys, the publication, and the lease to which the hold is bound."""
+"""The name as quoted in the registry's keys, the publication, and the lease to which the hold is bound."""
 
 
 class ReaderHolds:
     """Holds of this program's readers. All readers of one version share one registry entry. Thread-safe.
 
-    The entry is bound to a lease. A forked child begins without holds: closing its copies of opened names releases
-    nothing, because the parent still reads.
+    The entry is bound to a lease. A forked child begins without holds. If it closes its copies of opened names, that
+    releases nothing, because the parent still reads them.
     """
 
     def __init__(self, context: Context, session: Session) -> None:
@@ -49,7 +49,7 @@ class ReaderHolds:
         Parameters
         ----------
         quoted : str
-            The name in the registry's keys.
+            The name as quoted in the registry's keys.
         publication : str
             The publication to hold.
         conditions : sequence of Condition
@@ -90,7 +90,7 @@ class ReaderHolds:
                 return
             # A deletion that is sent again may arrive late. The condition keeps it from deleting the entry of the next
             # reader. If our entry itself was sent again and arrived late, it has another revision now, so we read it.
-            with suppress(RegistryError):  # the registry deletes the entry with the lease
+            with suppress(RegistryError):  # the registry deletes the entry when the lease ends
                 if not self._delete(key, revision) and (entry := self._registry.get(key, timeout=self._timeout)):
                     self._delete(key, entry.revision)
 

@@ -1,7 +1,7 @@
 """Manifest of one version of a name: an object that lists the objects of which the version consists.
 
 The bytes of this object are ``FPNAME``, a zero byte, the version of the format as one byte, and the manifest in
-MessagePack. A value is cut into pieces; each tensor is one object.
+MessagePack. A value is cut into pieces. Each piece is one object, and each tensor is one object.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, what: str) -> Manifest:
-    """Decode a manifest; errors name `what`.
+    """Decode a manifest. `what` is the name and version that has it, for errors.
 
     Raises
     ------

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 __all__ = ["Names"]
 
 _AWAY_REST_S = 2.0
-"""Seconds for which calls that can do without the registry do not ask it, after it did not answer."""
+"""After the registry did not answer, calls that can do without it do not ask it for this many seconds."""
 _AWAY_TIMEOUT_S = 0.25
-"""Seconds that such calls then wait for an answer, until the registry has answered again."""
+"""Seconds that such calls wait for an answer after this rest. After an answer they wait longer again."""
 
 
 class Names(Closing):
@@ -65,14 +65,14 @@ class Names(Closing):
         Store of the objects, such as `farpool.Store`.
     registry : Registry or str, optional
         Registry of the names, or its address. None stands for the address in ``FARPOOL_REGISTRY``, or for a file of
-        this user on this host if that is not set.
+        this user on this host if that variable is not set.
     writer : str, optional
-        Name of this program, which other programs show to people; None for its host and process number.
+        Name of this program, which other programs show to people; None for its host name and process number.
     hold : float
-        Seconds that a version stays after another version has replaced it; 0 for no time.
+        Seconds that a version stays readable after another version has replaced it; 0 for no time.
     lease : float
-        Seconds without a renewal of this program's lease after which other programs conclude that this program has
-        ended.
+        Time to live of this program's lease in seconds. If the program does not renew the lease for this long, other
+        programs conclude that the program has ended.
     orphan_ttl : float
         Seconds after which objects expire if their publish does not finish.
     timeout : float
@@ -115,15 +115,15 @@ class Names(Closing):
         """Publish a value or tensors under a name.
 
         Objects that nodes already have, from other versions or names, are not sent again. Readers of the previous
-        version keep it, and it stays for `hold` seconds for readers that were about to open it.
+        version can continue to read it. It also stays for `hold` seconds, for readers that were about to open it.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes of printable text.
         value : buffer, iterable of buffers, or mapping of str to tensors
-            A value; or its parts, each of which is sent before the next one is requested; or tensors such as
-            ``model.state_dict()``. Each tensor becomes an object and is copied only while it is sent.
+            A value; or its parts, which need not fit into memory together; or tensors such as ``model.state_dict()``.
+            Each tensor becomes an object and is copied only while it is sent.
         expect : int, optional
             The version that the name must have now; 0 if nothing was published under it yet.
 
@@ -139,8 +139,8 @@ class Names(Closing):
         NameMovedError
             The name has another version than `expect`.
         RegistryAwayError
-            The registry could not make the new version current. If the error's `uncertain` is True, it may have done so
-            or may still do so.
+            The registry did not confirm that the new version is the current one. If the error's `uncertain` is True,
+            the version may have become the current one, or may still become it.
         NodeError
             The objects could not be stored.
         """
@@ -148,7 +148,7 @@ class Names(Closing):
             return writer.publish(value, expect=expect)
 
     def writer(self, name: str) -> Writer:
-        """Become the one writer of a name, for several publishes; a context manager.
+        """Become the one writer of a name; return the `Writer`, a context manager, which may publish several times.
 
         Raises
         ------
@@ -179,7 +179,7 @@ class Names(Closing):
             time.sleep(PAUSE_S)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Remove a name. Its last version stays for `hold` seconds, and longer while programs read it.
+        """Remove a name. Its last version stays for `hold` seconds, or longer if programs still read it.
 
         Raises
         ------
@@ -204,9 +204,9 @@ class Names(Closing):
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until the opened name is closed.
 
-        While the registry does not answer, this opens the last version that this program knows; while the registry can
-        only be read, this opens the current version. The reader then does not hold the version (`OpenedName.held`): the
-        version stays for as long as it is the current one, and for `hold` seconds after that.
+        While the registry does not answer, this opens the last version that this program knows. While the registry can
+        only be read, this opens the current version. In both cases the reader does not hold the version
+        (`OpenedName.held`): it stays for as long as it is the current version, and for `hold` seconds after that.
 
         Parameters
         ----------
@@ -220,7 +220,7 @@ class Names(Closing):
         NameMissingError
             Nothing is published under the name, or no program holds that version any more.
         NameLostError
-            No node has one of its objects any more.
+            The object that lists the version's objects is lost: no node has it any more.
         RegistryAwayError
             The registry does not answer, and this program has not read the name before.
         """
@@ -252,7 +252,7 @@ class Names(Closing):
     def info(self, name: str) -> NameInfo | None:
         """Return the current version of a name; None if nothing is published under it.
 
-        While the registry does not answer, this is the last version that the program knows.
+        While the registry does not answer, return the last version that this program knows.
         """
         entry, _ = self._entry(checked_name(name))
         record = None if entry is None else decode(entry.value, NameRecord, entry.key)
@@ -275,7 +275,10 @@ class Names(Closing):
         return [NameInfo.of(name, decode(entry.value, NameRecord, entry.key)) for entry in entries]
 
     def watch(self, name: str, after: int = 0) -> NameWatch:
-        """Watch a name for versions above `after`. If the current version is above it, the watch reports it first."""
+        """Watch a name for versions above `after`.
+
+        If the current version is above `after`, the watch reports it first.
+        """
         return NameWatch(self._registry, name, after, self._timeout)
 
     def close(self) -> None:
@@ -312,7 +315,7 @@ class Names(Closing):
                 self._deferred.popleft()()
 
     def _entry(self, quoted: str) -> tuple[Entry | None, bool]:
-        """Return a name's entry, and True if the registry has just returned it, False if it may be outdated."""
+        """Return a name's entry, with True if the registry has just returned it, or False if it may be outdated."""
         key, known = name_key(quoted), self._known.get(quoted)
         if known is None or time.monotonic() >= self._away_until:
             try:

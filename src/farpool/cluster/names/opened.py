@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["OpenedName"]
 
 _BATCH_BYTES = 4 << 20
-"""Bytes of tensors that are read together."""
+"""Tensors are collected until they have this many bytes, and then read together."""
 
 
 class OpenedName(Closing):
-    """One version of a name, open for reading; a context manager. The version's objects stay until it is closed.
+    """One version of a name, open for reading; a context manager. Its objects stay until it is closed.
 
     Attributes
     ----------
     info : NameInfo
         The version.
     held : bool
-        True if the registry has recorded that this program reads the version. False if the registry was away or could
-        only be read. The version is then the last one that this program knew, or the current one. When another version
-        replaces it, the `hold` time of that version's writer decides how long this version stays.
+        True if the registry has recorded that this program reads the version. False if the registry was away (this is
+        then the last version that the program knew), or could only be read (this is then the current version). If this
+        is False, the version stays only for a time after a newer one has replaced it: for the `hold` time of the
+        program that published the newer one.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class OpenedName(Closing):
         Raises
         ------
         NameLostError
-            No node has one of the objects any more.
+            One of the objects is lost: no node has it any more.
         ConfigError
             The name holds tensors.
         """
@@ -114,11 +115,11 @@ class OpenedName(Closing):
         return self._manifest.tensors
 
     def read_tensor_into(self, entry: TensorEntry, buffer: Buffer) -> None:
-        """Read a tensor into a buffer of exactly as many bytes. Raises the errors of `read`."""
+        """Read a tensor into a buffer of exactly the tensor's size. Raises the errors of `read`."""
         self.read_tensors_into([(entry, buffer)])
 
     def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
-        """Read each tensor into a buffer of exactly as many bytes. Raises the errors of `read`."""
+        """Read each tensor into a buffer of exactly the tensor's size. Raises the errors of `read`."""
         wanted: list[tuple[str, memoryview]] = []
         nbytes = 0
         for entry, buffer in pairs:
@@ -143,7 +144,7 @@ class OpenedName(Closing):
 
     def close(self) -> None:
         """Release the version. Idempotent."""
-        # Taken out first, because a finalizer or another thread may close this, too.
+        # We clear the attribute first, because a finalizer or another thread may close this, too.
         release, self._release = self._release, None
         if release is not None:
             release()

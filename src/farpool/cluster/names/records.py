@@ -1,14 +1,14 @@
-"""Records and keys of names in the registry. NAME is a name with every special character as ``%XX``.
+"""Records and keys of names in the registry. NAME is a name with each special character written as ``%XX``.
 
 ================================== ==============================================================================
 ``name/NAME``                      the current version, or the note that the name was unpublished
 ``history/NAME/VERSION``           the last hundred versions, published or unpublished
-``publication/NAME/ID/PART``       the objects of a version, 10,000 in a part; written before the name moves
-``released/NAME/ID/PART``          the same for a version that readers cannot open now; a sweep releases it
+``publication/NAME/ID/PART``       the objects of a version, 10,000 in a part; written before the version is current
+``released/NAME/ID/PART``          the objects of a version that readers can no longer open; a sweep releases them
 ``hold/NAME/ID/WHO``               a reason to keep a version that is not the current one: its writer still publishes
                                    it, it is the previous version, or a program reads it; bound to a lease
-``writer/NAME``                    the role of the program that may move the name (`farpool.cluster.roles`)
-``sweeper``                        the role of the sweeping program, used by earlier releases
+``writer/NAME``                    the role of the program that may publish the name (`farpool.cluster.roles`)
+``sweeper``                        the role of the program that sweeps; only earlier releases use it
 ================================== ==============================================================================
 """
 
@@ -71,7 +71,7 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """Registry record that lists a version's objects, or a part of them: hashes, and keys that are not hashes.
+    """Registry record that lists objects of a version by their keys. Hashes are in `hashes`, other keys in `others`.
 
     In an entry under ``released/``, `away` names the nodes that did not answer when a sweep last told all nodes to
     release these objects. `away` is None if no sweep has finished that step.
@@ -119,11 +119,11 @@ class NameInfo:
     objects : int
         Number of different objects of the version.
     tensors : bool
-        True if it consists of tensors.
+        True if the version consists of tensors.
     time : float
         Time of publication in seconds since 1970, by the writer's clock.
     writer : str
-        Name of the writer that published it, as shown to people.
+        Name of the writer that published the version, as shown to people.
     """
 
     name: str
@@ -145,7 +145,7 @@ class NameInfo:
 
 
 def checked_name(name: str) -> str:
-    """Check a name and quote it for the registry's keys.
+    """Check a name; return it quoted for the registry's keys.
 
     Raises
     ------
@@ -168,28 +168,28 @@ def checked_name(name: str) -> str:
 
 
 def name_of(quoted: str) -> str:
-    """Return the name that `checked_name` has quoted."""
+    """Return the name that `checked_name` has quoted as `quoted`."""
     return unquote(quoted)
 
 
 def name_key(quoted: str) -> str:
-    """Return the key of a name's current version."""
+    """Return the registry key of a name's current version."""
     return f"name/{quoted}"
 
 
 def history_key(quoted: str, version: int) -> str:
-    """Return the key of a version in the history."""
+    """Return the registry key of a version in the history of a name."""
     # With leading zeros the registry's order of keys is the order of versions.
     return f"history/{quoted}/{version:016}"
 
 
 def publication_key(quoted: str, publication: str, part: int) -> str:
-    """Return the key of a part of a publication."""
+    """Return the registry key of a part of a publication."""
     return f"publication/{quoted}/{publication}/{part:06}"
 
 
 def hold_key(quoted: str, publication: str, who: str) -> str:
-    """Return the key of the entry with which `who` holds a publication."""
+    """Return the registry key of the entry with which `who` holds a publication."""
     return f"hold/{quoted}/{publication}/{who}"
 
 
@@ -204,7 +204,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
-    """Decode a record; `key` is named in the error.
+    """Decode the record in a registry entry; errors name the entry's `key`.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def _packed(key: str) -> str | bytes:
         packed = bytes.fromhex(digest)
     except ValueError:
         return key
-    # Only a key that can be made again exactly is packed; one with capital letters cannot.
+    # A key is packed only if it can be restored exactly. A key with capital letters cannot be.
     return packed if _HASH + packed.hex() == key else key
 
 

@@ -2,15 +2,15 @@
 
 1. The sender puts the objects with a time to live, small ones together. It skips objects that already have all their
    copies. It notes the mark of each copy.
-2. It records in the registry which objects the version has, in a publication with a hold of its writer.
-3. It tells the nodes to keep the copies without an end. A node does so if the copy still has the noted mark, or is
-   kept already.
+2. It records the version's objects in the registry, in a publication that the writer holds.
+3. It tells the nodes to keep the copies without a time limit. A node does so if the copy still has the noted mark, or
+   is kept already.
 
-A mark is a number that a node gives to a copy, and changes when it keeps, releases or prolongs the copy. So a sweep
-finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object that a
-sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its mark
-again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells the
-nodes again to keep the copies.
+A mark is a number that a node gives to a copy. The node changes the mark when it keeps or releases the copy, or gives
+it more time to live. So a sweep finds a record of every kept object. If a writer was stopped for longer than its lease
+and a sweep has released an object since, the writer cannot make nodes keep it (sweep.py). If a copy has another mark or
+was evicted, the sender reads its mark again, sends the object again if it is gone, asks the registry whether the
+writer's hold still exists, and tells the nodes again to keep the copies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ PAUSE_S = 0.05
 _ATTEMPTS_MAX = 5
 """Number of attempts to make nodes keep copies that disappear or change their marks."""
 _MARKS_TTL_S = 1.0
-"""Seconds to live in a touch that only reads marks. Sent objects have more time left, so it changes no mark."""
+"""Time to live in seconds that we give in a touch that only reads marks. Sent objects have more time left, so such a
+touch changes no mark."""
 
 
 class Sending:
@@ -67,18 +68,18 @@ class Sending:
     name : str
         The name, for errors.
     quoted : str
-        The name in the registry's keys.
+        The name as quoted in the registry's keys.
     role : HeldRole
         The role of the name's writer.
 
     Attributes
     ----------
     publication : str
-        Number of the publication.
+        Identifier of the publication.
     hold : Condition or None
-        Condition that the writer's hold on the publication exists; None until the sender has recorded it.
+        Condition that the writer's hold on the publication exists; None until the hold is recorded.
     keys : set of str
-        Keys of the objects.
+        Keys of the objects that were added so far.
     """
 
     def __init__(self, context: Context, name: str, quoted: str, role: HeldRole) -> None:
@@ -92,7 +93,7 @@ class Sending:
         self._outgoing_bytes = 0
         # Functions that return the bytes of objects that nodes do not keep yet.
         self._waiting: dict[str, Callable[[], Buffer]] = {}
-        self._waiting_bytes = 0  # bytes of a value in parts that stay in memory because nodes do not keep them yet
+        self._waiting_bytes = 0  # bytes of the parts that stay in memory because nodes do not keep them yet
         self._seen: dict[str, Mapping[bytes, int]] = {}  # marks of copies of sent objects, until nodes keep them
         self._parts = 0
 
@@ -104,7 +105,7 @@ class Sending:
         NameMovedError
             The writer's lease has ended.
         NameLostError
-            Nodes evicted objects again and again before they could keep them.
+            Nodes evicted objects again and again, before the sender could tell them to keep the objects.
         TypeError, ValueError
             The value cannot be published.
         """
@@ -172,7 +173,7 @@ class Sending:
         return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.confirming]
 
     def _keep_all(self) -> None:
-        """Send the remaining objects, record all sent objects, then tell the nodes to keep their copies."""
+        """Send the remaining objects, record all sent objects, then tell the nodes to keep these objects."""
         self._send()
         # Before the nodes keep anything: a sweep has to know every object that is kept.
         self._announce(list(self._waiting))
@@ -213,7 +214,7 @@ class Sending:
         conditions = [Condition(part, 0), Condition(SWEEPER, 0)]
         if self.hold is None:
             hold = hold_key(self._quoted, self.publication, "writer")
-            # Bound to the writer's lease, so a writer that dies holds its publication no longer than that.
+            # Bound to the writer's lease, so a writer that dies holds its publication no longer than its lease.
             operations.append(Put(hold, encode(Holder(self._context.who)), self._role.lease))
         else:
             conditions.append(self.hold)
@@ -233,7 +234,7 @@ class Sending:
 
 
 def writer_lost(context: Context, name: str, quoted: str) -> NameMovedError:
-    """Return the error for a writer whose lease ended before it was done."""
+    """Return the error for a writer whose lease ended before the writer was done."""
     entry = context.registry.get(name_key(quoted), timeout=context.timeout)
     version = decode(entry.value, NameRecord, entry.key).version if entry else 0
     return NameMovedError(
@@ -245,7 +246,7 @@ def writer_lost(context: Context, name: str, quoted: str) -> NameMovedError:
 
 
 def wait_for_sweeper(context: Context, name: str, deadline: float) -> bool:
-    """Wait a little if a program of an earlier release sweeps; return False if none does.
+    """If a program of an earlier release is sweeping, wait a little and return True; otherwise return False.
 
     Such programs sweep one at a time, under a role of their own, and release objects without looking at marks. They
     cannot read the format of a publication of this release, so they stop sweeping once the registry contains such a

@@ -47,7 +47,11 @@ _loader: Callable[[], Callable[[str, Any], TensorSource | None]] | None = None
 
 
 def use_tensors(loader: Callable[[], Callable[[str, Any], TensorSource | None]]) -> None:
-    """Set the loader of the function that makes sources of torch tensors; the first such tensor calls the loader."""
+    """Set the loader, which `source_of` calls only for torch tensors, so that no other program has to import torch.
+
+    The loader returns a function that takes a tensor's name and the tensor. This function returns the tensor's source,
+    or None if it does not know the type.
+    """
     global _loader
     _loader = loader
 

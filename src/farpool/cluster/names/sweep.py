@@ -3,28 +3,30 @@
 A version is held if it is the current one of its name or has an entry under ``hold/``. Versions share objects with
 equal bytes, so a sweep releases an object only if no held version has it.
 
-No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and continue much
-later. Each sweep takes these steps:
+No program waits for a sweep. Many programs may sweep at the same time, and each may be stopped at any point and
+continue much later. Each sweep takes these steps:
 
 1. Read the registry, and move each version that no program holds from ``publication/`` to ``released/``, on the
    condition that it is unchanged. From then on no reader can begin to hold it: a reader opens an older version
    on the condition that its entry under ``publication/`` exists.
-2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it keeps or releases the copy.
+2. Note the mark of each copy of the objects of these versions. A node gives a copy another mark whenever it keeps or
+   releases the copy.
 3. Read the registry again. The objects to release are those under ``released/`` that neither a version under
    ``publication/`` nor a held version has. This reading also shows the holds that readers recorded before step 1.
 4. Tell each node to release its copy if the copy still has the mark of step 2.
-5. Delete the entries under ``released/``, if they are unchanged, once nodes have released all their copies.
+5. When the nodes have released all copies of a version's objects, delete the version's entries under ``released/``, if
+   these entries are unchanged.
 
 A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
 tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, so the
-sweep leaves the object alone. If it kept the copy after step 2, the copy has another mark, and the node refuses the
-release of step 4, however late the request arrives; the sweep begins again with step 2. If it keeps the copy after step
-4, the writer checks whether the object still exists.
+sweep leaves the object alone. If the node kept the copy after step 2, the copy has another mark, and the node refuses
+the release of step 4, however late the request arrives; the sweep begins again with step 2. If the node keeps the copy
+after step 4, the writer checks whether the object still exists.
 
 A writer that is stopped for longer than its lease, and then continues, cannot make a node keep a copy that no sweep
 would release. The writer noted the marks of its copies before it recorded them, and a node keeps a copy for it only if
-the copy still has that mark or is kept already. If a sweep has deleted the record, it released each copy before, so the
-copy has another mark.
+the copy still has that mark or is kept already. If a sweep has deleted the record, it released each copy before that,
+so the copy has another mark.
 
 A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
 ``released/`` until all nodes have answered. The sweep tells the other nodes at once to release their copies, and notes
@@ -47,13 +49,13 @@ from farpool.cluster.registry import Condition, Delete, Entry, Put, Registry
 __all__ = ["sweep"]
 
 _BATCH_OBJECTS_MAX = 100
-"""Maximum objects in one request to the nodes, and operations in one transaction of the registry."""
+"""Maximum number of objects in one request to the nodes, and of operations in one transaction of the registry."""
 _BATCH_BYTES_MAX = 1 << 19
 """Maximum bytes of the entries in one transaction; a larger entry has a transaction of its own."""
 _ATTEMPTS_MAX = 3
 """Number of attempts to release objects that other programs keep or release at the same time."""
 _MARKS_TTL_S = 1.0
-"""Seconds to live in a touch that only reads marks; an object with less time left gets this much."""
+"""Time to live in seconds that we give in a touch that only reads marks. An object with less time left gets this."""
 
 
 def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
@@ -180,7 +182,7 @@ def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
     """Delete entries and apply their puts, except for entries that another sweep has changed."""
     conditions = [Condition(entry.key, entry.revision) for entry in entries]
     done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
-    # One changed entry makes the whole batch fail, so we try each alone.
+    # One changed entry makes the whole batch fail, so we try each entry alone.
     if not done.succeeded and len(entries) > 1:
         for place, entry in enumerate(entries):
             _commit(registry, [entry], puts[place : place + 1])
@@ -191,7 +193,7 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
     batch: list[Entry] = []
     for entry in entries:
         full = sum(len(one.value) for one in batch) + len(entry.value) > _BATCH_BYTES_MAX
-        # Half as many, because each entry needs two operations, a deletion and a put.
+        # Half as many entries as operations, because each entry needs two operations: a deletion and a put.
         if batch and (full or len(batch) == _BATCH_OBJECTS_MAX // 2):
             yield batch
             batch = []

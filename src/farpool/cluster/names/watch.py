@@ -60,7 +60,7 @@ class NameWatch(Closing):
                 return None
 
     def close(self) -> None:
-        """End the watch. Idempotent; the next wait begins it again."""
+        """End the watch. Idempotent; the next call of `next` begins the watch again."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()

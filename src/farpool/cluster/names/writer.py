@@ -32,7 +32,7 @@ __all__ = ["Writer"]
 
 
 class Writer(Closing):
-    """The one writer of a name, for as long as its lease is kept alive; a context manager. `Names.writer` makes it.
+    """The one writer of a name, while the writer's lease is kept alive; a context manager. `Names.writer` makes it.
 
     Parameters
     ----------
@@ -41,12 +41,12 @@ class Writer(Closing):
     name : str
         The name.
     quoted : str
-        The name in the registry's keys.
+        The name as quoted in the registry's keys.
     role : HeldRole
         The role of the name's writer.
     ended : callable
-        Called after each publish and unpublish that changed something: with True if it succeeded, with False if nodes
-        may still keep objects of a publish that failed.
+        Called with True after each publish or unpublish that succeeded, and with False after a publish that failed, if
+        nodes may still keep its objects.
     """
 
     def __init__(self, context: Context, name: str, quoted: str, role: HeldRole, ended: Callable[[bool], None]) -> None:
@@ -71,7 +71,7 @@ class Writer(Closing):
             self._move(entry, record, made, [sending.hold], [Delete(sending.hold.key)])
         except BaseException:
             if sending.hold is not None:
-                with suppress(RegistryError):  # the registry deletes the entry with the lease
+                with suppress(RegistryError):  # the registry deletes the entry when the lease ends
                     self._context.registry.commit(
                         [sending.hold], [Delete(sending.hold.key)], timeout=self._context.timeout
                     )

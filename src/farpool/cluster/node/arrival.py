@@ -17,7 +17,7 @@ __all__ = ["Arrival"]
 
 
 class Arrival:
-    """A client's connection, plain or with TLS. For the event loop's thread.
+    """A client's connection, plain or with TLS. Use it only in the event loop's thread.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Arrival:
         return self._secure.peer_name
 
     async def receive(self, nbytes: int) -> bytes:
-        """Receive 1 to `nbytes` bytes; returns no bytes once the client has ended the connection."""
+        """Receive 1 to `nbytes` bytes; return no bytes if the client has ended the connection."""
         secure = self._secure
         if secure is None:
             return await asyncio.get_running_loop().sock_recv(self.socket, nbytes)
@@ -93,14 +93,17 @@ class Arrival:
                 await self._ready(secure, select.POLLOUT)
 
     def send_files(self, data: bytes, files: Sequence[int]) -> int:
-        """Send `files` (descriptors) and the first bytes of `data` over the UNIX socket; return the bytes sent."""
+        """Send `files` (descriptors) and the first bytes of `data` over the UNIX socket.
+
+        Return the number of bytes of `data` that were sent.
+        """
         return socket.send_fds(self.socket, [data], list(files))
 
     async def end(self, most: int, plain: bytes = b"") -> None:
         """Send `plain` without TLS and shut down sending; then receive and drop at most `most` bytes from the client.
 
-        If we closed the socket while bytes of the client are unread, the system would throw away the bytes that are on
-        their way to the client.
+        If we closed the socket while bytes from the client are unread, the system would throw away the bytes that are
+        on their way to the client.
         """
         loop = asyncio.get_running_loop()
         descriptor = self.socket.fileno() if self._secure is None else self._secure.fileno()

@@ -18,11 +18,11 @@ from farpool.errors import AccessDeniedError, ProtocolError
 __all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
 
 PassedFiles = Callable[[], list[int]]
-"""Function that opens the files to pass to the client; its caller closes the descriptors."""
+"""Function that opens the files to pass to the client, and returns their descriptors; its caller closes them."""
 
 LISTED_OBJECTS_MAX = 128
-"""Maximum number of objects in a list. The data loop may add a few more, and even with the longest keys such a list
-fits into the meta of a frame."""
+"""Largest limit that a client may give for a list. The data loop may return a few more objects than the limit. Such a
+list fits into the meta of a frame even with the longest keys."""
 
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
@@ -35,7 +35,7 @@ class Stats(msgspec.Struct, tag="stats", tag_field="call"):
 
 
 class List(msgspec.Struct, tag="list", tag_field="call"):
-    """Ask for a list of objects, a limited number for each call."""
+    """Ask for objects whose keys begin with `prefix` and follow `after`; about `limit` objects at most."""
 
     prefix: _Key = b""
     after: _Key = b""
@@ -116,7 +116,7 @@ def make_call(
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
 ) -> tuple[dict[str, Any], PassedFiles | None]:
-    """Carry out a call. May block for as long as allocating memory takes.
+    """Carry out a call. This may block for as long as allocating memory takes.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def make_call(
     stats : callable
         Returns the node's counters.
     exposures : Exposures or None
-        Exposes memory for one-sided transfers, if the node does.
+        Exposes memory for one-sided transfers; None if the node exposes none.
 
     Returns
     -------
@@ -200,9 +200,9 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
 
 
 def _objects(server: NodeServer, client: Accepted) -> list[int]:
-    """Open the tenant's index and data for reading, and the session's file in which it marks objects that it reads.
+    """Return descriptors of three files: the tenant's index, the tenant's data, and the session's file of marks.
 
-    Return the three descriptors.
+    The index and the data are open for reading. The session marks the objects that it reads in its file.
     """
     visited = server.objects_visited(client.session, client.tenant)
     try:
@@ -218,7 +218,7 @@ def _lease(server: NodeServer, client: Accepted, lease: int) -> list[int]:
 
 def _data(server: NodeServer, tenant: int) -> int:
     index, data = server.objects_files(tenant, writable=True)
-    # Programs write payloads only. The index, which the node trusts after a crash, stays the node's alone.
+    # Programs write payloads only. Only the node writes the index, because the node trusts it after a crash.
     os.close(index)
     return data
 

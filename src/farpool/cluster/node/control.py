@@ -42,7 +42,7 @@ class ControlService:
     stats : callable
         Returns the node's counters.
     exposures : Exposures or None
-        Exposes memory for one-sided transfers, if the node does.
+        Exposes memory for one-sided transfers; None if the node exposes none.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class ControlService:
         self._making.shutdown(cancel_futures=True)
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
-        """Answer calls until the connection ends. The caller keeps the client's session, then closes the connection."""
+        """Answer calls until the connection ends.
+
+        The caller keeps the client's session until this returns, and then closes the connection.
+        """
         if self._exposures is not None:
             self._exposures.connect(client.session)
         try:
@@ -82,7 +85,7 @@ class ControlService:
                 self._exposures.disconnect(client.session)
 
     def refusals(self) -> dict[tuple[int, int], int]:
-        """Number of calls refused so far, by tenant and status."""
+        """Return the number of calls refused so far, by tenant and status."""
         return dict(self._refusals)
 
     async def _answer(self, connection: Arrival, frame: Frame, client: Accepted) -> None:
@@ -146,7 +149,7 @@ class ControlService:
 
 
 async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
-    """Receive the next frame; None if the client ended the connection between two frames."""
+    """Return the next frame, or None if the client ended the connection between two frames."""
     # No deadline here: an idle connection may wait for as long as it likes. Only a frame that has begun has one.
     data = await connection.receive(reader.needed)
     if not data:

@@ -21,7 +21,7 @@ __all__ = ["Exposures"]
 class Exposures:
     """The node's present exposures over a one-sided fabric. Thread-safe.
 
-    The first argument is the fabric's name. With `loopback` only programs of this host can use the exposures. Raises
+    `fabric` is the fabric's name. If `loopback` is True, only programs of this host can use the exposures. Raises
     ConfigError if the fabric is not installed or does not work here.
     """
 
@@ -46,7 +46,7 @@ class Exposures:
             self._connections[session] += 1
 
     def disconnect(self, session: int) -> None:
-        """Record that a control connection of the session has ended. After the last one, end all its exposures."""
+        """Record that a control connection has ended. If it was the session's last, end the session's exposures."""
         with self._lock:
             self._connections[session] -= 1
             gone = not self._connections[session]
@@ -57,13 +57,15 @@ class Exposures:
             self._withdraw(lambda owner, _: owner == session)
 
     def expose(self, session: int, path: str, opened: Callable[[], int] | None = None, failed: bytes = b"") -> Exposed:
-        """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
+        """Expose the whole segment at `path` to a session that has a control connection.
 
-        Raises LeaseLostError if the segment is withdrawn while its exposure starts.
+        If `opened` is given, it returns the segment's descriptor; otherwise this method opens `path`. If the session
+        already has a working exposure of the segment, the method returns this exposure. However, an exposure whose
+        metadata is `failed` is always replaced, because a process that is being killed still looks alive for a moment.
+        The call may take as long as the start of a process.
 
-        `path` names the segment, and this method opens it; with `opened`, that function returns the descriptor instead.
-        The call may take as long as the start of a process. An exposure that works is used again. If its metadata is
-        `failed`, it is replaced in any case: a process that is being killed still looks alive for a moment.
+        Raises NodeError if the exposure fails, and LeaseLostError if the segment is withdrawn while the exposure
+        starts.
         """
         key = (session, path)
         with self._starting:
@@ -96,7 +98,7 @@ class Exposures:
             return exposure.exposed
 
     def withdraw(self, path: str) -> None:
-        """End the exposures of a segment to all sessions, and an exposure that is just starting."""
+        """End all exposures of a segment, including an exposure that is just starting."""
         with self._lock:
             if self._wanted == path:
                 self._wanted = ""

@@ -44,7 +44,7 @@ def _base() -> Path:
 
 
 class Folder:
-    """A node's folder. Nothing is made or changed before `take`.
+    """A node's folder. This object makes and changes no files before `take`.
 
     Parameters
     ----------
@@ -81,15 +81,16 @@ class Folder:
         Returns
         -------
         int
-            Bytes for which the file system now has room: `capacity`, or less if other programs fill the file system
-            and the folder has objects or leases of an earlier start, which the node should still serve.
+            `capacity`, or the bytes for which the file system now has room if these are fewer. Less room than
+            `capacity` is accepted only if the folder has objects or leases of an earlier start, because the node
+            should still serve these.
 
         Raises
         ------
         ConfigError
-            The folder is open to others or cannot be written or made, its path is too long for a UNIX socket, or the
-            file system has less room than `capacity` and the folder has nothing of an earlier start. The files that
-            the folder already has count as room.
+            Other users can use the folder, the folder cannot be written or made, or its path is too long for a UNIX
+            socket. Or the file system has less room than `capacity`, and the folder has no objects or leases of an
+            earlier start. The files that the folder already has count as room.
         """
         if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise ConfigError(
@@ -152,7 +153,7 @@ class Folder:
             Another node has locked the folder, or the folder cannot be made.
         """
         try:
-            # Each of them by itself: the mode that makedirs is given holds for the last one only.
+            # Made one at a time, because `mkdir` with `parents` gives the mode only to the last folder.
             for path in (self.path.parent, self.path):
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700, parents=True)
@@ -170,7 +171,7 @@ class Folder:
             raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
 
     def _set_mode(self) -> None:
-        """Set group and mode so that only the owner and the group can enter, whatever an earlier start has set."""
+        """Set the folder's group and mode. Only the owner and the group can then enter, even if others could before."""
         if self._group is None:
             self.path.chmod(0o700)
             return
@@ -215,13 +216,13 @@ class Folder:
             os.close(lock)
 
     def identity(self, *, kept: bool) -> bytes:
-        """Return the 16 bytes that identify the node with this folder. Call `take` before.
+        """Return the 16 bytes that identify the node with this folder. Call `take` first.
 
         Parameters
         ----------
         kept : bool
-            True for the bytes that the node made at its first start and keeps in a file. False for new bytes; this
-            deletes the file.
+            True to return the bytes that the node made at its first start and keeps in a file. False to return new
+            bytes and delete that file.
 
         Raises
         ------
@@ -254,7 +255,7 @@ class Folder:
         return identity
 
     def listen(self, backlog: int) -> socket.socket:
-        """Listen at `socket_path`, which no other node can use while this one has the lock. Call `take` before.
+        """Return a socket that listens at `socket_path`. Call `take` first, so that no other node uses this path.
 
         Raises
         ------
@@ -293,7 +294,7 @@ class Folder:
 
 
 def _owner(lock: int) -> str:
-    """Return the id of the process that has locked a file, from /proc/locks.
+    """Return the id of the process that has locked a file, as /proc/locks shows it, or "unknown".
 
     The process does not write its id into the lock file, because a file with content would take a page of memory.
     """

@@ -9,7 +9,7 @@ __all__ = ["HalfOpen", "Meeting", "origin_of"]
 
 
 class Meeting(Protocol):
-    """Interface to the task that serves a connection whose handshake is under way, such as an asyncio task."""
+    """Interface to a task (for example an asyncio task) that serves a connection whose handshake is under way."""
 
     def cancel(self) -> object:
         """End the handshake and its connection."""
@@ -17,7 +17,10 @@ class Meeting(Protocol):
 
 
 class HalfOpen:
-    """Counts handshakes under way, and ends the oldest if there are too many from one origin, or in total.
+    """Counts handshakes under way, and limits their number for each origin and in total.
+
+    If one origin has too many, the origin's oldest handshake is ended. If there are too many in total, the oldest of
+    all is ended.
 
     Parameters
     ----------
@@ -44,7 +47,7 @@ class HalfOpen:
         return len(self._origins)
 
     def enter(self, meeting: Meeting, origin: str) -> None:
-        """Add a handshake that has begun. If there are too many now, end the oldest."""
+        """Add a handshake that has begun. If there are too many handshakes now, end the oldest."""
         self._origins[meeting] = origin
         of_one = self._of.setdefault(origin, {})
         of_one[meeting] = None
@@ -72,7 +75,7 @@ class HalfOpen:
 
 
 def origin_of(host: str) -> str:
-    """Return the origin for which connections are counted: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the origin of a host, for `HalfOpen`: its IPv4 address, or the /64 network of its IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host

@@ -1,9 +1,9 @@
 """Listener of a node: accepts connections and does their handshakes, each of which has a deadline.
 
 After the handshake the listener passes the connection to the data loop or to the control service. The listener has its
-own thread. For each listening socket, the number of connections that are not authenticated yet is limited, in total and
-for one address. If there are too many, the listener ends the oldest. So connections that send nothing cannot keep
-clients out.
+own thread. Each listening socket has limits for connections that are not authenticated yet: one limit for all, and a
+lower one for each origin. If there are too many, the listener ends the oldest. So connections that send nothing cannot
+keep clients out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXPECTS_TLS = refused_frame(
 
 
 class Listener:
-    """Accepts connections, and does their handshake, until stopped.
+    """Accepts connections and does their handshakes until it is stopped.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class Listener:
                 # A task that is cancelled before its first step never runs, so its own code cannot do this.
                 meeting.add_done_callback(partial(self._ended, arrival, half_open))
                 half_open.enter(meeting, arrival.origin)
-                await asyncio.sleep(0)  # those that came before have their turn, however many come
+                await asyncio.sleep(0)  # earlier connections get their turn, however many new ones arrive
 
     def _ended(self, arrival: Arrival, half_open: HalfOpen, meeting: asyncio.Task[None]) -> None:
         half_open.leave(meeting)
@@ -172,7 +172,7 @@ class Listener:
         arrival.close()
 
     async def _accepted(self, listening: socket.socket) -> socket.socket:
-        """Accept a connection. Unlike the loop's `sock_accept`, a cancelled call never loses an accepted connection."""
+        """Accept a connection. Unlike the loop's `sock_accept`, this loses no accepted connection when cancelled."""
         while True:
             with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return listening.accept()[0]
@@ -191,7 +191,7 @@ class Listener:
             log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
     async def _serve(self, arrival: Arrival, half_open: HalfOpen) -> None:
-        """Do the handshake of one connection, then serve its calls until its end, or pass it to the data loop."""
+        """Do the handshake of one connection. Then serve its calls until it ends, or pass it to the data loop."""
         client = await self._shake_hands(arrival)
         meeting = asyncio.current_task()
         assert meeting is not None
@@ -234,9 +234,9 @@ class Listener:
     async def _introduced(
         self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
     ) -> Accepted:
-        """Do the handshake, and count the connection for the client's session.
+        """Do the handshake, and count the connection in the client's session.
 
-        If the client's user may not use this node, `stranger` is the error with which the handshake ends.
+        `stranger` is an error if the client's user may not use this node; the handshake then ends with this error.
         """
         while True:
             # At most the rest of the frame, because bytes after the handshake belong to the service that takes over.
@@ -288,7 +288,7 @@ class Listener:
 
 
 class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
-    """Raised to refuse a client; has the frame that tells the client why."""
+    """Raised to refuse a client; `frame` tells the client why."""
 
     def __init__(self, reason: str, frame: bytes) -> None:
         super().__init__(reason)
@@ -302,6 +302,6 @@ class _Stopped(Exception):  # noqa: N818 - it is no error
 def _short(session: int) -> str:
     """Return the low 32 bits of a session's number in hex, for the log.
 
-    These bits distinguish sessions, but do not suffice to use one.
+    These bits distinguish sessions, but a reader of the log cannot use a session with them.
     """
     return f"{session & 0xFFFFFFFF:08x}"

@@ -1,4 +1,4 @@
-"""Lists of objects for control connections, so that a client that lists objects does not delay others.
+"""Makes lists of objects for control connections. A client that lists objects does not delay other clients.
 
 To make a list, the node may have to look at all objects of a tenant. It does so in slices, each of which looks at a
 limited number of objects. All slices run in one thread that makes only lists, so other calls never wait for a list.
@@ -33,10 +33,10 @@ class Lists:
 
     def __init__(self, server: NodeServer) -> None:
         self._server = server
-        # A list may walk over a whole index, so it gets no thread of the other calls
+        # A list may walk over a whole index, so it does not run in a thread of other calls
         # (docs/design/listing-in-slices.md).
         self._thread = ThreadPoolExecutor(1, "farpool-lists")
-        # Each lives as long as somebody holds it or waits for it.
+        # Each lock lives as long as a list holds it or waits for it.
         self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     async def answer(self, call: List, client: Accepted) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Lists:
         return {"objects": objects, "next": objects[-1][0] if len(objects) >= call.limit else b""}
 
     def close(self) -> None:
-        """End the thread. No call may be under way any more."""
+        """End the thread. Call this only when no call of `answer` is under way."""
         self._thread.shutdown(cancel_futures=True)
 
     def _alone(self, *who: Hashable) -> asyncio.Lock:

@@ -1,4 +1,4 @@
-"""The node's counters for Prometheus, as metrics."""
+"""Turns the node's counters into metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Source(Protocol):
         ...
 
     def tenants(self) -> Mapping[int, Mapping[str, int]]:
-        """Return counters by tenant."""
+        """Return the counters of each tenant, by the tenant's number."""
         ...
 
     def keys(self) -> Mapping[str, Mapping[str, int]]:
-        """Return counters by the names of the access keys in the keys file."""
+        """Return the counters of each access key in the keys file, by the key's name."""
         ...
 
     def refusals(self) -> Mapping[int, Mapping[int, int]]:
-        """Return the number of refused requests by tenant and status."""
+        """Return how many requests were refused, by tenant and then by status."""
         ...
 
     def latencies(self) -> Mapping[int, tuple[list[int], float]]:
-        """Return reply times by operation: the counts of a histogram's buckets, and the sum in seconds."""
+        """Return a histogram of reply times for each operation: the counts of its buckets, and the sum in seconds."""
         ...
 
     def certificates(self) -> Mapping[str, float]:
-        """Return when the certificates in use expire, by file, in seconds since 1970."""
+        """Return, by file name, when the certificates in use expire, in seconds since 1970."""
         ...
 
     def last_reload(self) -> LastReload:
-        """Return when the node last read its keys and certificate, and whether it could use them."""
+        """Return the time and the outcome of the node's last attempt to read its keys and certificate."""
         ...
 
 
@@ -118,7 +118,7 @@ _COUNTERS = {
 
 
 class NodeCollector(Collector):
-    """Turns a node's counters into metrics, each time that Prometheus asks for them.
+    """Turns a node's counters into metrics each time Prometheus asks for them.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ _RETRY_INTERVAL_S = 0.1
 
 
 class MetricsServer:
-    """Serves metrics over HTTP, in threads of its own, until closed.
+    """Serves metrics over HTTP in its own threads, until `close` is called.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     """HTTP server with a thread for each connection, up to a limit.
 
-    At the limit, a new connection ends the oldest one and waits until that one's thread has finished.
+    At the limit, the server ends the oldest connection for each new one, and waits until a thread has finished.
     """
 
     daemon_threads = True
@@ -92,7 +92,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. If that fails, pause: the listening socket stays readable, so the server tries again."""
+        """Accept a connection. If that fails, pause, because the server tries again as soon as this method returns."""
         try:
             return super().get_request()
         except OSError:

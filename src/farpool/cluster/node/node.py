@@ -50,7 +50,7 @@ class Node:
     capacity : int
         Bytes to lend.
     name : str
-        The node's name; empty to use the port's number.
+        The node's name; empty to use the port number as the name.
     folder : str or path-like or None
         Folder of the node's segments; by default ``/dev/shm/farpool-UID/NAME``. If an earlier node left segments in the
         folder, this node continues with them.
@@ -66,29 +66,29 @@ class Node:
     spin : float
         Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
-        Path of a file and its size in bytes. The node writes objects that it evicts from memory to this file.
+        Path of a file and its size in bytes. When the node evicts objects from memory, it writes them to this file.
     fabric : str
         Name of a one-sided fabric over which the node also exposes its memory; empty for none.
     shares : mapping of int to int, or None
-        Bytes guaranteed to each tenant, by its number. To make room for other tenants, the node does not evict objects
-        of a tenant that holds no more than its guarantee. The tenants without a guarantee that hold something share the
-        rest equally.
+        Bytes guaranteed to each tenant, by the tenant's number. If a tenant holds no more than its guarantee, the node
+        does not evict the tenant's objects to make room for other tenants. All tenants that hold something and have no
+        guarantee share the rest equally.
     tls : CertificateFolder or None
         The node's certificate. With it, connections over TCP begin with TLS, and each client must show a certificate.
     insecure_plaintext : bool
         True to allow listening beyond loopback without TLS.
     socket_group : str
-        A group, by name or number, whose members may use the UNIX socket with a key, and map memory read-only; empty
-        to allow this only to the node's own user.
+        Name or number of a group. Its members may use the UNIX socket with a key, and map memory read-only. Empty to
+        allow this only to the node's own user.
 
     Attributes
     ----------
     address : Address
-        Address at which the node listens, once started.
+        Address at which the node listens; before the start, the parameter `listen`.
     name : str
-        The node's name, once started.
+        The node's name; before the start, the parameter `name`.
     metrics_address : Address or None
-        Address of the metrics, once started.
+        Address at which the node serves metrics; before the start, the parameter `metrics`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Node:
         Raises
         ------
         ConfigError
-            The node cannot work with these settings; nothing stays open, and nothing was changed.
+            The node cannot work with these settings. Nothing stays open.
         """
         if self.name:
             check_name(self.name)
@@ -214,7 +214,7 @@ class Node:
         ConfigError
             The node cannot use the new keys or the new certificate; it keeps the old ones.
         """
-        # Recorded as a failure first, so that `/metrics` shows one whatever raises below.
+        # Recorded as a failure first, so that `/metrics` shows a failure if any of the calls below raises an error.
         self._last_reload = LastReload(time.time(), succeeded=False)
         # We read both before we use either: if one file is wrong, the node keeps both as they were.
         keys = read_keys()
@@ -233,11 +233,11 @@ class Node:
         The segments stay for the next start, unless the node is ephemeral.
         """
         self._undo.close()
-        # They hold the segments' descriptors.
+        # These objects hold the segments' descriptors.
         self._server = self._listener = self._control = None
 
     def stats(self) -> dict[str, int | float]:
-        """The node's counters by name; empty unless the node runs."""
+        """Return the node's counters by name; empty unless the node runs."""
         # Read once, because a thread of the metrics may ask while the node stops.
         server, listener = self._server, self._listener
         if server is None or listener is None:
@@ -250,17 +250,24 @@ class Node:
         }
 
     def tenants(self) -> dict[int, dict[str, int]]:
-        """Objects, bytes (used, backed, taken, lent, guaranteed) and counts by tenant; empty unless the node runs."""
+        """Return each tenant's counters by name, such as objects and bytes; empty unless the node runs.
+
+        Bytes are counted as used, backed by memory, taken in shared memory, lent and guaranteed.
+        """
         server = self._server
         return {} if server is None else server.tenants()
 
     def keys(self) -> dict[str, dict[str, int]]:
-        """Counters by access key of the keys file: bytes and counts that its users hold. Empty unless the node runs."""
+        """Return the counters of each access key in the keys file, by the key's name; empty unless the node runs.
+
+        The counters are the tenant's number, and the bytes, pins, unfinished publishes, leases and connections of
+        programs with this key.
+        """
         server = self._server
         return {} if server is None else server.keys()
 
     def refusals(self) -> dict[int, dict[int, int]]:
-        """Number of refused requests, by tenant and status; empty unless the node runs."""
+        """Return how many requests were refused, by tenant and then by status; empty unless the node runs."""
         server, control = self._server, self._control
         if server is None or control is None:
             return {}
@@ -271,18 +278,18 @@ class Node:
         return found
 
     def latencies(self) -> dict[int, tuple[list[int], float]]:
-        """Reply times by operation, as `NodeServer.latencies` returns them; empty unless the node runs."""
+        """Return reply times by operation, as `NodeServer.latencies` does; empty unless the node runs."""
         server = self._server
         return {} if server is None else server.latencies()
 
     def certificates(self) -> dict[str, float]:
-        """Return when the certificates in use expire, in seconds since 1970, by file; empty without TLS."""
+        """Return, by file name, when the certificates in use expire, in seconds since 1970; empty without TLS."""
         return {} if self._tls is None else self._tls.ends()
 
     def last_reload(self) -> LastReload:
-        """Return when the node last read its keys and certificate, and whether it could use them.
+        """Return the time and the outcome of the node's last attempt to read its keys and certificate.
 
-        The start of the node counts, too.
+        Before the first `reload`, this is the time at which this object was made, as a success.
         """
         return self._last_reload
 
@@ -297,7 +304,7 @@ class Node:
 
     def _open(self, listening: socket.socket, folder: Folder, undo: ExitStack) -> None:
         if self.metrics_address is not None:
-            # Not above: most nodes serve none, and are to start at once.
+            # Imported here, because most nodes serve no metrics and should start quickly.
             from farpool.cluster.node.metrics import NodeCollector
             from farpool.cluster.node.metrics_server import MetricsServer
 
@@ -375,7 +382,10 @@ class Node:
         return folder
 
     def _resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """Resolve the address to bind, IPv4 first; raises ConfigError if listening there is not allowed."""
+        """Return the family and the address to bind, IPv4 if the host has it.
+
+        Raises ConfigError if the node may not listen at this address.
+        """
         if self.address.scheme == "unix":
             raise ConfigError(f"--listen is {str(self.address)!r}, expected HOST:PORT", setting="listen")
         if self.address.scheme == "tls" and self._tls is None:
@@ -409,7 +419,7 @@ class Node:
 
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
-    """Tell the data loop which tenants and keys there are, and which of them can hold memory."""
+    """Give the data loop the present tenants and keys, and which of them may hold memory."""
     memory_rights = Right.READ | Right.WRITE | Right.PUBLISH
     grants = {
         name: (grant.tenant, bool(grant.rights & memory_rights), grant.bytes) for name, grant in (keys or {}).items()

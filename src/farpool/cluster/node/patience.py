@@ -13,7 +13,7 @@ _SLICE_S = 0.5
 
 @contextlib.asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError in the ``with`` block once the event loop has run for `seconds` seconds.
+    """Raise TimeoutError in the ``with`` block when the event loop has run for `seconds` seconds.
 
     With `asyncio.timeout`, a process that was stopped for longer than a handshake may take would end every handshake
     when it continues, before it looks at the bytes that it has received. So we count the time in slices. A slice counts

@@ -1,4 +1,4 @@
-"""Nodes as child processes, each with a free port and its own folder, until they are closed.
+"""Runs nodes as child processes, each with a free port and its own folder.
 
 The demo, the benchmarks and the tests start their nodes here.
 """
@@ -80,7 +80,7 @@ class RunningNode:
 
     @property
     def log(self) -> str:
-        """Log of the node so far, over all its starts."""
+        """Log of the node so far, from all its starts."""
         # We do not seek, because the process writes at this file's position: it would overwrite the log.
         descriptor = self._log.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
@@ -220,7 +220,8 @@ def running_node(
     Yields
     ------
     RunningNode
-        The process, ready. However the block ends, the process is ended and its folder removed.
+        The node's process, ready for clients. The end of the block, even by an error, ends the process and removes its
+        folder.
     """
     given = ["--dram", str(dram)]
     for name, value in options.items():
@@ -244,7 +245,7 @@ def _reserved(listen: str) -> tuple[socket.socket, str]:
     """Reserve a free port; return a socket that is bound to it, and ``HOST:PORT``.
 
     While the socket is open, the system gives the port to no program that asks for a free port. The node can still bind
-    to the port, because both sockets set SO_REUSEADDR and only the node's listens.
+    to the port, because both sockets set SO_REUSEADDR and only the node's socket listens.
     """
     host = listen.rpartition(":")[0]
     family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]

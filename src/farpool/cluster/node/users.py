@@ -1,4 +1,4 @@
-"""Lookup of the user and process at the other end of a connection, and of groups of this host."""
+"""Finds the user and the process at the other end of a connection, and the number of a group of this host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_FAMILY = 20
 _REQUEST = struct.Struct("=IHHII BBBBI")
 """Header of a netlink message, followed by the first fields of a query about one socket (linux/inet_diag.h)."""
 _ANSWER = struct.Struct("=IHHII BBBB 48x IIIII")
-# Interface 0 (any), and the value with which the kernel compares no cookie: we only know the addresses.
+# Interface 0 (any), and the value that tells the kernel not to compare cookies, because we know only the addresses.
 _NO_COOKIE = b"\0" * 4 + b"\xff" * 8
 _ESTABLISHED = 1
 
@@ -40,18 +40,18 @@ def group_id(name: str) -> int:
 
 
 def user_of(connection: socket.socket) -> int | None:
-    """Return the user who opened the other end of a connection: of a UNIX socket, or of TCP from this host.
+    """Return the number of the user who opened the other end of a connection.
 
     Returns
     -------
     int or None
-        None if the system does not know the user (the connection comes from another host), or if the other end is
-        already closed.
+        The user's number, for a UNIX socket or a TCP connection from this host. None if the connection comes from
+        another host, so that the system does not know the user, or if the other end is already closed.
 
     Raises
     ------
     OSError
-        The system is short of descriptors or memory, so the node could not ask it.
+        The node could not ask the system for the user, because descriptors or memory are short.
     """
     if connection.family == socket.AF_UNIX:
         return _credentials(connection)[1]

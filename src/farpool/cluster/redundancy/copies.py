@@ -1,4 +1,4 @@
-"""Redundancy by equal copies."""
+"""Redundancy that stores equal copies of an object."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COPIES_MAX = 255
 
 
 class Copies(Redundancy):
-    """Equal copies on several members: an object survives the loss of all but one of them.
+    """Stores equal copies of an object on several members. The object survives while one copy is left.
 
     Parameters
     ----------
     parts : int
-        Number of copies, 1 to 255. A write succeeds once the members have confirmed all copies.
+        Number of copies, 1 to 255. A write succeeds when the members have confirmed all copies.
 
     Raises
     ------
@@ -59,7 +59,8 @@ def redundancy_of(redundancy: Redundancy | None, replicas: int) -> Redundancy:
     Raises
     ------
     ConfigError
-        Both are given, there are too many parts, or a reader would need several parts. A store only reads whole values.
+        `redundancy` is given although `replicas` is not 1, is not a `Redundancy`, or does not have 1 to 255 parts. Or a
+        reader would need several of its parts; a store reads only whole values.
     """
     if redundancy is None:
         return Copies(replicas)

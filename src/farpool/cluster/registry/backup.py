@@ -2,8 +2,8 @@
 
 A backup is a registry in a SQLite file, so each of its entries has a checksum. Entries that are bound to a lease are
 not in the backup, because they only describe programs that were running at that moment. All entries of a restored
-registry have new revisions. So if a program read an entry before the restore, its transaction fails, because the
-condition on the old revision does not hold.
+registry have new revisions. So a transaction fails if one of its conditions has the revision of an entry that the
+program read before the restore.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farpool.errors import ConfigError, RegistryAwayError
 __all__ = ["back_up", "replace", "restore"]
 
 _LOG_SUFFIXES = ("-wal", "-shm", "-journal")
-"""Suffixes of the files that SQLite makes next to a file."""
+"""Suffixes of the files that SQLite makes next to a database file."""
 
 
 def back_up(registry: Registry, path: Path) -> int:
@@ -45,7 +45,7 @@ def back_up(registry: Registry, path: Path) -> int:
 
 
 def restore(path: Path, registry: Registry) -> int:
-    """Write the entries of a backup to a registry without entries; return the number of entries.
+    """Write the entries of a backup to an empty registry; return the number of entries.
 
     Raises
     ------
@@ -122,7 +122,8 @@ def _write(registry: Registry, entries: Sequence[Entry]) -> None:
 def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Registry]:
     """Yield a registry in a hidden file; after the block, move that file to `path`.
 
-    `old` is a connection that locks the old file at `path`; it is closed at the end.
+    `old` is a connection that locks the old file at `path`, if there is one. This function closes the connection at
+    the end.
     """
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -156,8 +157,8 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
 def _alone(path: Path) -> sqlite3.Connection | None:
     """Lock a registry's file; return the connection with the lock, or None if the file is missing or damaged.
 
-    Raises RegistryAwayError if another program has the file open. This also turns off SQLite's write-ahead log, so that
-    no log of the old file stays next to the new file.
+    This function also turns off SQLite's write-ahead log, so that no log of the old file stays next to the new file.
+    Raises RegistryAwayError if another program has the file open.
     """
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Functions that all kinds of registries share: they check arguments and make errors."""
+"""Checks of arguments, and errors, that all kinds of registries share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TTL_MAX_S = 1e9
 
 
 def deadline_of(timeout: float | None, default: float) -> float:
-    """Turn a call's timeout (None for `default`) into a deadline, a time of `time.monotonic`."""
+    """Return the deadline of a call, by `time.monotonic`. Its timeout is `default` if `timeout` is None."""
     return time.monotonic() + require_seconds(default if timeout is None else timeout, "timeout", 0.0, 1e6)
 
 
@@ -68,7 +68,7 @@ def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Op
 
 
 def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
-    """Make the error for a damaged entry, or for other damage in a registry."""
+    """Return the error for a damaged entry, or for other damage in a registry if `key` is empty."""
     what = f"its entry {key!r} " if key else ""
     return RegistryDamagedError(
         f"the registry {address} is damaged: {what}{why}; see `farpool registry check`, and restore a backup",
@@ -84,7 +84,7 @@ def checksum(key: bytes, value: bytes) -> int:
 
 
 def no_lease(address: str, lease: int) -> RegistryLeaseError:
-    """Make the error for a lease that does not exist."""
+    """Return the error for a lease that does not exist."""
     return RegistryLeaseError(
         f"the registry {address} has no lease {lease}: it has ended; grant a new one", registry=address, lease=lease
     )

@@ -68,7 +68,7 @@ __all__ = ["EtcdRegistry"]
 
 
 class _Headed(Protocol):
-    """A reply that has a header, with the number of the cluster that answered."""
+    """A reply with a header, which has the number of the cluster that answered."""
 
     @property
     def header(self) -> Header: ...
@@ -80,9 +80,9 @@ _MARK_BYTES = 16
 _RANDOM_BYTES = 8
 """Number of random bytes at the beginning of a mark; they identify the transaction that wrote the value."""
 _CHECKSUM = b"FPc1"
-"""Bytes in a mark after the random bytes, which show that the CRC32 of the entry follows.
+"""Bytes that follow the random bytes in a mark. They show that the CRC32 of the entry comes next.
 
-Marks of earlier releases have more random bytes instead.
+Marks of earlier releases have more random bytes instead of these bytes and the CRC32.
 """
 _PAGE_ENTRIES = 1000
 _SILENCE_S = 2.0
@@ -128,7 +128,7 @@ class EtcdRegistry(Registry):
     def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
         """Send a request, and check which cluster answers.
 
-        Return the reply, and True if an earlier attempt of this call may have been done, too.
+        Return the reply, and True if etcd may have done an earlier attempt of this call, too.
         """
         # Read before the request, because replies to other threads' requests may raise it in the meantime.
         before = self._seen
@@ -138,7 +138,7 @@ class EtcdRegistry(Registry):
         return answer, uncertain
 
     def check_header(self, header: Header, least: int = 0) -> None:
-        """Raise RegistryReplacedError if another cluster sent the reply, or its revision is below `least`."""
+        """Raise RegistryReplacedError if a header comes from another cluster, or its revision is below `least`."""
         cluster = header.cluster_id or self._cluster
         self._cluster = self._cluster or cluster
         if cluster != self._cluster or header.revision < least:
@@ -223,8 +223,8 @@ class EtcdRegistry(Registry):
     ) -> int:
         """Return the revision at which an earlier attempt of a transaction was done; 0 if none was done.
 
-        The caller has found that the conditions of the transaction fail now. The mark identifies the transaction, and
-        an earlier attempt has a revision above `before` and at most `revision`.
+        The caller has found that the conditions of the transaction fail now. The mark identifies the transaction. If an
+        earlier attempt was done, its revision is above `before` and at most `revision`.
         """
         for operation in operations:
             if isinstance(operation, Delete):
@@ -339,7 +339,7 @@ class _EtcdWatch(Watch):
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Close the child's copy of the stream; the next call begins a new one.
+        """Close the forked child's copy of the stream. The child's next call begins a new stream.
 
         If parent and child read the same stream, each would miss the changes that the other has read.
         """
@@ -407,7 +407,7 @@ class _EtcdWatch(Watch):
         raise ConnectionError
 
     def _ask(self, stream: Stream, deadline: float) -> None:
-        """Read one key from the stream's member; raise ConnectionError if it does not reach the majority."""
+        """Read one key from the stream's member; raise ConnectionError if that member does not reach the majority."""
         limit = max(ANSWER_TIMEOUT_S / 10, min(2 * ANSWER_TIMEOUT_S, deadline - time.monotonic()))
         request = RangeRequest(self._prefix, limit=1)
         if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
@@ -415,7 +415,7 @@ class _EtcdWatch(Watch):
         self._heard = time.monotonic()
 
     def _read(self, line: bytes, stream: Stream) -> Changes | None:
-        """Decode a line of the stream; return its changes, or None if it has none."""
+        """Decode a line of the stream; return the changes in this line, or None if it has none."""
         try:
             reply = msgspec.json.decode(line, type=WatchReply, strict=False)
         except msgspec.MsgspecError as error:
@@ -458,8 +458,8 @@ class _EtcdWatch(Watch):
 
 
 def _range_of(prefix: bytes) -> tuple[bytes, bytes]:
-    """Return a prefix, and the first key after all keys that begin with it.
+    """Return the bounds of all keys that begin with a prefix: the prefix itself, and the first key after these keys.
 
-    The second key is the prefix with its last byte incremented. That is possible because UTF-8 has no byte 255.
+    The second bound is the prefix with its last byte incremented. That is possible because UTF-8 has no byte 255.
     """
     return prefix, prefix[:-1] + bytes([prefix[-1] + 1])

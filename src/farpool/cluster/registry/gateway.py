@@ -1,4 +1,4 @@
-"""Client of etcd's JSON gateway over HTTP/1.1. It asks several endpoints until one answers.
+"""Client of etcd's JSON gateway over HTTP/1.1. It asks one endpoint after another until one answers.
 
 We measured this client, which uses the HTTP client of the standard library, against the package aetcd
 (docs/registry.md): it is as fast, and needs no package. It also works after a fork, unlike the threads of gRPC.
@@ -26,12 +26,12 @@ __all__ = ["Gateway", "RefusedError", "Stream"]
 _Reply = TypeVar("_Reply")
 
 ANSWER_TIMEOUT_S = 1.0
-"""Seconds that an endpoint has to answer. After each silence, its next attempt in the same call has twice as long."""
+"""Time limit in seconds for an endpoint's answer. If an endpoint misses its limit, the call doubles that limit."""
 _SILENT_REST_S = 2.0
 """Seconds for which an endpoint that did not answer may be skipped.
 
-It is skipped in rounds in which another endpoint has answered that it cannot serve now. That other endpoint waits for
-the election of a leader, and can serve soon after.
+The endpoint is skipped in rounds in which another endpoint has answered that it cannot serve now. That other endpoint
+waits for the election of a leader, and can serve soon after.
 """
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 0.5
 """First and longest pause between two rounds in which all endpoints failed."""
@@ -53,7 +53,7 @@ class RefusedError(RegistryError):
 class _FailedError(Exception):
     """A request to one endpoint failed.
 
-    `sent` is True if the request may have arrived, `silent` if there was no answer in time.
+    `sent` is True if the request may have arrived. `silent` is True if there was no answer in time.
     """
 
     def __init__(self, why: str, *, sent: bool, silent: bool = False) -> None:
@@ -118,9 +118,9 @@ class Gateway:
             endpoint.idle = []
 
     def call(self, path: str, request: msgspec.Struct, reply: type[_Reply], deadline: float) -> tuple[_Reply, bool]:
-        """Send a request to one endpoint after another until one answers. After a pause, the round begins again.
+        """Send a request to one endpoint after another until one answers. If all failed, pause and begin again.
 
-        Return the reply, and True if an earlier attempt was sent and may have been done, too.
+        Return the reply, and True if an earlier attempt was sent and etcd may have done it, too.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Gateway:
         return True
 
     def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
-        """Send a request whose reply is an endless stream of lines to one endpoint.
+        """Send a request to one endpoint; return its reply, which is an endless stream of lines.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class Gateway:
             raise ConnectionError(why) from error
 
     def failed(self, endpoint: Endpoint, why: str, *, silent: bool = False) -> None:
-        """Record that an endpoint failed. Calls then ask other endpoints first, and `silent` endpoints last of all."""
+        """Record that an endpoint failed. Calls then ask it after the others, and last of all if it was `silent`."""
         with self._lock:
             endpoint.why = why
             endpoint.rests_until = time.monotonic() + _SILENT_REST_S if silent else 0.0
@@ -241,7 +241,7 @@ class Gateway:
             )
 
     def away(self, began: float, uncertain: bool = False) -> RegistryAwayError:
-        """Make the error for a call without an answer. It names each failed endpoint, with the reason and the time."""
+        """Return the error for a call without an answer; it names each failed endpoint, with a reason and a time."""
         now, clock = time.monotonic(), time.time()
         failing = {one.name: (one.why, now - one.since) for one in self._endpoints if one.since is not None}
         failures = "; ".join(
@@ -258,7 +258,10 @@ class Gateway:
         )
 
     def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float) -> tuple[bytes, bool]:
-        """Send one request to one endpoint. Return the body of its reply, and True as of `_exchange`."""
+        """Send one request to one endpoint, with a valid token if it needs one.
+
+        Return the body of the reply, and True if etcd may have done the request twice.
+        """
         sent_twice = False
         for fresh_token in (False, True):
             try:
@@ -319,9 +322,10 @@ class Gateway:
     def _exchange(
         self, endpoint: Endpoint, path: str, body: bytes, headers: dict[str, str], limit: float
     ) -> tuple[int, bytes, bool]:
-        """Send one request over an idle connection or a new one, and over a new one if the idle one has ended.
+        """Send one request over an idle connection; over a new one if none is idle or the idle one has ended.
 
-        Returns the status and the body of the reply, and True if the first try was sent and may have been done, too.
+        Return the status and the body of the reply, and True if etcd may have done the request twice: it was also sent
+        over the idle connection.
         """
         until = time.monotonic() + limit
         with self._lock:
@@ -406,7 +410,7 @@ class Stream:
                 raise TimeoutError(f"no answer within {limit:.1f} s")
 
     def line(self, until: float) -> bytes | None:
-        """Return the next line without its line end; None if no line arrived before the time `until`.
+        """Return the next line without its line end; None if no line arrived before `until`, by the monotonic clock.
 
         Raises
         ------

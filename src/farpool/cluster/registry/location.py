@@ -24,7 +24,7 @@ _OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
 
 
 def default_registry() -> str:
-    """Return the address in ``FARPOOL_REGISTRY``; if that is not set, a file's path in the user's state folder."""
+    """Return the address in ``FARPOOL_REGISTRY``; if that is not set, the path of a file in the user's state folder."""
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
@@ -38,18 +38,17 @@ def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float
     Parameters
     ----------
     where : str or path, optional
-        A path or ``sqlite:///PATH`` for a SQLite file, which all processes of this host can share; or
+        A SQLite file, which all processes of this host can share: a path, or ``sqlite:///PATH``. An etcd cluster:
         ``etcd://[USER[:PASSWORD]@]HOST[:PORT],.../[PREFIX][?OPTIONS]``. Options, joined with ``&``: ``ca=FILE``,
         ``cert=FILE`` and ``key=FILE`` for TLS, ``tls=1`` for TLS with the system's authorities, ``password_file=FILE``.
-        None stands for the address in ``FARPOOL_REGISTRY`` or, if that is not set, for a file in the user's state
-        folder.
+        None stands for the address in ``FARPOOL_REGISTRY``; if that is not set, for a file in the user's state folder.
     timeout : float
         Seconds that a call may take, unless the call has a `timeout` of its own.
 
     Raises
     ------
     ConfigError
-        The text is not such an address, or names a file that cannot be read.
+        `where` is not such an address, or one of its options names a file that cannot be read.
     RegistryError
         The registry cannot be opened.
     """

@@ -39,14 +39,14 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class Header(_Reply, frozen=True):
-    """Revision at which etcd answered, and the number of the cluster; each is 0 if the reply does not have it."""
+    """Revision at which etcd answered, and the number of the cluster. A value that the reply lacks is 0."""
 
     revision: int = 0
     cluster_id: int = 0
 
 
 class KeyValue(_Reply, frozen=True):
-    """An entry with the revision that wrote it and its lease."""
+    """An entry, with the revision of its last write and the number of its lease (0 for none)."""
 
     key: bytes = b""
     value: bytes = b""
@@ -64,7 +64,7 @@ class RangeRequest(_Request, frozen=True):
 
 
 class RangeReply(_Reply, frozen=True):
-    """Reply to a read of keys: their entries. `more` is True if there are further entries beyond the limit."""
+    """Reply to a read: the entries that it found. `more` is True if there are further entries beyond the limit."""
 
     header: Header = Header()
     kvs: tuple[KeyValue, ...] = ()
@@ -94,7 +94,7 @@ class RequestOp(_Request, frozen=True):
 
 
 class Compare(_Request, frozen=True):
-    """Condition: the key was last written at `mod_revision`. With `create_revision` 0: the key does not exist."""
+    """Condition that a key was last written at `mod_revision`, or that it does not exist (`create_revision` is 0)."""
 
     key: bytes
     target: str
@@ -125,7 +125,7 @@ class TxnReply(_Reply, frozen=True):
 
 
 class LeaseRequest(_Request, frozen=True):
-    """Request to grant a lease of `TTL` seconds with a number that the client chose, or about an existing lease."""
+    """Request about the lease with the number `ID`. To grant a lease, the client chooses `ID`, and `TTL` in seconds."""
 
     ID: int
     TTL: int = 0
@@ -157,7 +157,7 @@ class LeaseAliveReply(_Reply, frozen=True):
 
 
 class Compact(_Request, frozen=True):
-    """Delete the record of changes up to a revision; the entries stay."""
+    """Delete the history of changes up to a revision. The present entries stay."""
 
     revision: int
 
@@ -216,7 +216,7 @@ class WatchEvent(_Reply, frozen=True):
 
 
 class WatchResult(_Reply, frozen=True):
-    """Changes that a watch reports, or its state: created, cancelled or compacted."""
+    """Changes that a watch reports, or the state of the watch: created, cancelled or compacted."""
 
     header: Header = Header()
     canceled: bool = False

@@ -1,13 +1,13 @@
 """The registry in one SQLite file, for the processes of one host.
 
 Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode. If a process is killed at any point, the
-file has the whole change or nothing of it. Every `POLL_INTERVAL_S`, a watch looks at the file's change counter
-(``PRAGMA data_version``), for which SQLite need not read the file. So a watch reports a change after at most this time,
-and after half of it on average.
+file has the whole change or nothing of it. A watch reads the file's change counter (``PRAGMA data_version``) every
+`POLL_INTERVAL_S` seconds; SQLite need not read the file for this. So a watch reports a change after at most
+`POLL_INTERVAL_S`, and after half of this time on average.
 
-Leases end by ``CLOCK_BOOTTIME``. All processes of a host share this clock, no program can set it, and it goes on while
-the host sleeps. After a restart of the host all leases have ended. A program that writes or watches deletes the entries
-of leases that have ended; a program that only reads skips them.
+The end of a lease is a time of ``CLOCK_BOOTTIME``. All processes of a host share this clock, no program can set it, and
+it goes on while the host sleeps. After a restart of the host, all leases have ended. A program that writes or watches
+deletes the entries of leases that have ended; a program that only reads skips these entries.
 
 Checksums are in separate tables, which earlier releases do not use. When an earlier release writes or deletes an entry,
 a trigger in the file deletes the entry's old checksum. So a checksum without an entry, or a checksum that does not
@@ -50,7 +50,7 @@ from farpool.errors import (
 __all__ = ["POLL_INTERVAL_S", "SqliteRegistry"]
 
 POLL_INTERVAL_S = 0.005
-"""Seconds between two checks of a watch for changes that other connections have made."""
+"""Seconds between two checks. In each check, a watch looks for changes that other connections have made."""
 _MAGIC = 0x46505247  # "FPRG", SQLite's application id
 _VERSION = 1
 _CHANGES_MAX = 20_000
@@ -101,7 +101,7 @@ class SqliteRegistry(Registry):
     Raises
     ------
     RegistryError
-        The file is not a registry, or is one of another version. The file was not changed.
+        The file is not a registry, or is a registry of another version. The file was not changed.
     RegistryDeniedError
         The file cannot be opened or made.
     """
@@ -120,7 +120,7 @@ class SqliteRegistry(Registry):
         self._begin(deadline_of(None, timeout))
 
     def forked(self) -> None:
-        """Begin without connections in a forked child, which must neither use nor close copies of the parent's."""
+        """Begin without connections in a forked child. It must neither use nor close the parent's connections."""
         self._lock = threading.Lock()
         _PARENT_CONNECTIONS.extend(self._idle)
         self._idle = []
@@ -309,7 +309,7 @@ class SqliteRegistry(Registry):
         return found
 
     def _find(self, connection: sqlite3.Connection, key: bytes, *, alive: bool = False) -> Entry | None:
-        """Return an entry, or None if there is none. With `alive`, an entry whose lease has ended counts as none."""
+        """Return an entry, or None if there is none. With `alive`, also return None if the entry's lease has ended."""
         row = connection.execute(f"{self._select()} WHERE entry.key = ?", (key,)).fetchone()
         if row is None:
             self._check_absent(connection, key, key + b"\0")
@@ -478,7 +478,7 @@ class _SqliteWatch(Watch):
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Begin without a connection in a forked child, which must neither use nor close a copy of the parent's."""
+        """Begin without a connection in a forked child. It must neither use nor close the parent's connection."""
         if self._connection is not None:
             _PARENT_CONNECTIONS.append(self._connection)
         self._connection, self._seen = None, -1
@@ -504,9 +504,9 @@ class _SqliteWatch(Watch):
             time.sleep(min(POLL_INTERVAL_S, left))
 
     def _counter(self, deadline: float) -> int:
-        """Return the change counter, which changes when another connection has changed the file.
+        """Delete the entries of leases that have ended, then return the change counter of the file.
 
-        Before that, delete the entries of leases that have ended.
+        The counter changes when another connection has changed the file.
         """
         self._registry._check_place()
         if self._connection is None:
@@ -557,8 +557,8 @@ def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
 def _make(path: Path) -> None:
     """Make an empty file unless the file exists, and check that this process may read and write it.
 
-    This does not open an existing file, because closing it would drop all locks that connections of this process have
-    on the file. Another program would then see no user of the file, and remove the log to which this program writes.
+    An existing file is not opened. Closing it again would drop all locks that connections of this process have on the
+    file. Another program would then see no user of the file, and remove the log to which this program writes.
     """
     with _making.lock:  # then no connection of this process is open before the new file is closed
         try:
@@ -621,12 +621,12 @@ _THIS_BOOT = _boot()
 
 
 def _alive(connection: sqlite3.Connection, address: str) -> tuple[bool, int]:
-    """Return the two parameters of `_ALIVE_TEST`: whether leases of this file are from this boot, and the time now."""
+    """Return the two parameters of `_ALIVE_TEST`: True if the file's leases are from this boot, and the time now."""
     return _state(connection, address)[2] == _THIS_BOOT, _now()
 
 
 def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[int, int] | None:
-    """Return a lease's time to live, and its end as a time of `_now`, in milliseconds; None if it does not exist."""
+    """Return a lease's time to live and its end (a time of `_now`), both in milliseconds; None if there is no lease."""
     row: tuple[int, int] | None = connection.execute(
         "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
     ).fetchone()
@@ -636,7 +636,7 @@ def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[i
 
 
 def _sweep(connection: sqlite3.Connection, address: str) -> None:
-    """End the leases whose time has passed, or all leases after a restart of the host; delete their entries."""
+    """End the leases whose time has passed, or all leases after a restart of the host. Delete the leases' entries."""
     boot, now = _alive(connection, address)
     if boot:
         ended = connection.execute("SELECT number FROM lease WHERE ends <= ?", (now,)).fetchall()
@@ -655,7 +655,7 @@ def _end_leases(connection: sqlite3.Connection, address: str, numbers: list[int]
 
 
 def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[bytes, bytes | None, int]]) -> int:
-    """Write entries under a new revision, and delete entries whose value is None; return the revision."""
+    """Make changes (key, value, lease) under a new revision; return it. A value of None deletes the key's entry."""
     revision = _revision(connection, address) + 1
     connection.execute("UPDATE state SET revision = ?", (revision,))
     for key, value, lease in changes:

@@ -1,8 +1,8 @@
-"""Sessions and roles: at most one program at a time holds a role, such as the writer of a name or the leading manager.
+"""Sessions and roles. A role, such as the writer of a name or the leading manager, has at most one holder at a time.
 
 A program opens a `Session`, which has one lease in the registry and renews it. To take a role, the session writes an
 entry under the role's key, on the condition that the key has no entry, and binds that entry to the session's lease. So
-a role becomes free when its holder gives it up, closes its session, or does not renew its lease in time.
+a role becomes free when its holder gives the role up, closes the session, or does not renew the lease in time.
 
 A program cannot be sure that it still holds a role: right after a check, the program may be stopped for longer than its
 lease lasts. So each holder has a *fencing token*, which is the revision of the holder's entry. The token is higher than
@@ -10,8 +10,8 @@ the tokens of all earlier holders of that role. A holder makes its changes in on
 
 - It changes the registry only through `HeldRole.commit`, which adds the condition that the role's entry still has the
   holder's revision.
-- It changes anything else, such as a node, by a request that contains the token. The receiver remembers the highest
-  token that it has seen, and refuses requests with a lower token.
+- It changes anything else, such as a node, only through requests that contain the token. The receiver remembers the
+  highest token that it has seen, and refuses requests with a lower token.
 
 No decision depends on a clock of this process. Only the registry decides when a lease has ended.
 """
@@ -38,7 +38,7 @@ _RENEWALS_PER_TTL = 3
 _PAUSE_S = 0.05
 """Pause in seconds before a session tries again to take a role, for example one that another thread is taking."""
 _WATCH_SLICE_S = 1.0
-"""Maximum seconds of one wait for changes of a held role. After each wait, the session checks if it was closed."""
+"""Maximum seconds of one wait for a change of a held role. After each wait, the session checks if it is still open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def holder_of(registry: Registry, role: str, *, timeout: float | None = None) ->
 
 
 class Session(Closing):
-    """A program's lease in a registry, and the roles that it holds under this lease. Thread-safe; a context manager.
+    """A lease in a registry, and the roles that a program holds under this lease. Thread-safe; a context manager.
 
     The session asks the registry for a lease at the first call that needs one, and a thread renews the lease. If the
     lease ends nevertheless, the session loses its roles, and the next call that needs a lease gets a new one. A forked
@@ -146,9 +146,10 @@ class Session(Closing):
         Parameters
         ----------
         act : callable
-            Function that raises `RegistryLeaseError`, as each registry does, if the lease has ended.
+            Function that raises `RegistryLeaseError` if the lease has ended, as the methods of a `Registry` do.
         timeout : float, optional
-            Maximum seconds to wait for a lease. After this time `act` is not called again, and its error is raised.
+            Maximum seconds to wait for a lease. After this time, `act` is not called again, and the error of its last
+            call is raised.
         """
         deadline = time.monotonic() + self._seconds(timeout)
         while True:
@@ -163,7 +164,7 @@ class Session(Closing):
     def take(
         self, role: str, value: bytes = b"", *, wait: float = 0.0, timeout: float | None = None
     ) -> HeldRole | None:
-        """Become the holder of a role; return None if another program, or other code of this program, holds it.
+        """Take a role and return it; return None if another program, or other code of this program, holds it.
 
         Parameters
         ----------
@@ -172,15 +173,15 @@ class Session(Closing):
         value : bytes
             Information about the holder for other programs, such as its address; `holder_of` returns it.
         wait : float
-            Maximum seconds to wait for a role that is held, or for a registry that does not answer.
+            Maximum seconds to wait until the role becomes free or the registry answers again.
         timeout : float, optional
             Seconds that each call of the registry may take.
 
         Raises
         ------
         RegistryAwayError
-            The registry did not answer. If `uncertain` is True, the role may appear to be held by this session, until
-            the session takes the role again or is closed.
+            The registry did not answer. If the error's `uncertain` is True, this session may appear to hold the role
+            until the session takes the role again or is closed.
         """
         deadline = time.monotonic() + wait
         while True:
@@ -231,14 +232,14 @@ class Session(Closing):
             entry = self._registry.get(role, timeout=self._seconds(timeout))
             if entry is not None and entry.lease != lease:
                 return None
-            # The role has become free. Or this session left the entry there when the registry was away. Then we write
-            # it again: the new holder needs a higher token than the part of this program that left it.
+            # The role has become free. Or this session left its own entry there when the registry was away. Then we
+            # write the entry again: the new holder needs a higher token than the part of this program that left it.
             revision = entry.revision if entry else 0
 
     def _await_change(self, role: str, deadline: float, timeout: float | None) -> None:
-        """Wait until a role that is held may have become free."""
+        """Wait until a held role may have become free, or until the deadline."""
         snapshot = self._registry.range(role, timeout=self._seconds(timeout))
-        # It is free again, or another thread of this program is taking it.
+        # The role is free again, or another thread of this program is taking it.
         if all(entry.key != role for entry in snapshot.entries):
             self._ended.wait(_PAUSE_S)
             return
@@ -257,7 +258,7 @@ class Session(Closing):
         Raises
         ------
         RegistryError
-            The registry did not answer. The lease may have ended without this session noticing.
+            The registry did not answer. The lease may have ended, and this session does not know it.
         """
         # Read once: the registry's answer is about this lease, even if the session has a new one by then.
         lease = self._lease
@@ -281,7 +282,7 @@ class Session(Closing):
                     calling = caller
 
     def _lose(self, lease: int) -> None:
-        """Remove a lease that has ended, and the roles that were bound to it, from this session."""
+        """Remove an ended lease from this session, and also the roles that were bound to this lease."""
         with self._lock:
             # Another thread may have got a new lease in the meantime, which stays.
             if self._lease == lease:
@@ -317,7 +318,7 @@ class Session(Closing):
 
 
 class HeldRole(Closing):
-    """A role that a session holds; `Session.take` returns it. At the end of a ``with`` block the role is given up.
+    """A role that a session holds; `Session.take` returns it. The end of a ``with`` block gives the role up.
 
     Attributes
     ----------
@@ -353,9 +354,9 @@ class HeldRole(Closing):
         Parameters
         ----------
         conditions : sequence of Condition
-            At most 99 conditions, as for `Registry.commit`.
+            At most 99 conditions, because the role's own condition is added to them.
         operations : sequence of Put or Delete
-            At most 100, each on a different key.
+            At most 100 operations, each on a different key.
         timeout : float, optional
             Seconds that each call of the registry may take.
 
@@ -386,7 +387,7 @@ class HeldRole(Closing):
         return done
 
     def confirm(self, *, timeout: float | None = None) -> None:
-        """Ask the registry whether this holder still has the role.
+        """Ask the registry, and raise an error unless this holder still has the role.
 
         Raises
         ------

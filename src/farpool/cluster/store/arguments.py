@@ -1,4 +1,4 @@
-"""Check and convert the arguments of store calls: keys, values, buffers and times to live."""
+"""Functions that check and convert the arguments of store calls: keys, values, buffers and times to live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["as_key", "as_keys", "as_payload", "as_prefix", "as_target", "as_targets", "nbytes_of", "parts_of", "ttl_of"]
 
 _TTL_MAX_S = 1e16
-"""Longest time to live, about the largest that the wire format can express."""
+"""Longest time to live in seconds. It is about the longest that the wire format can express."""
 
 
 def as_key(key: str | bytes) -> bytes:
@@ -45,7 +45,7 @@ def as_keys(keys: Iterable[str | bytes]) -> list[bytes]:
 
 
 def as_prefix(prefix: str | bytes) -> bytes:
-    """Convert a key prefix, which may be empty, to bytes; otherwise raises the errors of `as_key`."""
+    """Convert a key prefix to bytes. The prefix may be empty; all other errors of `as_key` are raised."""
     return _bytes_of(prefix, "prefix", 0)
 
 
@@ -153,7 +153,7 @@ def _writable_slices(slices: Slices) -> Slices:
 
 
 def ttl_of(ttl: float | None) -> int:
-    """Convert a time to live from seconds to milliseconds, as on the wire; None becomes 0.
+    """Convert a time to live from seconds to milliseconds, the unit of the wire format. None becomes 0.
 
     Raises
     ------

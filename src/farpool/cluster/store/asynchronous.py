@@ -1,4 +1,4 @@
-"""The store for ``asyncio``: the same calls on a few threads."""
+"""The store for ``asyncio``. A few threads run the calls of `Store`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _WATCH_WAIT_S = 0.5
 
 
 class AsyncStore:
-    """`Store` with the same calls as coroutines.
+    """`Store` with its calls as coroutines.
 
-    A call that is cancelled before it has begun is not made. A call that has begun uses the caller's buffers, so its
-    cancellation waits until the call ends, within the store's timeout.
+    A call that is cancelled before it has begun is never made. A call that has begun uses the caller's buffers, so its
+    cancellation takes effect only when the call ends, within the store's timeout.
 
     Parameters
     ----------
@@ -215,15 +215,14 @@ class AsyncStore:
         try:
             yield AsyncOpenedName(opened, self._call)
         finally:
-            # Not one of the store's own threads: these may be gone before the block ends.
+            # We use none of the store's own threads, because they may be gone before the block ends.
             await asyncio.to_thread(opened.close)
 
     async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
-        """Iterate over the versions of a name above `after`, for ``async for``.
+        """Iterate with ``async for`` over the versions of a name that are above `after`.
 
-        If the current version is above `after`, the iteration begins with it.
-
-        A version is skipped if another version replaced it before the iteration reported it.
+        If the current version is above `after`, the iteration begins with the current version. A version is skipped if
+        another version replaced it before the iteration reported it.
 
         Raises
         ------
@@ -231,7 +230,7 @@ class AsyncStore:
             The registry cannot be reached. To continue, begin another watch whose `after` is the last reported version.
         """
         watching = await self._call(self._store.watch, name, after)
-        # With a thread of its own, because a watch only waits, and would take a thread from other calls.
+        # A watch has its own thread, because it only waits, and would take a thread from other calls.
         with watching, ThreadPoolExecutor(1, "farpool-watch") as thread:
             while True:
                 self._store._open()
@@ -262,7 +261,7 @@ class AsyncStore:
     async def repair(
         self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None
     ) -> Repaired:
-        """Asynchronous `Store.repair`; `progress` is called in another thread than the event loop's."""
+        """Asynchronous `Store.repair`. It calls `progress` in a thread that is not the event loop's thread."""
         return await self._call(self._store.repair, bandwidth=bandwidth, progress=progress)
 
     async def rotate_tenant(self) -> Rotation:
@@ -271,7 +270,7 @@ class AsyncStore:
 
     async def close(self) -> None:
         """Asynchronous `Store.close`."""
-        # The store first: closing it ends the calls that its threads wait in.
+        # We close the store first, because this ends the calls in which its threads wait.
         await asyncio.to_thread(self._store.close)
         await asyncio.to_thread(self._threads.shutdown)
 

@@ -1,4 +1,4 @@
-"""Calls for caches, which cannot use a late answer: one attempt, with a timeout for each call.
+"""Store calls for caches. A cache cannot use a late answer, so each call makes one attempt and has a timeout.
 
 A node that has failed receives no more requests until it answers a probe (`member.py`), so only the first call after a
 failure waits for the node. If the operation fails for one object, the call returns an error in place of that object's
@@ -42,7 +42,7 @@ class BestEffort:
     Parameters
     ----------
     opened : callable
-        Returns the nodes of the store; raises `StoreClosedError` once it is closed.
+        Returns the store's `Cluster`; raises `StoreClosedError` if the store is closed.
     """
 
     def __init__(self, opened: Callable[[], Cluster]) -> None:
@@ -51,7 +51,7 @@ class BestEffort:
     def _attempt(
         self, count: int, timeout: float, call: Callable[[Cluster, float], Sequence[ResultT | Exception]]
     ) -> Sequence[ResultT | Exception]:
-        """Pass the nodes and a deadline to `call`; if it fails as a whole, return its error `count` times."""
+        """Return `call(cluster, deadline)`. If it fails, or no node was ever reached, return an error `count` times."""
         cluster = self._opened()
         view = cluster.snapshot
         if not view.met and view.members and all(member.is_failing for member in view.members):
@@ -71,7 +71,7 @@ class BestEffort:
         return not view.strangers and all(member.channel.reader is not None for member in view.members)
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
-        """Find out which keys have a value.
+        """Look up which keys have a value, and the size of each value.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size of each value in bytes; None if the key has no value; or the error if this could not be found out.
+            For each key the size of its value in bytes; None if it has no value; or the error if the lookup failed.
         """
         return self._attempt(
             len(keys), timeout, lambda cluster, deadline: look_up(cluster, keys, deadline, patient=False)
@@ -106,9 +106,9 @@ class BestEffort:
         Returns
         -------
         sequence of int, None or Exception
-            Size in bytes of each value, which is then complete and verified in its target; None if there is no value;
-            or the error if the value could not be read (`ValueError`: the target is smaller than the value). The bytes
-            of targets without a value are unspecified.
+            For each key the size in bytes of its value, which is now complete and verified in its target; None if there
+            is no value; or the error if the value could not be read (`ValueError`: the target is smaller than the
+            value). If no value was read, the bytes of the target are unspecified.
         """
 
         def get(cluster: Cluster, deadline: float) -> Sequence[int | Exception | None]:
@@ -134,8 +134,8 @@ class BestEffort:
         Returns
         -------
         sequence of PutOutcome or Exception
-            For each value, whether it was stored or its key had a value already; or the error because of which the
-            value was not stored.
+            For each value the outcome (it was stored, or its key already had a value), or the error if the value could
+            not be stored.
         """
 
         def save(cluster: Cluster, deadline: float) -> Sequence[PutOutcome | Exception]:
@@ -153,7 +153,7 @@ class BestEffort:
         return self._attempt(len(items), timeout, save)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
-        """Keep objects from being evicted for a limited time; no bytes are sent.
+        """Hold objects for a limited time. Their nodes do not evict them in this time; no values are sent.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class BestEffort:
         Returns
         -------
         sequence of Hold, None or Exception
-            For each key the hold, which `release_many` accepts; None if there is no such object; or the error.
+            For each key the hold, which `release_many` accepts; None if there is no object; or the error if it failed.
         """
 
         def pin(cluster: Cluster, deadline: float) -> Sequence[Hold | Exception | None]:
@@ -179,7 +179,7 @@ class BestEffort:
         return self._attempt(len(keys), timeout, pin)
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
-        """End holds. A node that cannot be reached, or has left, ends its holds when their time to live is over."""
+        """End holds. A node that cannot be reached, or has left, ends its holds by itself when their time is over."""
         cluster = self._opened()
         known = cluster.snapshot.by_identity
         asks = [
@@ -191,7 +191,10 @@ class BestEffort:
             cluster.ask(asks, time.monotonic() + timeout)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
-        """Drop values on all nodes that can be reached; return the number of dropped copies of each, or an error."""
+        """Drop values on all nodes that can be reached.
+
+        Return, for each key, the number of copies that were dropped, or an error.
+        """
 
         def drop(cluster: Cluster, deadline: float) -> Sequence[int | Exception]:
             met = cluster.reachable(deadline).met
@@ -210,23 +213,24 @@ class BestEffort:
         return self._attempt(len(keys), timeout, drop)
 
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
-        """Move values out of the memory of all nodes that can be reached, into their NVMe files.
+        """Move values from memory to the NVMe file, on all nodes that can be reached.
 
-        Reads find the values as before, and bring them back into memory.
+        Later reads still find the values, and bring them back into memory.
 
         Parameters
         ----------
         keys : sequence of bytes
             The keys.
         timeout : float
-            Seconds that the call may take. If a file accepts no more values until it has written some, the call waits
-            and tries again.
+            Seconds that the call may take. If a node accepts no more values until it has written some to its file, the
+            call waits and asks the node again.
 
         Returns
         -------
         sequence of Demotion, Exception or None
-            Outcome for each value; None if there is no value. If the copies of a value have different outcomes, a copy
-            that stays in memory decides.
+            Outcome for each value; None if there is no value. If the copies of a value have different outcomes, the
+            outcome of a copy that stays in memory is returned, or else `Demotion.LOWER`. An error is returned only if
+            no copy has an outcome.
         """
         return self._attempt(
             len(keys),
@@ -241,7 +245,7 @@ def _hold(member: Member, reply: Reply) -> Hold:
 
 
 _DEMOTE_PAUSE_S = 0.005
-"""Seconds to wait before the call asks a node again whose file accepted no more values."""
+"""Pause in seconds. After it, the call again asks the nodes whose files accepted no more values."""
 _DEMOTED: dict[int, Demotion] = {
     Status.DONE: Demotion.LOWER,
     Status.BUSY: Demotion.PINNED,
@@ -252,7 +256,7 @@ _DEMOTED: dict[int, Demotion] = {
 
 
 def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | Exception | None]]:
-    """Demote each value on all members; after a pause, ask members again whose files accepted no more values."""
+    """Demote each value on all members. Members whose files accept no more values are asked again after a pause."""
     demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
     left = [(place, Ask(member, Op.DEMOTE, key)) for place, key in enumerate(keys) for member in view.met]
     usual = (*_DEMOTED, Status.FULL, Status.MISSING)
@@ -276,5 +280,5 @@ def _demote(view: Snapshot, keys: Sequence[bytes]) -> Plan[Sequence[Demotion | E
 
 
 def _rank_of_demotion(outcome: Demotion | Exception) -> int:
-    """Sort outcomes: copies that stay in memory come first, then moved copies, then errors."""
+    """Return a sort key: 0 for a copy that stays in memory, 1 for a moved copy, 2 for an error."""
     return 2 if isinstance(outcome, Exception) else int(outcome is Demotion.LOWER)

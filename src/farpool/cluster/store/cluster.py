@@ -43,7 +43,7 @@ class Cluster:
     membership : Membership
         The list of members, which may change.
     connect : callable
-        Returns a channel to the node at an address.
+        Receives the address of a node and returns a channel to this node.
     redundancy : Redundancy
         How objects survive the loss of nodes.
     timeout : float
@@ -58,9 +58,10 @@ class Cluster:
     head : bytes
         Packed properties of an object that never expires.
     on_read : callable or None
-        Is called with each key that was read and the member that returned its value.
+        Function that is called for each key that was read, with the key and the member that returned its value.
     has_warned : bool
-        True once the program was warned that an object was put with a different number of copies than this store makes.
+        True if this store has already warned that an object was put with a different number of copies than the store
+        makes.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class Cluster:
         return time.monotonic() + self.timeout
 
     def view(self, deadline: float) -> Snapshot:
-        """Return the present members; wait until at least one of them has been met.
+        """Wait until at least one member has been met, then return the present members.
 
-        Members that are still being reached in the background do not delay the call.
+        If one has been met, the call does not wait for members that a background thread still tries to reach.
 
         Raises
         ------
         NodeError
-            No member has ever been reached.
+            No member has ever been met.
         """
         snapshot = self.snapshot
         return snapshot if snapshot.is_settled else self._meet(deadline, everyone=False)
@@ -131,7 +132,7 @@ class Cluster:
         deadline : float
             Time at which the call ends, by the monotonic clock.
         fresh : bool
-            Open new connections.
+            True to open new connections.
 
         Returns
         -------
@@ -195,9 +196,10 @@ class Cluster:
         *,
         fresh: bool,
     ) -> None:
-        """Send requests once more, on new connections, if old connections broke before the replies arrived.
+        """Handle the requests whose connections broke before the replies arrived.
 
-        Otherwise record that the member has failed.
+        A request on an old connection is sent once more on a new one, if the old one may be stale and the operation
+        allows this. Otherwise record that the member has failed.
         """
         again: list[int] = []
         # A node that answered some of these requests works, however late the other replies are.
@@ -304,16 +306,16 @@ class Cluster:
         return Member(channel, self._met, info)
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:
-        """Iterate over the members with an identity.
+        """Iterate over the members whose node has this identity; an empty identity has no members.
 
-        They include members that have left the list but that calls or pins still use.
+        Members that have left the list are included while calls or pins still use them.
         """
         for member in (*self.snapshot.members, *self._left):
             if identity and member.identity == identity:
                 yield member
 
     def _replace(self, members: Sequence[Member]) -> None:
-        """Replace the snapshot; the caller holds the lock.
+        """Make a new snapshot, of these members; the caller holds the lock.
 
         A member that has left is closed when the last call or pin that uses it ends.
         """
@@ -326,12 +328,12 @@ class Cluster:
         self.snapshot = Snapshot(members)
 
     def _met(self, member: Member, identity: bytes) -> None:
-        """Record the identity of a member's node, which decides the member's order for each key.
+        """Record the identity of a member's node. The identity decides the member's place in the order for each key.
 
-        If another member has this identity already, the node has moved or is listed twice. It has moved if the list
-        does not contain its old address any more, or if the node does not answer there. A node that is listed twice is
-        refused, because its failure would lose two copies. If the list still contains the old address of a node that
-        has moved, the store looks for another node at that address.
+        If another member already has this identity, the node has moved or is listed twice. The node has moved if the
+        list no longer contains its old address, or if it does not answer there. A node that is listed twice is refused,
+        because its failure would lose two copies. If the list still contains the old address of a node that has moved,
+        the store looks for another node at that address.
         """
         with self._lock:
             reader = member.channel.reader

@@ -30,11 +30,12 @@ def run(
     plan : Plan
         The steps.
     deadline : float
-        By the monotonic clock.
+        Time at which the call ends, by the monotonic clock.
     patient : bool
-        Wait when the plan pauses; False to make one attempt.
+        True to wait when the plan pauses; False to make one attempt.
     everyone : bool
-        After a pause, try to reach members that had no contact yet. False if only background threads try that.
+        True to try, after a pause, to meet all members that have not been met. False to skip members that a background
+        thread tries to reach, if at least one member has been met.
     """
     outcome: object = None
     while True:
@@ -58,18 +59,18 @@ def run(
 def probe(
     cluster: Cluster, wanted: Mapping[Member, list[bytes]], deadline: float, *, use: bool = False
 ) -> dict[Member, Probed | Exception]:
-    """Ask each node which of its keys it has.
+    """Ask each node which of the given keys it has.
 
     Parameters
     ----------
     cluster : Cluster
         The nodes.
     wanted : mapping of Member to list of bytes
-        The keys for each node.
+        The keys to ask each node for.
     deadline : float
-        By the monotonic clock.
+        Time at which the call ends, by the monotonic clock.
     use : bool
-        Count this as a use of the objects, so that nodes evict them later.
+        True to count this as a use of the objects. Nodes then evict them later than unused objects.
 
     Returns
     -------
@@ -89,7 +90,7 @@ def probe(
             for meta, places in lookup_requests(keys, probed.missing, use):
                 asks.append(Ask(member, Op.LOOKUP, meta))
                 asked.append((probed, places))
-            # The keys that mapped memory does not show; the replies below tell which of them the node lacks.
+            # Mapped memory does not show these keys. The replies below report which of them the node lacks.
             probed.missing = []
     if not asks:
         return found

@@ -3,9 +3,9 @@
 Calls do not ask a node that has failed: they go to other nodes, or fail at once if there is none. A thread probes the
 node until it answers, and then calls ask it again. So no call has to wait to find out whether the node has recovered.
 
-A short call may end before a healthy node can answer, which is no failure. The thread then sends the node one probe
-with more time to answer, and calls go on to ask the node. The node counts as failed only if it does not answer this
-probe either.
+A call with a short timeout may end before a healthy node can answer. This alone is no failure of the node: the thread
+sends the node one probe with more time to answer, and calls still ask the node. The node counts as failed only if it
+does not answer this probe either.
 
 A member that has left the list is closed when no call and no pin refers to it any more. Python counts these references
 anyway; a counter of our own would make each lookup slower.
@@ -41,7 +41,7 @@ _SILENCE_S = 0.05
 
 
 def may_be_stale(error: Exception) -> bool:
-    """Return True if the node may have restarted, so that a new connection may work although an old one failed."""
+    """Return True if an error may be due to a restart of the node. A new connection may then work."""
     return isinstance(error, NodeError) and not isinstance(error, NodeTimeoutError | ProtocolError | AccessDeniedError)
 
 
@@ -101,7 +101,7 @@ class Member:
         return f"<Member {self.name} {self.identity.hex() or 'not met'}>"
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a connection, which must be new if `fresh`; the caller returns it to `pool`.
+        """Borrow a connection, or open a new one if `fresh`. The caller gives the connection back to `pool`.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Member:
         self._met_at = welcome
 
     def update(self, info: MemberInfo) -> None:
-        """Replace the member's entry by a newer one. If the node has moved, later calls ask it at its new address."""
+        """Replace the member's entry by a newer entry. If the node has moved, later calls use its new address."""
         with self._lock:
             self.info = info
             is_back, is_moved = self._ending.is_set(), self.name not in info.addresses
@@ -169,7 +169,7 @@ class Member:
         self.channel.move(address)
 
     def attach(self, deadline: float) -> ObjectReader | None:
-        """Map the node's objects; return None if they cannot be mapped."""
+        """Map the node's objects and return a reader for them; return None if they cannot be mapped."""
         self.pool.give(self.take(deadline))
         return self.channel.reader
 
@@ -231,12 +231,12 @@ class Member:
             self.is_failing = True
 
     def status(self) -> tuple[float, str]:
-        """Return for how many seconds the node has been failing (0.0 if it works), and the error."""
+        """Return the seconds since the node began to fail (0.0 if it works), and the text of the error."""
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
     def absence(self) -> NodeError:
-        """Return the error that says why a call cannot ask the node; only for a node without any contact so far."""
+        """Return an error that explains why a call cannot ask this node. Use it only if the node has not been met."""
         return self.unmet or NodeError(
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )

@@ -29,11 +29,11 @@ class ObjectInfo:
     Attributes
     ----------
     key : bytes
-        Its key.
+        The object's key.
     nbytes : int
-        Bytes of its value.
+        Size of the object's value in bytes.
     ttl : float or None
-        Seconds until it expires; None for never.
+        Seconds until the object expires; None for never.
     copies : int
         Number of copies that was requested when the object was put.
     pins : int
@@ -52,12 +52,12 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Result of a lookup of many keys: which have a value, and of which size.
+    """Result of a lookup of many keys: the size of each key's value, if there is one.
 
     Attributes
     ----------
     sizes : sequence of int or None
-        Size of each key's value in bytes, in the order of the keys; None if it has none.
+        Size of each key's value in bytes, in the order of the keys; None for a key without a value.
     """
 
     sizes: Sequence[int | None]
@@ -85,8 +85,8 @@ class Ask(msgspec.Struct, gc=False):
     meta : bytes
         The key, or the packed arguments of the operation.
     serial : int
-        Serial number of one object of the key, if the operation applies only to this object; or the mark that a copy
-        must have.
+        Serial number of an object, if the operation applies only to this object of the key. For a touch, the mark that
+        the node's copy must have. 0 for any.
     payload : buffer, tuple of buffers or None
         Bytes to send.
     into : buffer, tuple of buffers or None
@@ -102,7 +102,7 @@ class Ask(msgspec.Struct, gc=False):
 
 
 def decoded(ask: Ask, answer: Reply | Exception, usual: Container[int] = (Status.DONE,)) -> Reply | Exception:
-    """Return an answer; if it is a reply with an unusual status, return the error for that status."""
+    """Return an answer unchanged, or the error for its status if it is a reply with an unusual status."""
     if isinstance(answer, Exception) or answer.status in usual:
         return answer
     payload = ask.payload
@@ -118,7 +118,7 @@ _NAMED_KEYS_MAX = 20
 
 
 def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done: int = 0) -> list[ResultT]:
-    """Return the outcomes if none of them is an error, else raise the first.
+    """Return the outcomes if none of them is an error; otherwise raise the first error.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def object_head(ttl: int, copies: int) -> bytes:
     Parameters
     ----------
     ttl : int
-        Milliseconds until it expires; 0 for never.
+        Milliseconds until the object expires; 0 for never.
     copies : int
         Number of copies.
     """
@@ -162,5 +162,5 @@ def object_head(ttl: int, copies: int) -> bytes:
 
 
 def seconds_left(milliseconds: int) -> float | None:
-    """Convert a time to live from milliseconds, as on the wire, to seconds; 0, for no end, becomes None."""
+    """Convert a time to live from milliseconds, the unit of the wire format, to seconds. 0 (no end) becomes None."""
     return milliseconds / 1000 if milliseconds else None

@@ -1,4 +1,4 @@
-"""Outcome of a repair sweep as metrics. Only a sweep over all nodes can count the copies of each object."""
+"""Metrics of the outcome of a repair sweep. Only a sweep over all nodes can count the copies of each object."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Pin:
         return self._view
 
     def verify(self) -> None:
-        """Read all bytes and compare their checksum. Pinning an object does not do this for a mapped view.
+        """Read all bytes and compare their checksum. `Store.pin` does this for a copy, but not for a mapped view.
 
         Raises
         ------
@@ -84,14 +84,17 @@ class Pin:
         Raises
         ------
         BufferError
-            Something made from the view (an array, a tensor) still uses it; the object stays pinned.
+            An array, a tensor or another view made from this view is still in use; the object stays pinned.
         """
         place = self._leave()
         if place is not None:
             place.release()
 
     def _leave(self) -> _Place | None:
-        """Drop the view; return the place for which an unpin has to be sent, or None for a copy."""
+        """Drop the view; return the object's place, which the node must unpin.
+
+        Return None for a copy, or if the pin was released already.
+        """
         if self._view is None:
             return None
         if self._place is not None and not self._let_go():
@@ -106,7 +109,7 @@ class Pin:
         return memoryview(self._shown).toreadonly().cast("B")
 
     def _let_go(self) -> bool:
-        """Drop this pin's view of the memory; return False, and keep the view, if another object still uses it."""
+        """Drop this pin's view of the memory. If another object still uses the view, keep it and return False."""
         assert self._view is not None
         try:
             self._view.release()
@@ -133,7 +136,7 @@ class Pin:
 
 
 class Pins(Sequence[Pin | None]):
-    """Objects that are pinned together, in the order of their keys; a context manager that releases all of them.
+    """Pins of several objects, in the order of the requested keys; a context manager that releases all of them.
 
     The item for a key without a value is None.
     """
@@ -169,7 +172,8 @@ class Pins(Sequence[Pin | None]):
         Raises
         ------
         BufferError
-            Something made from a view still uses it; that object stays pinned, the others are released.
+            An array, a tensor or another view made from a pin's view is still in use. That object stays pinned; the
+            others are released.
         """
         places: list[_Place] = []
         held: BufferError | None = None
@@ -220,7 +224,7 @@ def _shown(view: memoryview) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Location of a pinned object: its node, its offset there, and the number of the pin."""
+    """Location of a pinned object: its node, its offset on the node, and the identifying number of the pin."""
 
     cluster: Cluster
     member: Member
@@ -254,7 +258,7 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
     keys : sequence of bytes
         The keys.
     ttl_ms : int
-        Milliseconds after which the nodes unpin them; 0 for as long as the program runs.
+        Milliseconds after which the nodes unpin the objects; 0 for as long as the program runs.
     """
     now = time.monotonic()
     deadline = cluster.deadline()
@@ -288,10 +292,12 @@ def _pin(
     ttl_ms: int,
     until: float,
 ) -> Plan[None]:
-    """Pin objects in mapped memory, and store the pins in `pins`: ask the members of each key one after another.
+    """Pin objects in mapped memory, and store the pins in `pins`.
 
-    If this process connected to the node again while the node made a pin, the mapped memory may be outdated. Such a pin
-    is appended to `lost`, and the caller releases it.
+    The members are asked one after another, in the order for each key.
+
+    If this process made contact with a node again while the node made a pin, the mapped memory may be outdated. Such a
+    pin is appended to `lost`, and the caller releases it.
     """
     orders = [view.order(key) for key in keys]
     for rank in range(max(map(len, orders), default=0)):

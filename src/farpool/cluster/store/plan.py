@@ -1,19 +1,20 @@
 """Plans: the requests of one call, and what the call does with the answers.
 
-A plan is a generator. It yields its next step and receives the outcome; it neither sends anything nor reads a clock, so
-tests drive it with made-up answers. `farpool.cluster.store.driver.run` carries the steps out:
+A plan is a generator. It yields its next step and receives the outcome. It neither sends anything nor reads a clock, so
+tests can drive it with made-up answers. `farpool.cluster.store.driver.run` carries the steps out:
 
 =========  ============================================  =============================================
 step       the driver                                    and the plan receives
 =========  ============================================  =============================================
-`Send`     sends requests, all at the same time          for each its reply, or an error
-`Probe`    asks members which of some keys they have     the answer of each member, or an error
+`Send`     sends requests, all at the same time          the reply to each request, or an error
+`Probe`    asks members which keys they have             the answer of each member, or an error
 `Pause`    waits, and looks at the members again         the members; None if the call has to end now
 =========  ============================================  =============================================
 
 When a plan returns, the call returns the plan's result.
 
-So the rules about time are in one place: how much time a member gets (`share_of`), and when a call tries again.
+The driver, not the plan, applies the rules about time: how much time a member gets (`share_of`), and if the call has
+time for another attempt.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Pause(msgspec.Struct, gc=False):
     seconds : float
         Length of the pause.
     meets : bool
-        True if the plan continues with the members that the list has after the pause; the call fails if none of them
-        can be reached. False if it asks the same members again, even if they have left the list.
+        True if the plan continues with the members that are in the list after the pause; the call fails if none of them
+        can be reached. False if the plan asks the same members again, even if they have left the list.
     """
 
     seconds: float = RETRY_PAUSE_S
@@ -87,9 +88,9 @@ class Probed:
     Attributes
     ----------
     sizes : list of int or None
-        Size of each key's value in bytes; None if the member has none.
+        Size of each key's value in bytes; None if the member has no value for the key.
     missing : list of int
-        Positions of the keys without a value.
+        Indexes of the keys for which the member has no value.
     """
 
     sizes: list[int | None]
@@ -102,7 +103,10 @@ Plan = Generator[Step, Any, ResultT]
 
 
 def share_of(deadline: float, *, last: bool) -> float:
-    """Return the deadline for one node: half of the remaining time, or all of it for the last node."""
+    """Return the deadline for one node's answer.
+
+    A node gets half of the remaining time; the last node gets all of it.
+    """
     now = time.monotonic()
     return deadline if last else now + max(0.0, deadline - now) / 2
 

@@ -1,4 +1,4 @@
-"""Reading objects: from mapped memory if it has them, else by requests to nodes (docs/store.md)."""
+"""Reads objects from mapped memory, or by requests to nodes if the mapped memory does not have them (docs/store.md)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ def read_one(cluster: Cluster, key: bytes, into: None) -> bytes | None: ...
 @overload
 def read_one(cluster: Cluster, key: bytes, into: Payload) -> int | None: ...
 def read_one(cluster: Cluster, key: bytes, into: Payload | None) -> bytes | int | None:
-    """Read one value; return None if there is no value.
-
-    Return the bytes of the value, or their number if `into` received them.
+    """Read one value. Return its bytes, or its size if `into` received it; None if there is no value.
 
     Nearly all reads find the value in mapped memory, or at the node of highest rank for the key (`snapshot.py`). So
-    these two are tried before a plan is made.
+    this function tries these two before it makes a plan.
     """
     deadline = time.monotonic() + cluster.timeout
     view = cluster.snapshot
@@ -82,15 +80,15 @@ def read_many(
     targets : sequence of memoryview, tuple of them, or None
         Buffers for the values; None for new bytes.
     deadline : float
-        By the monotonic clock.
+        Time of `time.monotonic` by which the call must end.
     patient : bool
-        Ask nodes that fail again; False to make one attempt.
+        True to repeat requests to nodes that failed; False to make one attempt.
 
     Returns
     -------
     list of bytes, int, Exception or None
-        For each key its value, or the value's size if it was read into a target; an error if reading failed; None if
-        there is no such object.
+        For each key its value, or the value's size if a target received it; None if the key has no value; an error if
+        reading failed.
     """
     values: list[bytes | int | Exception | None] = [None] * len(keys)
     for member, numbers in cluster.view(deadline).by_first(keys).items():
@@ -124,9 +122,9 @@ def read_many(
 
 
 def _from_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
-    """Read a value from a node's mapped memory; return None if a request to the node is necessary.
+    """Read a value from a node's memory without a request for the value; return None if a request is necessary.
 
-    Return the bytes of the value, or their number if `into` received them.
+    Return the bytes of the value, or its size if `into` received it.
     """
     try:
         reader = channel.reader
@@ -174,7 +172,7 @@ def fetch(
     *,
     patient: bool = True,
 ) -> list[Found]:
-    """Get objects from nodes, or do another operation on each object; the parameters are as for `find`."""
+    """Get objects from nodes, or do another operation on each object. `find` describes the parameters."""
     plan = find(cluster.view(deadline), cluster.redundancy, keys, [None] * len(keys), op, meta)
     return run(cluster, plan, deadline, patient=patient)
 
@@ -182,9 +180,10 @@ def fetch(
 def look_up(
     cluster: Cluster, keys: list[bytes], deadline: float, *, patient: bool = True
 ) -> Sequence[int | Exception | None]:
-    """Find out which keys have a value.
+    """Find out which keys have a value, and return the sizes of the values.
 
-    For each key the node of highest rank is asked first, and the other nodes only if that node has no value.
+    For each key, the node of highest rank is asked first. Other nodes are asked only if that node has no value or
+    fails.
 
     Parameters
     ----------
@@ -193,15 +192,15 @@ def look_up(
     keys : list of bytes
         The keys.
     deadline : float
-        By the monotonic clock.
+        Time of `time.monotonic` by which the call must end.
     patient : bool
-        True to ask nodes that fail again, and to raise an error if the nodes that failed may have all copies of a
-        value. False to make one attempt, and to return an error in place of a size.
+        True to repeat requests to nodes that failed, and to raise an error if the nodes that failed may have all copies
+        of a value. False to make one attempt, and to return an error in place of a size.
 
     Returns
     -------
     sequence of int, None or Exception
-        Size of each key's value in bytes, None if it has no value, or the error if that could not be found out.
+        Size of each key's value in bytes, None if the key has no value; an error if the search failed.
 
     Raises
     ------
@@ -234,9 +233,9 @@ def look_up(
 
 
 def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[Member, ObjectInfo]]:
-    """Iterate over the objects whose keys begin with `prefix`, once for each copy, with the node that has it.
+    """Yield each copy of the objects whose keys begin with `prefix`: the member that has it, and its description.
 
-    An object that is put or dropped during the iteration may be returned or not.
+    An object that is put or dropped during the iteration may or may not be among them.
 
     Raises
     ------

@@ -30,7 +30,7 @@ class Unmended:
     lacking : int
         Number of copies that the object still lacks.
     reasons : tuple of str
-        Reasons why no node has stored the missing copies.
+        Reasons why nodes have not stored the missing copies.
     """
 
     key: bytes
@@ -47,8 +47,8 @@ class Repaired:
     objects : int
         Objects that were found.
     endangered : int
-        Objects with too few copies. Copies on draining nodes do not count. Of an object that nodes must never evict
-        (`Store.touch` with ``keep``), only copies count that their nodes never evict.
+        Objects that had too few copies. Copies on draining nodes do not count. If nodes must never evict an object
+        (`Store.touch` with ``keep``), a copy counts only if its node never evicts it.
     mended : int
         Endangered objects that have all their copies now.
     nbytes : int
@@ -68,9 +68,9 @@ class Repaired:
 
 
 def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
-    """Copy objects that have too few copies to more nodes; see `Store.repair`.
+    """Restore the missing copies of objects that have too few copies; see `Store.repair`.
 
-    Each object is copied to the first nodes in the order for its key that do not have it yet.
+    Nodes that lack an object receive a copy, in the order for the object's key.
     """
     kept: dict[bytes, list[Member]] = {}
     others: dict[bytes, list[Member]] = {}

@@ -1,4 +1,4 @@
-"""Begin a new epoch of a tenant: no program can read its earlier objects any more (docs/store.md)."""
+"""Begin a new epoch of a tenant: no program can read the tenant's earlier objects any more (docs/store.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RotatedNode:
     Attributes
     ----------
     node : str
-        Its address.
+        Address of the node.
     rotated : bool
         True if the node has confirmed the new epoch. A node that has not confirmed it may still return earlier objects.
     objects : int
@@ -70,7 +70,7 @@ class Rotation:
 
 
 def rotate(cluster: Cluster) -> Rotation:
-    """Begin the same new epoch on all nodes, higher than any epoch a node knows; see `Store.rotate_tenant`."""
+    """Begin a new epoch on all nodes, one that is higher than any epoch a node knows; see `Store.rotate_tenant`."""
     deadline = cluster.deadline()
     # Other programs may have rotated since these nodes were met; each reply contains the node's epoch.
     cluster.tell_epoch(deadline)
@@ -106,7 +106,7 @@ class _Done:
             self.rotated.clear()
 
     def may_come(self, member: Member) -> bool:
-        """Return True if a member has not begun the epoch, but may do so at another attempt."""
+        """Return True if a member has not begun the epoch, but may begin it at another attempt."""
         return member not in self.rotated and (member not in self.errors or is_away(self.errors[member]))
 
     def outcome(self, member: Member) -> RotatedNode:

@@ -1,4 +1,4 @@
-"""Plans that find objects: ask the member of highest rank for a key, then the others (docs/store.md).
+"""Plans that find objects: they ask the member of highest rank for a key, then the other members (docs/store.md).
 
 The rank of a member for a key is its place in the order of `snapshot.py`; most objects are on the first member.
 """
@@ -30,7 +30,7 @@ Found = tuple["Member", "Reply"] | Exception | None
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """Search for one key: members that said that they have it, members that lack it, and members that failed."""
+    """Search for the object of one key: members that reported it, members that lack it, and members that failed."""
 
     number: int
     key: bytes
@@ -59,9 +59,10 @@ class Search:
         return [member for member in order if member not in self.missing and member not in self.failures]
 
     def absent(self, redundancy: Redundancy) -> bool:
-        """Return True if the object does not exist, even if some members did not answer or had no contact yet.
+        """Return True if the object certainly does not exist.
 
-        These members are so few that they cannot have all copies of an object.
+        Members that did not answer, or that have not been met yet, may have copies. So the object is certainly absent
+        only if these members are too few to have all copies of an object, and if no member refused the request.
         """
         return may_recover(self.failures.values()) and not redundancy.enough(
             len(self.failures) + len(self.view.strangers)
@@ -90,7 +91,7 @@ def find(
     meta: bytes = b"",
     first: tuple[Ask, Reply | Exception] | None = None,
 ) -> Plan[list[Found]]:
-    """Ask for objects: first the member of highest rank for each key, then other members that have the key.
+    """Ask for objects: first the member of highest rank for each key, then other members that have the object.
 
     Parameters
     ----------
@@ -107,7 +108,7 @@ def find(
     meta : bytes
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        If there is only one key: a request that was already sent to its member of highest rank, and the answer.
+        If there is only one key: a request that was already sent to the key's member of highest rank, and the answer.
     """
     outcomes: list[Found] = [None] * len(keys)
     answers: Sequence[Reply | Exception]
@@ -148,7 +149,7 @@ def find(
 
 
 def _find_sources(searches: Sequence[Search]) -> Plan[None]:
-    """Ask the other members which of the keys they have, each member once for all keys."""
+    """Ask the other members which of the keys they have; ask each member about all its keys together."""
     wanted: dict[Member, list[Search]] = defaultdict(list)
     for search in searches:
         for member in search.unasked():
@@ -181,7 +182,8 @@ def measure(
     searches : list of Search
         One search for each key that the member of highest rank lacks.
     sizes : list of int, None or Exception
-        Receives the size of each value, at the index `Search.number`. The entry of a key without a value stays None.
+        List that receives the size of each value, at the index `Search.number`. For a key without a value, the entry
+        stays None.
     redundancy : Redundancy
         The redundancy of the objects.
     patient : bool

@@ -1,8 +1,8 @@
 """The members of a store at one moment, and their order for a key.
 
-For each key, rendezvous hashing of the members' identities and the key gives an order of the members; the first one has
-the highest rank. An object is stored on the first members that accept it. All programs compute the same order, whatever
-addresses they use.
+For each key, the members have an order, which comes from rendezvous hashing of their identities and the key. The first
+member in this order has the highest rank. An object is stored on the first members that accept it. All programs compute
+the same order, whatever addresses they use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Snapshot:
     Attributes
     ----------
     members : tuple of Member
-        All members that are asked for objects, in the order of the list.
+        All members that are asked for objects, in the order of the parameter `members`.
     strangers : tuple of Member
         Members whose identities are not known yet.
     met : tuple of Member
-        The other members. Members that are draining come last.
+        Members whose identities are known. Members that are draining come last.
     is_settled : bool
         True if there are members and all of them have been met.
     by_identity : mapping of bytes to Member
@@ -49,7 +49,7 @@ class Snapshot:
     places : callable
         Returns the met members that are not draining, in the order for a key.
     by_first : callable
-        Groups a list of keys by member of highest rank: returns for each such member the indexes of its keys.
+        Groups a list of keys by their members of highest rank; returns, for each such member, the indexes of its keys.
     """
 
     __slots__ = ("by_first", "by_identity", "first", "is_settled", "members", "met", "order", "places", "strangers")

@@ -63,15 +63,15 @@ class NodeStatus:
     failing : float
         Seconds since the node failed; 0.0 if it works. Calls do not ask a failed node until it answers again.
     error : str
-        Error because of which the node has failed or cannot be asked now; empty if it works.
+        Reason why the node has failed or cannot be asked now; empty if it works.
     mapped : bool
-        True if the memory of its objects is mapped into this process.
+        True if the memory with the node's objects is mapped into this process.
     stats : dict or None
         The node's counters; None if the node cannot be asked.
     identity : str
-        Its identity in hexadecimal; empty before the first contact.
+        The node's identity in hexadecimal; empty before the first contact.
     state : str
-        Its state in the list of members: ``active``, ``suspect`` or ``draining``.
+        The node's state in the list of members: ``active``, ``suspect`` or ``draining``.
     """
 
     node: str
@@ -88,9 +88,9 @@ class Store(Closing):
 
     Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key identifies its value: the key
     is the hash of the value (`put_content`), or names the value's origin. So the first value that is put under a key
-    stays, and any copy that can be read is right. A value stays until a program drops it, its time to live ends, or a
-    node evicts it because the node needs the memory; readers then find no value. Each read verifies the bytes (CRC32C).
-    Thread-safe. A store does not work in a forked child: make a new store there.
+    stays, and every copy that can be read has the right bytes. A value stays until a program drops it, its time to live
+    ends, or a node evicts it because the node needs the memory; readers then find no value. Each read verifies the
+    bytes (CRC32C). Thread-safe. A store does not work in a forked child: make a new store there.
 
     Parameters
     ----------
@@ -98,15 +98,17 @@ class Store(Closing):
         Addresses like ``tcp://10.0.0.7:7471``, or one `Membership`, such as `farpool.StaticMembers`, whose members may
         join, leave and move while the store is open. Every program names the same nodes, in any order.
     replicas : int
-        Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them. It is
-        the short form of ``redundancy=Copies(replicas)``.
+        Number of nodes that must confirm a put. Each object then survives the loss of all but one of its nodes. A short
+        form of ``redundancy=Copies(replicas)``.
     redundancy : Redundancy, optional
-        How objects survive the loss of nodes, in place of `replicas`. Each part has to be the whole value.
+        How objects survive the loss of nodes; given in place of `replicas`. Only redundancies whose parts are whole
+        copies of the value are supported.
     key : AccessKey or str or None
-        The access key, ``NAME:SECRET`` as text; None for the access key of the environment (``FARPOOL_KEY``), if any.
+        The access key, ``NAME:SECRET`` as text; None for the access key that the environment gives (``FARPOOL_KEY`` or
+        ``FARPOOL_KEY_FILE``), if any.
     timeout : float
-        Seconds that a call may take, connecting included; at most 1e6. A call fails earlier only if waiting cannot
-        help.
+        Maximum seconds for a call, including the time to connect; at most 1e6. A call fails earlier only if waiting
+        cannot help.
     transport : "auto", "mapped", "tcp" or the name of a fabric
         ``auto`` maps the memory of nodes on this host and uses TCP for others; a fabric such as ``nixl`` reads
         one-sided (docs/nixl.md).
@@ -203,7 +205,7 @@ class Store(Closing):
         -------
         PutOutcome
             ``STORED``, or ``PRESENT`` if a node had a copy already. A call that repeats a request after a lost
-            connection may find its own copy.
+            connection may find its own copy, and then returns ``PRESENT``.
 
         Raises
         ------
@@ -250,7 +252,7 @@ class Store(Closing):
         return key
 
     def get(self, key: Key) -> bytes | None:
-        """Read the value of a key; None if there is none.
+        """Read and return the value of a key; None if the key has no value.
 
         Raises
         ------
@@ -282,7 +284,7 @@ class Store(Closing):
         return read_one(self._cluster or self._open(), as_key(key), as_target(buffer))
 
     def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
-        """Read a value into several buffers, one after the other, that are large enough together; see `get_into`."""
+        """Fill buffers with a value, one after the other; together they must be large enough. See `get_into`."""
         return self.get_into(key, tuple(buffers))
 
     def exists(self, key: Key) -> bool:
@@ -290,7 +292,7 @@ class Store(Closing):
         return self.lookup([key]).leading == 1
 
     def lookup(self, keys: Iterable[Key]) -> Lookup:
-        """Find out which of many keys have a value, and the sizes of the values, with one request to each node.
+        """Find out which keys have a value and how large the values are, with one request to each node.
 
         Raises
         ------
@@ -301,7 +303,7 @@ class Store(Closing):
         return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
 
     def stat(self, key: Key) -> ObjectInfo | None:
-        """Return size, time to live and pins of a key's value, on the first node that has it; None without a value."""
+        """Return size, time to live and pins of a value on the first node that has it; None if the key has no value."""
         cluster, data = self._open(), as_key(key)
         (found,) = results(fetch(cluster, [data], cluster.deadline(), Op.STAT), [data])
         if found is None:
@@ -332,7 +334,7 @@ class Store(Closing):
             Seconds from now, or None for no limit. If the value already has a longer time, it keeps that time.
         keep : bool or None
             True: nodes never evict the value. False: nodes may evict the value again, and `ttl` counts even if it is
-            shorter. None: this stays as it is.
+            shorter. None: the earlier setting stays.
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
@@ -355,14 +357,15 @@ class Store(Closing):
         keep : bool or None
             As for `touch`.
         seen : sequence of mapping, optional
-            The ``marks`` of an earlier touch of the same keys. Nodes then touch only the copies in it, and only if
-            since then no program has touched them with a `keep` of True or False, or given them more time to live. With
-            `keep` True, nodes also touch copies that some program has already told them to keep.
+            The ``marks`` of an earlier touch of the same keys. Nodes then touch only the copies that these marks name.
+            A node refuses a copy if, after that touch, another touch gave the copy a `keep` of True or False, or more
+            time to live. With `keep` True, the node touches such a copy nevertheless if it keeps the copy now.
 
         Raises
         ------
         QuotaExceededError
-            With `keep` True: the tenant's quota allows too few copies of a value that are never evicted.
+            With `keep` True: the tenant's quota of bytes that are never evicted is too small for enough copies of a
+            value.
         """
         return self._touch(keys, ttl, keep, copies=self.confirming if keep else 1, seen=seen)
 
@@ -456,7 +459,7 @@ class Store(Closing):
         return cast("list[int | None]", results(sizes, keys))
 
     def best_effort(self) -> BestEffort:
-        """Return store calls that suit caches: they make one short attempt, and return errors in place of results."""
+        """Return calls for caches. Each call makes one short attempt, and returns errors in place of results."""
         return BestEffort(self._open)
 
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
@@ -478,14 +481,14 @@ class Store(Closing):
     def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
         """Restore missing copies, beginning with the objects that have the fewest copies.
 
-        Copies on draining members count as missing, so a draining member can leave once its objects are repaired.
+        Copies on draining members count as missing, so a draining member can leave after its objects are repaired.
 
         Parameters
         ----------
         bandwidth : float or None
             Maximum bytes per second to copy; None for no limit.
         progress : callable or None
-            Called with the number of processed objects, and with the number of all objects that lack copies.
+            Called with two counts: the objects processed so far, and all objects that lack copies.
 
         Returns
         -------
@@ -505,17 +508,18 @@ class Store(Closing):
         """Publish a value, or tensors, as the next version of a name.
 
         The name holds its objects: nodes never evict them, and they do not expire. Objects that the nodes have already
-        are not sent again. The previous version stays for a minute, and longer for readers that have it open.
+        are not sent again. The previous version stays for a minute, and longer while readers have it open.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes of printable text.
         value : buffer, iterable of buffers, or mapping of str to tensors
-            A value; or its parts, each of which is sent before the iterable makes the next part; or tensors such as
-            ``model.state_dict()``, each of which becomes one object.
+            A value, an iterable of its parts, or tensors by name such as ``model.state_dict()``. Each part is sent
+            before the iterable makes the next one. Each tensor becomes one object.
         expect : int, optional
-            The version that the name must have now; 0 if nothing was published under it yet.
+            The version that the name must have now; 0 if nothing was published under it yet; None to accept any
+            version.
 
         Returns
         -------
@@ -531,15 +535,15 @@ class Store(Closing):
         QuotaExceededError
             The objects would exceed the tenant's quota of bytes that are never evicted.
         RegistryAwayError
-            The registry could not make the new version current. If the error's `uncertain` is True, it may have done so
-            or may still do so.
+            The registry could not make the new version current. If the error's `uncertain` is True, the registry may
+            have made it current, or may still do so.
         NodeError
             The objects could not be stored.
         """
         return self._open_names().publish(name, value, expect=expect)
 
     def open(self, name: str, version: int | None = None) -> OpenedName:
-        """Open a name for reading; its objects stay until the opened name is closed. A context manager.
+        """Open a name for reading, and return the opened name, a context manager. The objects stay until it is closed.
 
         Parameters
         ----------
@@ -553,26 +557,26 @@ class Store(Closing):
         NameMissingError
             Nothing is published under the name, or that version is not held any more.
         NameLostError
-            No node has one of its objects any more.
+            One of the version's objects is not on any node any more.
         RegistryAwayError
             The registry does not answer, and this program has not read the name before.
         """
         return self._open_names().open(name, version)
 
     def watch(self, name: str, after: int = 0) -> NameWatch:
-        """Watch a name for versions above `after`, beginning with the current one. A context manager."""
+        """Watch a name for versions above `after`; the current version may be the first. A context manager."""
         return self._open_names().watch(name, after)
 
     def list_names(self, prefix: str = "") -> list[NameInfo]:
-        """List the names that begin with a prefix, in their current versions, sorted."""
+        """Return the current version of each name that begins with a prefix, sorted by name."""
         return self._open_names().list_names(prefix)
 
     def history(self, name: str) -> list[NameInfo]:
-        """List the versions that were published under a name, the oldest first; at most the last hundred."""
+        """Return the versions that were published under a name, at most the last hundred, oldest first."""
         return self._open_names().history(name)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Remove a name. Its last version stays for a minute, and longer while programs read it.
+        """Remove a name. The last published version stays for a minute, and longer while programs read it.
 
         Raises
         ------
@@ -595,16 +599,16 @@ class Store(Closing):
     def rotate_tenant(self) -> Rotation:
         """Make all earlier objects of the access key's tenant unreadable, for all programs.
 
-        Pinned values stay in memory until they are released. An object whose put is under way may stay readable. The
-        call asks a node that cannot be reached again until its timeout. Such a node may still return old objects until
-        a program sends it the new epoch (docs/store.md); `Rotation.complete` is False then.
+        Pinned values stay in memory until they are released. An object whose put is under way may stay readable. If a
+        node cannot be reached, the call repeats the request until the call's timeout. Such a node may still return old
+        objects until a program sends it the new epoch (docs/store.md); `Rotation.complete` is False then.
 
         Raises
         ------
         AccessDeniedError
             The access key lacks the right ``admin`` or ``publish``.
         NodeError
-            No node has confirmed the new epoch. Some nodes may be in it nevertheless.
+            No node has confirmed the new epoch. Some nodes may have begun it nevertheless.
         """
         return rotate(self._open())
 

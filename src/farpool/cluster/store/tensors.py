@@ -40,7 +40,7 @@ def publish_tensors(
     Raises
     ------
     UnsupportedError
-        A tensor is not dense, or has no elements to publish (``meta``).
+        A tensor is not dense, or is on the device ``meta``, so it has no data.
     TypeError
         A name is not text, or a value is not a tensor.
     ConfigError
@@ -68,12 +68,14 @@ class _Source:
 
 
 def tensor_source(name: str, tensor: object) -> TensorSource | None:
-    """Wrap a tensor as a source for `Store.publish`; None if it is not a PyTorch tensor. `name` is for errors.
+    """Return a source from which `Store.publish` reads a tensor's bytes; None if `tensor` is not a PyTorch tensor.
+
+    `name` is the tensor's name for errors.
 
     Raises
     ------
     UnsupportedError
-        It is not dense, or has no elements.
+        The tensor is not dense, or is on the device ``meta``, so it has no data.
     """
     if not isinstance(tensor, torch.Tensor):
         return None
@@ -85,7 +87,7 @@ def tensor_source(name: str, tensor: object) -> TensorSource | None:
 
 
 def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
-    """Read all tensors of an opened name into new memory, by name. All bytes are verified.
+    """Read all tensors of an opened name into new memory; return them by their names. All bytes are verified.
 
     Parameters
     ----------
@@ -95,9 +97,9 @@ def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
     Raises
     ------
     NameLostError
-        No node has one of its objects any more.
+        One of the version's objects is not on any node any more.
     ConfigError
-        The name holds no tensors, or this torch does not have the type of one.
+        The name holds no tensors, or this version of torch lacks the data type of a tensor.
     """
     tensors = {entry.name: _empty(entry) for entry in opened.tensors()}
     opened.read_tensors_into((entry, _bytes_of(tensors[entry.name])) for entry in opened.tensors())
@@ -112,10 +114,11 @@ def read_tensor(opened: OpenedName, entry: TensorEntry) -> torch.Tensor:
 
 
 def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str, torch.Tensor]:
-    """Map the tensors that are published under a name into this process, without a copy if they are on this host.
+    """Map published tensors into this process, and return them by their names. Tensors on this host are not copied.
 
     A tensor on a node of this host exists once, however many processes map it. Its memory is read-only, and a write to
-    it ends the process, so clone a tensor before you change it. Other tensors are copied once. All bytes are verified.
+    it ends the process, so clone a tensor before you change it. A tensor that cannot be mapped is copied into new
+    memory. All bytes are verified.
 
     Parameters
     ----------
@@ -123,7 +126,7 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
         The store to map from. The mapped bytes do not change, and their version is held, until the last tensor is
         deleted or the store is closed.
     name : str
-        Name under which they are published.
+        Name under which the tensors are published.
     version : int, optional
         An older version that is still held; None for the current version.
 
@@ -132,11 +135,11 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     NameMissingError
         Nothing is published under the name, or that version is not held any more.
     NameLostError
-        No node has one of its objects any more.
+        One of the version's objects is not on any node any more.
     ChecksumError
         The bytes differ from the bytes that were published.
     ConfigError
-        The name holds no tensors, or this torch does not have the type of one.
+        The name holds no tensors, or this version of torch lacks the data type of a tensor.
     NodeError
         As for ``store.pin``.
     """
@@ -161,14 +164,14 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
 
 
 class _Held:
-    """Object that all mapped tensors of a version share; the version is closed when the last tensor is deleted."""
+    """Object that all mapped tensors of a version share. When the last tensor is deleted, the version is closed."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
 
 def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
-    """Return the next tensors until they have at least `room` bytes together; an empty list if there are none."""
+    """Return the next tensors, enough of them for at least `room` bytes; an empty list if none are left."""
     batch: list[TensorEntry] = []
     for entry in entries:
         batch.append(entry)

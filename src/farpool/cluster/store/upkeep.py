@@ -1,4 +1,4 @@
-"""Background upkeep: after a read, mark the object's other copies as used, and restore missing copies.
+"""Background upkeep: after a read, a thread marks the other copies of the object as used, and restores missing copies.
 
 A hit counts as a use on one node only. Without upkeep the other copies would look unused, their nodes would evict them,
 and the object would be lost with the first node.
@@ -72,7 +72,7 @@ class Upkeep:
     def finish(self, deadline: float) -> None:
         """Finish the work for all hits so far, or stop at the deadline (monotonic clock). Idempotent.
 
-        So a program that reads and ends at once leaves as many copies behind as one that stays.
+        Without this call, a program that ends at once after its reads would not restore missing copies.
         """
         with self._lock:
             self._until = deadline
@@ -140,8 +140,8 @@ class Mended:
     reasons : tuple of str
         Why the other target nodes do not have the object, or why no holder returned it.
     gone : bool
-        True if the object was dropped, released, evicted or expired: no holder has it any more, or the source's node
-        does not keep its copy any more.
+        True if the object was dropped, released, evicted or expired: no holder has it any more, or the node that
+        returned the object does not keep its copy any more.
     """
 
     copies: int
@@ -150,12 +150,12 @@ class Mended:
 
 
 def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Sequence[Member], deadline: float) -> Mended:
-    """Copy an object from the first holder that returns it to other nodes.
+    """Copy an object to other nodes. The bytes come from the first holder that returns the object (the source).
 
-    The copies get the remaining time to live. If the source's node keeps its copy (never evicts it), the new nodes keep
-    theirs. A node where the key was dropped a short time ago refuses the copy, because the drop may have come after the
-    source was read. A node in a later epoch than the source also refuses the copy; the head of the object contains its
-    epoch.
+    The copies get the remaining time to live. If the source keeps its copy (never evicts it), the other nodes keep
+    their copies, too. A node where the key was dropped a short time ago refuses the copy, because the drop may have
+    come after the object was read from the source. A node in a later epoch than the source also refuses the copy; the
+    head of the object contains its epoch.
     """
     reasons: list[str] = []
     for holder in holders:
@@ -237,7 +237,7 @@ def _is_missing(cluster: Cluster, holder: Member, key: bytes, deadline: float) -
 
 
 def _reason(ask: Ask, answer: Reply | Exception) -> str:
-    """Return why a node has not returned, stored or kept an object."""
+    """Return the reason why a node has not returned, stored or kept an object."""
     if not isinstance(answer, Exception) and answer.status == Status.UNKNOWN:
         return f"{ask.member.name}: it does not keep its copy, because another program has released the object"
     if not isinstance(answer, Exception) and answer.status == Status.MISSING:

@@ -45,11 +45,14 @@ class _Put:
     has_more: bool = False  # other members may take a part if the ones that are asked now do not
 
     def placed(self) -> int:
-        """Return the number of parts that were sent at first; a redundancy may find fewer members for some keys."""
+        """Return the number of parts in the first requests.
+
+        This is less than the number of all parts if the redundancy found too few members for the key.
+        """
         return min(self.redundancy.parts, len(self.redundancy.place(self.key, self.view.places(self.key))))
 
     def next_asks(self, head: bytes) -> list[tuple[int, Ask]]:
-        """Return a request for each unconfirmed part, to the next member in the order, with the number of the part."""
+        """Return, for each unconfirmed part, its index and a request that offers it to the next member in the order."""
         lacking = self.redundancy.missing(self.confirmed)
         order = targets(self.key, self.view, self.redundancy)
         waiting = [one for one in order if one.identity not in self.answered and one not in self.away]
@@ -126,7 +129,7 @@ class _Put:
 
 
 def targets(key: bytes, view: Snapshot, redundancy: Redundancy) -> list[Member]:
-    """Return the members that accept new objects, in the order in which parts of a key are offered to them."""
+    """Return the members that accept new objects, in the order in which a put under `key` offers parts to them."""
     ranked = view.places(key)
     chosen = redundancy.place(key, ranked)
     if chosen == ranked[: len(chosen)]:
@@ -143,7 +146,7 @@ def put(
     check: bool = False,
     patient: bool = True,
 ) -> list[PutOutcome | Exception]:
-    """Write the parts of each object to the first members, in the order for its key, that accept them.
+    """Write the parts of each object: offer them to the members, in the order for the object's key.
 
     Parameters
     ----------
@@ -154,11 +157,11 @@ def put(
     head : bytes
         Properties of the objects, as packed by `object_head`.
     deadline : float
-        By the monotonic clock. Nodes that fail are asked again until then.
+        Time of `time.monotonic` until which requests to failed nodes are repeated.
     check : bool
-        Require that a copy which a node already has is of the same size and checksum.
+        Return `KeyConflictError` if a node already has a copy of another size or checksum.
     patient : bool
-        Ask nodes that fail again; False to make one attempt with each.
+        True to repeat requests to nodes that failed; False to make one attempt with each node.
 
     Returns
     -------
@@ -197,7 +200,10 @@ def put(
 
 
 def _put(puts: Sequence[_Put], head: bytes, first: Sequence[tuple[Ask, Reply | Exception]]) -> Plan[None]:
-    """Send parts whose first requests failed to other members; `first` is in the order of `puts`."""
+    """Send parts to other members if their first requests failed.
+
+    `first` has the first requests and their answers, in the order of `puts`.
+    """
     pairs = iter(first)
     for one in puts:
         for part, (ask, answer) in enumerate(islice(pairs, one.placed())):
@@ -238,12 +244,13 @@ def everywhere(
     metas : sequence of bytes
         For each object the packed arguments of the operation, then the object's key.
     deadline : float
-        By the monotonic clock. Until then nodes are asked again about objects for which no node has answered.
+        Time of `time.monotonic` until which requests are repeated for objects about which no node has answered.
     copies : int
-        Number of nodes on which the operation has to succeed. If it does, refusals by other nodes are ignored.
+        Number of nodes on which the operation must succeed. After that many successes, refusals by other nodes are
+        ignored.
     seen : sequence of mapping, optional
-        For each object the mark of each copy, by the identity of its node; an earlier touch returned them
-        (`Touched.marks`). A node does the operation only if its copy still has that mark.
+        For each object, the mark of each copy, by the identity of the copy's node, as an earlier touch returned the
+        marks (`Touched.marks`). A node does the operation only if its copy still has that mark.
 
     Raises
     ------
@@ -308,9 +315,9 @@ def _everywhere(
 
 
 def _names(view: Snapshot, expected: Iterable[bytes], answered: Collection[Member]) -> set[str]:
-    """Return the expected nodes that did not answer.
+    """Return the names of the expected nodes that did not answer.
 
-    A member is named by its address, a node that is no member any more by its identity.
+    The name of a member is its address. The name of a node that is no member any more is its identity.
     """
     known = {identity: view.by_identity.get(identity) for identity in expected}
     return {one.name if one else identity.hex() for identity, one in known.items() if one not in answered}

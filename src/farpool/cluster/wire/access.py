@@ -1,4 +1,4 @@
-"""Access keys, with which a node authenticates programs, and the places from which both sides read the keys.
+"""Access keys: a node uses them to authenticate programs. This module also reads the keys, for both sides.
 
 An access key has a name, a secret that node and program share, rights and a tenant.
 
@@ -13,8 +13,8 @@ A node reads its keys from a TOML file that no other user may read::
 A program has one key, written as ``NAME:SECRET``: in the argument ``key``, in the environment variable ``FARPOOL_KEY``,
 or in a file that the variable ``FARPOOL_KEY_FILE`` names.
 
-Over TLS a certificate replaces the secret: the certificate's common name is the name of the access key. A key that is
-used only with certificates needs no secret.
+Over TLS a certificate replaces the secret. The certificate's common name is then the name of the access key. A key that
+is used only with certificates needs no secret.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Grant:
     secret : bytes
         Shared with the programs that use the key; empty for a key that is used with certificates alone.
     rights : Right
-        Rights of the key.
+        Rights that the key gives.
     tenant : int
         Tenant whose objects and leases the key gives access to.
     bytes : int
@@ -161,7 +161,7 @@ def load_keys(path: str | os.PathLike[str]) -> dict[str, Grant]:
     Raises
     ------
     ConfigError
-        The file cannot be read, other users may read it, it is no TOML, or it has a key that cannot be used.
+        The file cannot be read, other users may read it, it is not valid TOML, or it has a key that cannot be used.
     """
     file = os.fspath(path)
     text = _decoded(read_file(file, "keys", private=True), file)

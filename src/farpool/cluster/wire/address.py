@@ -61,7 +61,7 @@ def parse_address(text: str, what: str = "address", *, any_port: bool = False) -
     Raises
     ------
     ConfigError
-        The text is no such address.
+        The text is not such an address.
     """
     address = _parse(text) if isinstance(text, str) else None
     if address is None:

@@ -1,8 +1,8 @@
 """Private certificate authority: issues the certificates with which nodes and programs prove their identity.
 
-The authority is a folder with its own certificate (``ca.crt``) and private key (``ca.key``). It makes a folder for each
-certificate, with the file names that `farpool.cluster.wire.certificate` reads. Keys are ECDSA on the curve P-256, in
-files that only their owner may read.
+The authority is a folder with its own certificate (``ca.crt``) and private key (``ca.key``). The authority makes a
+folder for each certificate. `farpool.cluster.wire.certificate` reads such a folder. Keys are ECDSA on the curve P-256,
+in files that only their owner may read.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Authority:
         Raises
         ------
         ConfigError
-            The folder exists already, or a certificate cannot have one of these properties.
+            The folder exists already, or a certificate cannot have one of the given properties.
         """
         files, end = self._made(name, role, _alternatives(role, hosts), days, begin)
         with _new_folder(folder, "--out") as made:
@@ -132,13 +132,13 @@ class Authority:
     def rotate(self, folder: Path, *, days: int = 90) -> tuple[str, datetime]:
         """Replace the key and the certificate in a folder; return the certificate's name and when the new one expires.
 
-        Name, role and hosts stay. Each file is replaced as a whole. A node reads the new files when it gets SIGHUP, a
-        program when it opens its next connection.
+        The new certificate has the same name, role and hosts. Each file is replaced as a whole. A node reads the new
+        files when it gets SIGHUP; a program reads them when it opens its next connection.
 
         Raises
         ------
         ConfigError
-            The folder has no certificate that this authority issued, or one without a role.
+            The folder's certificate was not issued by this authority, or has no role.
         """
         old = _certificate(folder / CERTIFICATE, "the certificate")
         # The new certificate takes over the old one's name, role and hosts, so this authority must have signed them.
@@ -292,7 +292,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Make a folder under a temporary name, and rename it once its content is complete.
+    """Make a folder under a temporary name, and rename it when the ``with`` block has filled it.
 
     A folder that exists already is never overwritten.
     """

@@ -29,7 +29,7 @@ _MISSING = (
 
 
 class CertificateFolder:
-    """A folder with a certificate. Its files are read again when they have changed. Thread-safe.
+    """A folder with a certificate. If its files have changed, the next connection reads them again. Thread-safe.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class CertificateFolder:
 
     @property
     def context(self) -> TlsContext:
-        """TLS context for new connections: from the current files or, if these cannot be used, the previous context."""
+        """TLS context for new connections, read from the current files; unchanged if the files cannot be used."""
         with self._lock:
             state = self._stated()
             if state != self._state:
@@ -89,9 +89,9 @@ class CertificateFolder:
             return self._context
 
     def ends(self) -> dict[str, float]:
-        """Return when the certificates in use expire, in seconds since 1970, by the name of their file.
+        """Return, by file name, when the certificates in use expire, in seconds since 1970.
 
-        If a file has several certificates, the result has the earliest of their expiry times.
+        If a file has several certificates, the result has only the earliest time.
         """
         # Imported here, because only metrics need it, and most programs have none.
         from cryptography import x509
@@ -130,7 +130,7 @@ class CertificateFolder:
 
 
 def client_certificate(environment: Mapping[str, str] = os.environ) -> CertificateFolder:
-    """Certificate that a program shows to nodes, from the folder that ``FARPOOL_TLS`` names.
+    """Return the folder that ``FARPOOL_TLS`` names; this program shows the certificate in it to nodes.
 
     Raises
     ------

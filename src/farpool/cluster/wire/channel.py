@@ -2,12 +2,12 @@
 
 To *make contact* is to open a control connection to the node. The node then gives the program a *session*: a number
 under which the node groups the connections, leases and pins of one program. The node also reports on which host it
-runs. If that is the program's host, the channel uses the node's UNIX socket from then on: only a UNIX socket passes
-file descriptors, with which memory is mapped instead of copied through a socket.
+runs. If that is the program's host, the channel uses the node's UNIX socket from then on: only a UNIX socket can pass
+the file descriptors with which the program maps the node's memory.
 
 If the node has closed the connection, the next use of the channel makes contact again, with the same session. The
-program keeps its leases and pins if it does so within the node's *grace*: the time for which a node keeps a session
-without connections.
+program keeps its leases and pins if it makes contact within the node's *grace*: the time for which a node keeps a
+session without connections.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Channel:
     welcome : Welcome or None
         The node's welcome at the last contact.
     expected : bytes or None
-        Identity that the node must have; the channel refuses another node at the address. Empty to expect from now on
-        the identity that the next contact finds; None to accept any node.
+        Identity that the node must have; the channel refuses another node at the address. If empty, the channel accepts
+        the node of its next contact, and expects the identity of this node from then on. If None, it accepts any node.
 
     Raises
     ------
@@ -210,7 +210,10 @@ class Channel:
         return Lease(self, lease, nbytes, memory)
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """Make the object through which a `RemotePort` moves bytes of a lease: over `memory`, or over connections."""
+        """Make the object through which a `RemotePort` moves bytes of a lease.
+
+        It uses the mapped `memory`, or connections if `memory` is None.
+        """
 
         def open_connection() -> int | Stream:
             return self._open(time.monotonic() + timeout).socket.detach()
@@ -240,7 +243,7 @@ class Channel:
         self.call("release", deadline, lease=lease)
 
     def move(self, address: str) -> None:
-        """Make contact at another address of the node from now on.
+        """Use another address of the node from the next contact on.
 
         The session stays, with its leases and pins. Open data connections are used until they break.
         """
@@ -251,7 +254,8 @@ class Channel:
     def close(self) -> None:
         """End all connections. The session ends after the node's grace. Idempotent. Mapped memory stays mapped.
 
-        Waits in other threads end with `NodeError`. A thread that is just connecting closes its new connection itself.
+        Waits in other threads end with `NodeError`. A thread that is connecting at that moment closes its new
+        connection itself.
         """
         # Set first: a thread that makes contact now looks at this afterwards, and closes what it opened.
         self._closed = True
@@ -283,7 +287,7 @@ class Channel:
         )
 
     def forked(self) -> None:
-        """Begin without connections in a forked child.
+        """Make the channel start without connections in a forked child.
 
         The child closes its copies of the sockets but does not shut them down, because the parent still uses them.
         """
@@ -345,7 +349,7 @@ class Channel:
         moved_to, self._moved_to = self._moved_to, None
         if moved_to is not None:
             self._address = self._data_address = moved_to
-        control = self._control  # taken once, as `close` may drop it at any moment
+        control = self._control  # read once, because `close` may drop it at any moment
         if control is not None:
             if moved_to is None and not control.is_closed and not _has_hung_up(self._control_socket):
                 return control
@@ -362,7 +366,7 @@ class Channel:
         self._session = dialled.welcome.session
         self._control_socket = dialled.socket
         self._control = control = Control(dialled)
-        if self._closed:  # asked after, as `close` has not seen this one
+        if self._closed:  # checked afterwards, because `close` has not seen this one
             control.close()
             self._control = None
         self._refuse_if_closed()
@@ -389,7 +393,10 @@ class Channel:
         return self._dial(address, purpose, key=self._key, session=session, deadline=deadline, name=self.name)
 
     def _local(self, dialled: Dialled, deadline: float) -> Dialled:
-        """Move the control connection to the node's UNIX socket, if the node is on this host."""
+        """Return a control connection over the node's UNIX socket, or `dialled` if the socket cannot be used.
+
+        With the transport ``mapped``, raise `NodeError` instead of returning `dialled`.
+        """
         welcome = dialled.welcome
         self._mapped = False
         self._data_address = self._address

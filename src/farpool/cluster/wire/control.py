@@ -1,4 +1,4 @@
-"""The client's side of a control connection: it makes calls by name, and some replies pass file descriptors."""
+"""The client's side of a control connection: calls by name, and replies that may pass file descriptors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Control(Closing):
     """Makes calls over one control connection, one at a time. Thread-safe.
 
     If a call gets no complete reply in time, the connection is closed, because the late reply could be taken for the
-    next call's. Further calls then raise `NodeError`.
+    reply to the next call. Further calls then raise `NodeError`.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Control(Closing):
         Parameters
         ----------
         name : str
-            Name of the call, one of those in docs/wire.md.
+            Name of the call; docs/wire.md lists all calls.
         deadline : float
             Time of `time.monotonic` by which the reply must have arrived.
         **arguments
@@ -96,7 +96,7 @@ class Control(Closing):
             self._lock.release()
 
     def close(self) -> None:
-        """End the connection. Idempotent; a call of another thread that is under way ends with `NodeError`."""
+        """End the connection. Idempotent. If another thread is making a call, its call ends with `NodeError`."""
         # The order matters. The shutdown ends the wait of a thread that holds the lock. Only with the lock may we close
         # the descriptor: the system gives its number away again, and that thread would read another file.
         self._closed = True

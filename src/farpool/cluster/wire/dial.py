@@ -1,4 +1,4 @@
-"""Dialling a node: connecting to it and doing the handshake, both before one deadline."""
+"""Dialling a node: connecting to it and doing the handshake, within one deadline for both."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Dialled:
     Attributes
     ----------
     socket : socket.socket or SecureSocket
-        In blocking mode, owned by the caller. All bytes after the node's welcome are still unread.
+        Connected socket in blocking mode, which the caller owns. All bytes after the node's welcome are still unread.
     welcome : Welcome
         The node's welcome at the end of the handshake.
     node : str
         The node's address as the caller knows it, for errors.
     credential : int
-        Value of the frames' field of that name, one of `Credential`.
+        Value for the field `credential` of the frames that the caller sends, one of `Credential`.
     """
 
     socket: Connected
@@ -76,7 +76,7 @@ def dial(
     deadline : float
         Time of `time.monotonic` by which everything must be done, including the lookup of the host name.
     name : str
-        Address of the node for errors, if the user knows the node by another address than `address`.
+        Address by which errors name the node, if the user knows it by another address than `address`; else empty.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def dial(
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until the deadline; raises `TimeoutError` if the deadline has passed."""
+    """Return the seconds until the deadline; raise `TimeoutError` if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -188,7 +188,7 @@ def _look_up(address: Address, flags: int) -> list[_Target]:
 
 
 def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
-    """Resolve the host name in a thread. The resolver has no deadline, so at ours we stop waiting for the thread."""
+    """Resolve the host name in a thread. The resolver has no deadline, so we stop waiting for it at our deadline."""
     outcome: list[list[_Target] | OSError] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Find the one-sided fabrics that are installed: packages offer them as entry points (docs/nixl.md)."""
+"""Finds the installed one-sided fabrics, which packages offer as entry points (docs/nixl.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GROUP = "farpool.fabrics"
 def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabric:
     """Load an installed fabric.
 
-    For errors, `what` names the setting, for example ``transport of remote``, and `others` lists the values of that
-    setting that are no fabrics.
+    Errors use `what` and `others`: `what` names the setting, for example ``transport of remote``, and `others` lists
+    the values that the setting accepts in addition to fabrics.
 
     Raises
     ------

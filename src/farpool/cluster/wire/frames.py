@@ -1,11 +1,11 @@
-"""Packing and reading of the wire protocol's frames (docs/wire.md) in Python.
+"""Packs and reads the wire protocol's frames in Python (docs/wire.md).
 
 A frame is a fixed header, then *meta* (a key or arguments), then a payload. Frames with payloads are handled in native
 code (the node's data loop and the client's data connections). This module serves the handshake and control calls, whose
 frames have no payload.
 
-Sans-IO: a `FrameReader` reports how many bytes it needs next. It never asks for bytes of a later frame, so that between
-two frames other code can continue to read from the same socket.
+Sans-IO: a `FrameReader` reports how many bytes it needs next. It never asks for bytes of a later frame. So other code
+can take over the socket between two frames.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VERSION = 2
 HEADER_BYTES = 64
 META_BYTES_MAX = 65536
 KEY_BYTES_MAX = 256
-"""Length of the longest key of an object, in bytes."""
+"""Maximum length of an object's key in bytes."""
 _MAGIC = b"FPW1"
 _HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 _CHECKSUM = struct.Struct("<I")
@@ -85,8 +85,9 @@ class Op(IntEnum):
 
 
 HEAD = struct.Struct("<QBBHIQQ")
-"""Head of an object, its properties on the wire: milliseconds to live (0: no end), copies, class, parts, recompute cost
-(us), namespace, and flags (`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the storing node."""
+"""Head of an object (its properties on the wire): milliseconds to live (0: no end), copies, class, parts, recompute
+cost (us), namespace, and flags (`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the storing
+node."""
 KEPT = 1
 """Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
@@ -103,7 +104,7 @@ MARK_OF_NONE = (1 << 64) - 1
 LOOKUP = struct.Struct("<II")
 """Start of a ``lookup`` request: flags, number of keys.
 
-Also the start of its reply: number of keys, and how many keys from the first on are present without a gap.
+Also the start of the reply to it: number of keys, and number of keys before the first one that is missing.
 """
 OFFSET = struct.Struct("<Q")
 """Offset in an ``abort`` request and in the reply to ``prepare``.
@@ -212,7 +213,7 @@ class FrameReader:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
+        """Maximum number of bytes that the next call of `feed` accepts; at least 1."""
         return self._needed - len(self._data)
 
     def feed(self, data: bytes) -> Frame | None:

@@ -5,9 +5,9 @@ bytes to receive next; `feed` accepts these bytes, and returns the bytes to send
 
 Each side proves that it knows the shared secret: it authenticates the nonces of both sides, with a label that differs
 between client and node. So an attacker who recorded a proof can neither replay it nor send it back to its sender. The
-client proves the secret first. So a client that only knows the name of a key gets no proof from the node with which it
-could test guesses of the secret. A node treats an unknown key like a wrong secret, so that a client cannot find out
-which names of keys exist.
+client proves the secret first. Otherwise the node would send its proof to a client that knows only the name of a key,
+and this client could use the proof to test guesses of the secret. A node treats an unknown key like a wrong secret, so
+that a client cannot find out which names of keys exist.
 
 Over TLS both sides have proved their certificates before the handshake. The client's certificate then names the access
 key, and there is no secret.
@@ -60,7 +60,7 @@ class Identity:
     identity : bytes
         16 bytes, random at the node's first start and the same from then on.
     largest : int
-        Bytes of the largest payload.
+        Maximum size of a payload in bytes.
     host : str
         Boot id of the node's kernel. Processes with the same boot id run on the same host.
     socket : str
@@ -88,7 +88,7 @@ class Welcome:
     tenant : int
         Tenant whose objects and leases the program sees.
     largest : int
-        Bytes of the largest payload.
+        Maximum size of a payload in bytes.
     host : str
         Boot id of the node's kernel.
     socket : str
@@ -176,7 +176,7 @@ class ClientHandshake:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
+        """Maximum number of bytes that the next call of `feed` accepts; at least 1."""
         return self._reader.needed
 
     def start(self) -> bytes:
@@ -189,7 +189,7 @@ class ClientHandshake:
         Raises
         ------
         ProtocolError
-            The node does not speak this protocol, or only versions of it that this farpool does not speak.
+            The node does not speak this protocol, or this farpool does not speak any of its versions.
         AccessDeniedError
             The node refuses the key, needs a key, or does not prove that it knows the secret.
         NodeFullError
@@ -285,7 +285,7 @@ class NodeHandshake:
         Outcome of the handshake; None until the client is authenticated. The bytes that `feed` returned last must still
         be sent.
     grant : Grant or None
-        Grant of the client's key at the time of the client's hello.
+        Grant of the client's key as it was when the client's hello arrived; None before, or if the key is unknown.
     """
 
     def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, certificate: str | None = None) -> None:
@@ -301,7 +301,7 @@ class NodeHandshake:
 
     @property
     def needed(self) -> int:
-        """Maximum bytes that the next call of `feed` accepts; 1 or more."""
+        """Maximum number of bytes that the next call of `feed` accepts; at least 1."""
         return self._reader.needed
 
     def feed(self, data: bytes) -> bytes:

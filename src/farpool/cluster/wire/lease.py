@@ -17,7 +17,7 @@ SEGMENT_HEADER_BYTES = 4096
 
 
 class Lender(Protocol):
-    """Interface to the node that has lent the memory; `Channel` implements it."""
+    """Interface to a node that lends memory; `Channel` implements it."""
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
         """Make the object through which a `RemotePort` moves bytes of a lease: over `memory`, or over connections."""
@@ -62,7 +62,7 @@ class Lease:
         return self._lender.end(self.id, self.nbytes, self._memory, timeout)
 
     def release(self, deadline: float) -> None:
-        """Give the memory back. The caller must have no transfer under way in it.
+        """Give the memory back. No transfer of its bytes may be under way.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class Lease:
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:
-    """Map the file of a lease. `call` asks the node for the file and returns its descriptor."""
+    """Map the file of a lease. `call` asks the node for the file, and returns a list with its descriptor."""
     files = call()
     try:
         if len(files) != 1:

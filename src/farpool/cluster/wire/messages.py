@@ -1,4 +1,4 @@
-"""Messages in the frames of the handshake (docs/wire.md), encoded as MessagePack; each field has a size limit."""
+"""Messages that the frames of the handshake contain (docs/wire.md), in MessagePack. Each field has a size limit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def expect(frame: Frame, op: Op, node: str) -> None:
-    """Raise `ProtocolError` unless the frame has this operation. `node` names the sender; empty for a client."""
+    """Raise `ProtocolError` unless the frame has this operation. `node` names the sending node; empty for a client."""
     if frame.op != op:
         sender = node or "the client"
         raise ProtocolError(f"{sender} sent operation {frame.op}, expected {op.value} ({op.name.lower()})", node=node)
@@ -103,7 +103,7 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 def decoded(frame: Frame, kind: type[_Message], node: str) -> _Message:
-    """Decode the frame's message; raises `ProtocolError` if the bytes are no valid message of this kind."""
+    """Decode the frame's message; raise `ProtocolError` if the bytes are not a valid message of this kind."""
     try:
         return msgspec.msgpack.decode(frame.meta, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

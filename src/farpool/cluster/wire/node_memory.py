@@ -1,6 +1,6 @@
 """One-sided access to a node's memory over a fabric.
 
-The program attaches to a segment at its first use, and again after a failed transfer.
+The program attaches to a segment when it first uses the segment, and again after a failed transfer.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class NodeCalls(Protocol):
         ...
 
     def connection(self, deadline: float) -> AbstractContextManager[Connection]:
-        """Borrow a data connection for the time of a ``with`` block."""
+        """Borrow a data connection for the duration of a ``with`` block."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attached:
-    """The node's description of a segment, and the region through which this program accesses the segment."""
+    """A segment to which this program is attached: the node's description, and the region for access to it."""
 
     exposed: Exposed
     region: Region
@@ -66,7 +66,8 @@ class NodeMemory:
     Parameters
     ----------
     channel : NodeCalls
-        Calls and connections to the node, which describe the memory and pin objects. They move no bytes of it.
+        Makes calls to the node, which describe its memory, and lends connections, over which objects are pinned. It
+        moves no bytes of the memory.
     name : str
         The fabric's name.
     fabric : Fabric
@@ -99,14 +100,14 @@ class NodeMemory:
         self._move(lease, deadline, lambda region: region.write(SEGMENT_HEADER_BYTES + offset, data, deadline))
 
     def get(self, key: bytes, deadline: float, into: Buffer | None = None) -> tuple[bytes | None, int, int] | None:
-        """Pin an object, read it one-sided, unpin it and verify its checksum. Raises the same errors as `read`, too.
+        """Pin an object, read it one-sided, unpin it and verify its checksum. May also raise the errors of `read`.
 
         Returns
         -------
         tuple of bytes or None, int and int, or None
-            Payload (None with `into`), serial, and size in bytes. None if the node did not pin the object (for example
-            because it has none under this key), or if the bytes do not match the checksum; the caller then asks the
-            node over a connection.
+            Payload, serial, and size in bytes; the payload is None if `into` received it. The result is None in place
+            of a tuple if the node did not pin the object (for example because the key has no value), or if the bytes do
+            not match the checksum. The caller then asks the node over a connection.
 
         Raises
         ------
@@ -130,14 +131,14 @@ class NodeMemory:
                 connection.exchange(Op.UNPIN, UNPIN.pack(offset, number), soon, serial=pinned.serial)
         if len(payload) < nbytes:
             raise ValueError(f"{key!r} has {nbytes} bytes, the buffer {len(payload)}")
-        # Wrong bytes are no failure of the memory yet: the object may lie in other pages by now than those that were
-        # registered with the hardware.
+        # Wrong bytes are no failure of the memory yet: the object may now be in other pages than the pages
+        # that were registered with the hardware.
         if crc32c(view) != checksum:
             return None
         return bytes(view) if into is None else None, pinned.serial, nbytes
 
     def detach(self, lease: int | None) -> None:
-        """Detach from a lease that is about to be released, or (None) from the tenant's objects."""
+        """Detach from a lease that is about to be released; None detaches from the tenant's objects."""
         attached = self._regions.pop(lease, None)
         if attached is not None:
             attached.region.close()
@@ -165,7 +166,10 @@ class NodeMemory:
             transfer(self._attached(lease, deadline, failed=attached).region)
 
     def _attached(self, lease: int | None, deadline: float, failed: _Attached | None = None) -> _Attached:
-        """Return the attached segment; attach first if needed. `failed` is an earlier result, not to be used again."""
+        """Return an attached segment; attach to it first if necessary.
+
+        `failed` is an earlier result of this function, with which a transfer failed. It is not returned again.
+        """
         # Without the lock, because nearly all transfers find the segment attached.
         attached = self._regions.get(lease)
         if attached is not None and attached is not failed:

@@ -27,11 +27,11 @@ def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False)
     Raises
     ------
     ConfigError
-        The path cannot be read or is no file, or the file is too large or not private.
+        The file cannot be read, is not a regular file, is too large, or (with `private`) is open to other users.
     """
     name = os.fspath(path)
     try:
-        # Opened without blocking, as the path may name a pipe.
+        # Opened without blocking, because the path may name a pipe.
         with open(name, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             # We ask about the open file and not about the path, which may name another file a moment later.
             state = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Map wire status codes to exceptions, and back."""
+"""Convert wire status codes to exceptions, and exceptions to status codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refusal(
     op : Op or None
         The operation that was requested.
     nbytes : int or None
-        Bytes of the object that was sent.
+        Size in bytes of the object that was sent.
     passes : bool
         True if the refusal is temporary, so that the caller may try again. The error's `refused` is then False.
     """
@@ -57,7 +57,7 @@ def refusal(
 
 
 def _known(status: int, op: Op | None, nbytes: int | None) -> str:
-    """Describe, by its status, a refusal for which the node gave no reason."""
+    """Return a description of a refusal from its status, because the node gave no reason."""
     match status:
         case Status.DENIED:
             right = "" if op is None else f" {_RIGHTS.get(op, 'publish')!r}"

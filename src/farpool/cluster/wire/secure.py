@@ -26,7 +26,7 @@ class SecureSocket:
     connected : socket.socket
         The connection, which this object owns from now on.
     context : TlsContext
-        This side's certificate, and the authority that must have issued the node's.
+        This side's certificate, and the authority that must have issued the node's certificate.
     host : str
         Name or IP address for which the node's certificate must be issued.
     node : str
@@ -75,7 +75,7 @@ class SecureSocket:
                 self._wait(select.POLLOUT, until)
 
     def recv(self, nbytes: int) -> bytes:
-        """Receive 1 to `nbytes` bytes; returns no bytes once the node has ended the connection."""
+        """Receive 1 to `nbytes` bytes; return no bytes after the node has ended the connection."""
         until = self._until()
         while True:
             try:
@@ -96,7 +96,7 @@ class SecureSocket:
         self._stream.shut_down(writing=how == socket.SHUT_WR)
 
     def fileno(self) -> int:
-        """File descriptor of the connection; -1 once closed or detached."""
+        """Return the file descriptor; -1 after the connection was closed, or taken over from the detached stream."""
         return self._stream.fileno()
 
     def detach(self) -> Stream:

@@ -43,7 +43,7 @@ def checked_transport(transport: object, what: str = "transport") -> Transport:
     Raises
     ------
     ConfigError
-        The value is not described at `Transport`, or is a fabric that is not installed or cannot be used here.
+        The value is not one that `Transport` describes, or is a fabric that is not installed or cannot be used here.
     """
     if transport not in BUILT_IN:
         load_fabric(transport, what, f"{', '.join(BUILT_IN)} or ")

@@ -1,4 +1,4 @@
-"""Recognize errors that mean a shortage of descriptors, memory or room; these may pass, so a caller may try again."""
+"""Recognizes a shortage of descriptors, memory or disk space. A shortage may pass, so a caller may try again."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return True if a system call failed because descriptors, memory or room were short."""
+    """Return True if a system call failed because descriptors, memory or disk space were short."""
     return error.errno in _SHORTAGES

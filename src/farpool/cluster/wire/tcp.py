@@ -11,7 +11,7 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEP
 
 
 def set_options(connection: socket.socket) -> None:
-    """Make a connection send at once (no Nagle's algorithm), and end if the other host is gone (keep-alive)."""
+    """Make a connection send data at once (no Nagle's algorithm), and end if the other host is gone (keep-alive)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

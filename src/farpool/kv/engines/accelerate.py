@@ -1,9 +1,9 @@
-"""Weights in a pool for accelerate's hooks. They can come from a model, or from a name on nodes.
+"""Weights in a pool, for accelerate's hooks. They are copied from a model, or read from nodes by a published name.
 
 Accelerate's hooks give each module its weights before the module runs, and remove the weights afterwards. The hooks
-read the weights from a mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up returns a
-plain copy of one weight. Each pass of the model reads the weights in the same order, so the pool prefetches the next
-weights.
+read the weights from a mapping (``weights_map=``, ``state_dict=``), such as `PooledWeights`. Each look-up in
+`PooledWeights` returns a plain copy of one weight. Each pass of the model reads the weights in the same order, so the
+pool can prefetch the next weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor], pool: Pool) -> Self:
-        """Copy weights into a pool. Weights that share memory (tied weights) are copied once.
+        """Copy weights into a pool. If several weights share memory (tied weights), they are copied once.
 
         Parameters
         ----------
@@ -74,7 +74,7 @@ class PooledWeights(Mapping[str, torch.Tensor]):
         made: dict[object, torch.Tensor] = {}
         copies: dict[str, torch.Tensor] = {}
         for name, weight in weights.items():
-            # `weights` keeps all of them alive, so equal addresses mean tied weights.
+            # `weights` keeps all weights alive, so equal addresses mean tied weights.
             place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride()) if _has_address(weight) else name
             if place not in made:
                 made[place] = from_tensor(blocks_of(pool), weight, name=name)

@@ -1,7 +1,7 @@
 """The block caches of a serving engine, with a judge and a probe.
 
-The judge decides whether the engine loads blocks or computes them. The probe moves a known block through the engine's
-memory first, and the caches move no other block until the known block has come back unchanged.
+The judge decides whether the engine loads blocks or computes them. The probe first moves a known block through the
+engine's memory. The caches move no other block until the known block has come back unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Connector:
-    """Opens the block caches of one engine, and runs work on the caches' threads. Thread-safe once they are open.
+    """Opens the block caches of one engine, and runs work on their threads. Thread-safe after `open` has returned.
 
     Parameters
     ----------
@@ -59,14 +59,16 @@ class Connector:
     def open(self, namespace: Namespace, *threads: int) -> list[BlockCache]:
         """Open caches, and close the caches that were open before.
 
-        The probe saves through the first cache and loads through the second one, if there is one.
+        The probe saves its block through the first cache. It loads the block through the second cache, if there are two
+        or more, otherwise through the first.
 
         Parameters
         ----------
         namespace : Namespace
             Everything that readers and writers of blocks have to agree on.
         *threads : int
-            Number of threads of each cache to open. Without any, one cache with the number of threads in the settings.
+            For each cache to open, its number of threads. Without this argument, one cache is opened, with the number
+            of threads in the settings.
         """
         self.close()
         numbers = threads or (self._settings.threads,)
@@ -95,8 +97,9 @@ class Connector:
         failed : object
             Result if `work` raises an error, which is logged.
         closed : object
-            Result if the cache is closed; `done` receives it at once, on the caller's thread. If the cache is closed
-            before the work has begun, `done` receives it on the thread that closes.
+            Result if the work does not run because the cache is closed. If the cache was closed before, `done` receives
+            this result at once, on the caller's thread. If the cache is closed while the work waits for a thread,
+            `done` receives this result on the thread that closes the cache.
 
         Returns
         -------
@@ -122,7 +125,7 @@ class Connector:
         return True
 
     def stats(self) -> Counter[str]:
-        """Return the sums of all caches' counters, with the number of blocks computed although they were found."""
+        """Return the counters summed over all caches, and the number of found blocks that the engine had to compute."""
         counts = Counter(self.judge.stats())
         for cache in self._caches:
             counts.update(cache.stats())

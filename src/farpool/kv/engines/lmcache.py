@@ -1,9 +1,9 @@
-"""LMCache's second level (L2) on nodes: it keeps objects that do not fit into an LMCache server's own memory.
+"""LMCache's second level (L2) on nodes. It keeps objects that do not fit into an LMCache server's own memory.
 
-All LMCache servers share these objects. LMCache loads this adapter as a plug-in (docs/kv-lmcache.md). LMCache submits
-tasks from two threads, which must not wait, and collects the results when the adapter signals an event. LMCache sets no
-deadline for tasks, so the adapter sets one: it reports objects that have not arrived by the deadline as not found, and
-the engine computes them.
+All LMCache servers share these objects. LMCache loads this adapter as a plug-in (docs/kv-lmcache.md). Two threads of
+LMCache submit tasks. These threads must not wait, so the adapter signals an event for each result, and LMCache then
+collects the result. LMCache sets no deadline for tasks, so the adapter sets one. If an object has not arrived by the
+deadline, the adapter reports that it was not found, and the engine computes its KV.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ _RELEASE = version("lmcache")
 _REQUIRED = ("nodes", "weights_id")
 _CHAIN_BYTES = 32
 _NAMESPACES_MAX = 4096
-"""Maximum number of namespaces that are kept in memory. Further namespaces are made again at each use."""
+"""Maximum number of namespaces that are kept in memory. If there are more, the least recently used ones are made again
+when they are needed."""
 _CODED_GROUPS_MAX = 64
-"""Number of a model's object groups that a codec encodes. Objects of further groups are stored without the codec."""
+"""Number of object groups of a model whose objects a codec encodes. Objects of further groups are stored unencoded."""
 _ACCOUNTED_KEYS_MAX = 1 << 20
-"""Maximum number of keys that LMCache counts as stored here. Beyond that the oldest are reported to it as deleted."""
+"""Maximum number of keys that LMCache counts as stored here. If there are more, the adapter reports the oldest keys to
+LMCache as deleted."""
 _PLACED_CHUNKS_MAX = 1 << 16
-"""Maximum number of chunks whose positions are kept from their lookup until they are stored. Beyond that the oldest
-positions are forgotten, and their chunks count as being at position 0."""
+"""Maximum number of chunks whose positions the adapter remembers from their lookup until they are stored. If there are
+more, it forgets the oldest positions, and their chunks count as chunks at position 0."""
 _UNKNOWN_TYPE = (
     "LMCache's objects are plain bytes, which may be fp8_e4m3 or fp8_e5m2, so no object is stored or found; "
     'name the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
@@ -71,21 +73,22 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes
     ----------
     kv_dtype : str
-        Logical data type of the KV, such as ``fp8_e4m3``; empty for the type of LMCache's objects. Required with a
-        codec, and if the objects are plain bytes, as vLLM's objects are with fp8. Without this setting, objects of
-        plain bytes are neither stored nor found.
+        Logical data type of the KV, such as ``fp8_e4m3``; empty for the data type of LMCache's objects. This setting is
+        required with a codec. It is also required if the objects are plain bytes, as vLLM's fp8 objects are; without
+        it, such objects are neither stored nor found.
     layout : str
-        Name of the order of bytes in an object. If empty, the shapes and data types of LMCache's objects are the name.
-        An adapter with ``serde`` requires `layout` and `kv_dtype`, because its objects are bytes without a shape.
+        Name of the order of bytes in an object. If it is empty, the name is made from the shapes and data types of
+        LMCache's objects. An adapter with ``serde`` requires `layout` and `kv_dtype`, because its objects are bytes
+        without a shape.
     chunk_size : int
-        Tokens of a chunk; the same number as the server's ``--chunk-size``.
+        Number of tokens in a chunk; the same number as the server's ``--chunk-size``.
     hash_algorithm : str
         Hash of the tokens; the same name as the server's ``--hash-algorithm``.
     lock_ttl : float
-        Seconds after which a lock on an object ends by itself if LMCache does not unlock the object.
+        Seconds after which a lock on an object ends even if LMCache has not unlocked the object.
     capacity_bytes : int
-        Bytes at which LMCache begins to evict objects from the nodes, if LMCache is configured to do so; 0 to let only
-        the nodes evict.
+        Number of stored bytes at which LMCache begins to evict objects from the nodes, if it is configured to evict.
+        With 0, only the nodes evict objects.
     """
 
     kv_dtype: str = ""
@@ -120,7 +123,7 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        """Check the settings that a user has written.
+        """Check the settings that a user has written, and make the configuration from them.
 
         Raises
         ------
@@ -131,7 +134,7 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
 
     @classmethod
     def help(cls) -> str:
-        """Return the description of the settings that LMCache shows."""
+        """Return the text with which LMCache describes the settings to users."""
         return (
             "farpool L2 adapter config fields (docs/kv-lmcache.md):\n"
             "- nodes (list of str): addresses of the nodes, such as tcp://10.0.0.7:7471 (required)\n"
@@ -141,7 +144,7 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
 
 
 class _Results(Generic[T]):
-    """Keeps the results of one kind of task until LMCache takes them, and signals an event for each result."""
+    """Keeps the results of one kind of task until LMCache takes the results, and signals an event for each result."""
 
     def __init__(self) -> None:
         self._event = create_event_notifier()
@@ -155,7 +158,7 @@ class _Results(Generic[T]):
     def put(self, task: int, result: T) -> None:
         with self._lock:
             self._ready[task] = result
-            # The number of a closed event may belong to another file by now.
+            # The file descriptor of a closed event may belong to another file by now.
             if not self._closed:
                 self._event.notify()
 
@@ -175,7 +178,7 @@ class _Results(Generic[T]):
 
 
 class _Locks:
-    """Counts the locks of each object: a lookup adds one lock, and an unlock ends one. Not thread-safe.
+    """Counts the locks of each object. A lookup adds one lock, and an unlock ends one lock. Not thread-safe.
 
     All locks of an object share one pin on a node, and each new lock renews this pin.
 
@@ -195,7 +198,7 @@ class _Locks:
         return key in self._ends
 
     def add(self, key: bytes, now: float) -> None:
-        """Add a lock on an object from `now` on, and remove locks whose time is over."""
+        """Add a lock that begins `now` to an object, and remove locks whose time is over."""
         ends = self._ends.setdefault(key, deque())
         ends.append(now + self._ttl)
         self._ends.move_to_end(key)
@@ -219,13 +222,12 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     """L2 adapter of LMCache that keeps objects on nodes. Thread-safe.
 
     If a node or a transfer fails, the adapter reports the objects as not found. The constructor connects to the nodes
-    and moves the known block of its probe (see `Connector`). If nodes are unreachable, the adapter tries them again
-    later.
+    and runs the probe (see `Connector`). If no node can be reached, the adapter tries again later.
 
     Parameters
     ----------
     params : FarpoolL2Config or mapping
-        The configuration, or the text of ``adapter_params``.
+        The configuration, or the value of ``adapter_params``.
     l1_memory_desc : object, optional
         LMCache's description of its memory; not used.
 
@@ -240,8 +242,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._settings = settings = config.settings
         super().__init__(max_capacity_bytes=settings.capacity_bytes)
         self._namespace = lru_cache(_NAMESPACES_MAX)(self._make_namespace)
-        # The caches need a namespace for their codecs, one for each group of objects of the stated type. No key is made
-        # with it.
+        # The caches need a namespace, because it determines one codec of the stated type for each object group. No key
+        # is made with this namespace.
         groups = tuple(Group((f"object group {group}",), 0) for group in range(_CODED_GROUPS_MAX))
         own = replace(self._namespace("any", "", 0, 0, "any"), groups=groups)
         self._connector = Connector("LMCache", settings, settings.chunk_size)
@@ -312,7 +314,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return self._loaded.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete objects from the nodes, for LMCache's quotas and eviction."""
+        """Delete objects from the nodes. LMCache calls this method for its quotas and its eviction."""
         self._stores.drop([data for key in keys for data in self._known_keys(key)])
         self._forget(keys)
 
@@ -320,8 +322,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         """Return the state of this adapter: counters by step and outcome, and the bytes moved.
 
         The adapter is unhealthy if it is closed or its probe has failed. It stays healthy without reachable nodes,
-        because LMCache continues without them. ``probe`` is the reason why the adapter moves no object; empty if it
-        moves objects.
+        because LMCache continues without them. ``probe`` is the reason why the adapter moves no objects, or an empty
+        string if it moves objects.
         """
         probe = self._connector.probe
         return {
@@ -357,7 +359,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     ) -> int:
         """Begin a task, and return its number. The task's result is `nothing` if it fails or begins too late."""
         task = next(self._tasks)
-        # LMCache does not wait for stores; those that have not begun hold memory of LMCache, which bounds their number.
+        # LMCache does not wait for stores. A store that has not begun holds memory of LMCache, and this memory limits
+        # the number of such stores.
         until = math.inf if cache is self._stores else time.monotonic() + self._settings.timeout
 
         def run() -> T:
@@ -374,7 +377,10 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return task
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        """Store the objects that the nodes lack. The result is a failure if any object could not be stored."""
+        """Store the objects that the nodes do not have.
+
+        The result is a failure if at least one object could not be stored.
+        """
         blocks = self._blocks_of("save", self._stores, keys, self._layouts_of(keys, objects))
         there = self._stores.lookup([key for _, key in blocks.values()]).found
         by_space: dict[Namespace, list[int]] = {}
@@ -414,7 +420,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             if described is not None and described.shapes:
                 known[number] = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
             elif others := self._known_layouts(key):
-                # LMCache's tools give no description, because they look for objects that they have just stored.
+                # LMCache's tools give no description of the layout, because they look for objects that they have just
+                # stored.
                 known[number] = others[-1]
         blocks = self._blocks_of("lookup", self._lookups, keys, known)
         began = self._judge.clock()
@@ -440,7 +447,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lookups.unpin([data for data in own if data is not None and self._locks.release(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
-        """Return True if computing is expected to be faster than loading the objects that were found.
+        """Record a lookup; return True if computing is expected to be faster than loading the objects that were found.
 
         Parameters
         ----------
@@ -452,7 +459,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         chunks = _chunks(keys)
         missing = {_chunk(key) for number, key in enumerate(keys) if number not in nbytes}
         there = next((number for number, chunk in enumerate(chunks) if chunk in missing), len(chunks))
-        # Objects after a gap are useful if another level, or another request, has the missing ones.
+        # If objects are found after a missing one, they are useful if another level or another request has the missing
+        # one.
         if any(chunk not in missing for chunk in chunks[there:]):
             there = 0
         request = keys[0].chunk_hash.hex()
@@ -494,8 +502,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     ) -> dict[int, tuple[Namespace, bytes]]:
         """Return the namespace and the key of each object's block, by the object's index.
 
-        Objects of plain bytes are left out and count as failed if the setting `kv_dtype` is missing: their type may be
-        fp8_e4m3 or fp8_e5m2, and an engine that uses one type must not load KV of the other type.
+        If the setting `kv_dtype` is missing, objects of plain bytes are left out and count as failed. Their type may be
+        fp8_e4m3 or fp8_e5m2, and an engine that uses one of these types must not load KV of the other.
         """
         blocks: dict[int, tuple[Namespace, bytes]] = {}
         for number, layout in layouts.items():
@@ -554,7 +562,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_deleted([key for key, _ in over], [size for _, size in over])
 
     def _forget(self, keys: list[ObjectKey]) -> None:
-        """Report deleted objects to LMCache, if they were reported as stored before."""
+        """Report objects to LMCache as deleted, if they were reported as stored before."""
         with self._lock:
             gone = [(key, self._accounted.pop(key)) for key in keys if key in self._accounted]
         if gone:

@@ -1,8 +1,9 @@
 """Storage backend for SGLang's hierarchical cache: nodes keep its pages (docs/kv-sglang.md).
 
-SGLang keeps pages in *host pools*: memory of the host for KV, and further pools, for example for sliding windows. Three
-threads of SGLang call this backend at the same time: one looks up pages, one loads pages, and one saves pages. Each
-call sends one request to the nodes and ends by the cache's deadline. If a page cannot be moved, it counts as missing.
+SGLang keeps pages in *host pools*: one pool in the host's memory for KV, and further pools, for example for sliding
+windows. Three threads of SGLang call this backend at the same time: one looks up pages, one loads pages, and one saves
+pages. Each call sends one request to the nodes and ends by the cache's deadline. A page that cannot be moved counts as
+missing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = ["FarpoolHiCache"]
 
 _WHERE = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""SGLang's own settings in the value of the option `_WHERE`, which also contains the fields of `_Settings`."""
+"""Settings of SGLang itself in the value of the option `_WHERE`. The value also contains the fields of `_Settings`."""
 _KV = str(PoolName.KV)
 _BYTES_PER_GB = 1e9
 _GEOMETRY = (
@@ -54,11 +55,11 @@ _GEOMETRY = (
     *("qk_rope_head_dim", "kv_cache_dim", "num_mamba_layers", "temporal_state_elem_size", "item_bytes", "ring_size"),
     *("state_page_bytes", "indexer_page_stride_size", "storage_format_tag"),
 )
-"""Attributes of host pools that describe how values are arranged in a page's bytes, in addition to the number of heads.
-No pool has all of these attributes."""
+"""Names of the attributes of host pools that, together with the number of heads, describe how values are arranged in
+the bytes of a page. No pool has all of these attributes."""
 _AXES = {"layer_first": "lsthd", "page_first": "stlhd", "page_first_direct": "slthd", "page_head": "shtld"}
-"""Axes of a page that has keys and values for each head, by SGLang's name of the layout. The letters are explained in
-`farpool.kv.quantization.Axes`; the lossy codecs need them. In SGLang's flat copy of a page with the layout
+"""Axes of a page that has keys and values for each head, by SGLang's name of the layout. The lossy codecs need the
+axes; `farpool.kv.quantization.Axes` explains the letters. In SGLang's flat copy of a page with the layout
 ``layer_first``, keys and values are separated as in ``page_first_direct``."""
 _NOT_REGISTERED = (
     "the pool of KV is not registered; SGLang registers it when it attaches the backend, so attach the backend first"
@@ -74,7 +75,7 @@ Parts = tuple[memoryview, ...]
 
 
 class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of all connectors, and ``kv_dtype``: the type of KV that SGLang keeps as plain bytes."""
+    """The settings that all connectors have, and ``kv_dtype``: the data type of KV that SGLang keeps as plain bytes."""
 
     kv_dtype: str = ""
 
@@ -82,10 +83,10 @@ class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 class _Pages:
     """Pages of one host pool: their places in memory, and the keys under which nodes store them.
 
-    Each page is stored as one value. But if engines with different sizes of tensor parallelism share pages
-    (``tp_lcm_size``), the heads of a page are divided into parts, and each part is stored as one value. A value may
-    consist of several buffers of the pool, which are sent one after the other without a copy. If a pool cannot give the
-    addresses of its pages, SGLang's own flat copy of the page is stored.
+    Each page is stored as one value, with one exception: if engines with different sizes of tensor parallelism share
+    pages (``tp_lcm_size``), the heads of a page are divided into parts, and each part is stored as one value. A value
+    may consist of several buffers of the pool, which are sent one after the other without a copy. If a pool cannot give
+    the addresses of its pages, SGLang's own flat copy of the page is stored.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class _Pages:
         return not self.nbytes
 
     def keys(self, cache: BlockCache, hashes: Sequence[str]) -> list[bytes]:
-        """Compose the keys of pages, one for each part of a page."""
+        """Compose the keys of pages, one key for each part of each page."""
         chains = [bytes.fromhex(one) for one in hashes]
         group = 0
         if self.name != _KV:
@@ -163,13 +164,16 @@ class _Pages:
         return [block_key(cache.digest, chain, group, shard) for chain in chains for shard in self._shards]
 
     def values(self, indices: torch.Tensor) -> Sequence[Parts]:
-        """Return the bytes of pages, in the order of their keys."""
+        """Return the bytes of pages, one entry for each key, in the order of `keys`."""
         if self.is_copied:
             return [(_bytes_of(self.pool.get_data_page(first, flat=True)),) for first in self._firsts(indices)]
         return self._where(indices)
 
     def targets(self, indices: torch.Tensor) -> Sequence[Parts]:
-        """Return writable memory for pages, in the order of their keys; call `land` after the load."""
+        """Return writable memory for pages, one entry for each key, in the order of `keys`.
+
+        Call `land` after the load.
+        """
         if self.is_copied:
             return [(_bytes_of(self.pool.get_dummy_flat_data_page()),) for _ in self._firsts(indices)]
         return self._where(indices)
@@ -178,7 +182,7 @@ class _Pages:
         """Copy loaded pages from `targets` to the pool; do nothing if the load wrote directly into the pool."""
         if self.is_copied:
             for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
-                # A page that did not arrive whole has unspecified bytes in its copy, and they must not reach the pool.
+                # If a page did not arrive whole, the bytes in its copy are unspecified and must not reach the pool.
                 if is_whole:
                     like = self.pool.get_dummy_flat_data_page().dtype
                     self.pool.set_from_flat_data_page(first, torch.frombuffer(copy, dtype=like))
@@ -188,16 +192,16 @@ class _Pages:
         return [all(answers[at : at + self._split]) for at in range(0, len(answers), self._split)]
 
     def reasons_of_pages(self, reasons: Sequence[Reason | None]) -> list[Reason | None]:
-        """Return one reason for each page: the first reason among the parts of the page, or None."""
+        """Return for each page the first reason among its parts; None if no part has a reason."""
         parts = [reasons[at : at + self._split] for at in range(0, len(reasons), self._split)]
         return [next((reason for reason in own if reason is not None), None) for own in parts]
 
     @contextmanager
     def free_page(self) -> Iterator[EngineBlock]:
-        """Allocate a page of the pool, through which the probe can move a known page.
+        """Allocate a page of the pool for the probe, and free the page afterwards.
 
-        The probe gets new memory instead if the pool has no free pages, or if a flat copy does not have all bytes of a
-        page.
+        The probe moves a known page through the allocated page. If the pool has no free pages, or if a flat copy does
+        not have all bytes of a page, the probe gets new memory instead.
         """
         flat = self.pool.get_dummy_flat_data_page()
         is_whole = flat.numel() * flat.element_size() == self.nbytes
@@ -249,8 +253,8 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     Parameters
     ----------
     storage_config : HiCacheStorageConfig
-        Ranks, model and settings. The settings are the fields of `CacheSettings`, and ``kv_dtype``, the logical type of
-        the KV if SGLang keeps it as plain bytes (``fp8_e4m3``, ``fp8_e5m2``, ...).
+        Ranks, model and settings. The settings are the fields of `CacheSettings`, and ``kv_dtype``. If SGLang keeps the
+        KV as plain bytes, ``kv_dtype`` is the logical type of the KV (``fp8_e4m3``, ``fp8_e5m2``, ...).
     kwargs : mapping, optional
         Further arguments of SGLang; not used.
 
@@ -305,7 +309,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
                 self._connector.probe.check(block)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many leading pages the nodes have; 0 if computing is expected to be faster than loading."""
+        """Return the number of leading pages on the nodes; 0 if computing is expected to be faster than loading."""
         kv = self._pools[_KV]
         if kv.is_logical or not keys:
             return 0
@@ -320,22 +324,24 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Find out with one request how many leading pages can be restored from all pools together.
+        """Find out, with one request, how many leading pages can be restored if all pools are taken together.
 
         Parameters
         ----------
         keys : list of str
             Hashes of the pages of a sequence, in hex.
         pool_transfers : list of PoolTransfer, optional
-            Pools that are needed in addition to KV. The policy of each says which of its pages a prefix needs.
+            Pools that are needed in addition to KV. The policy of each pool determines the pages of the pool that a
+            prefix needs.
         extra_info : HiCacheStorageExtraInfo, optional
-            SGLang's facts about the request.
+            SGLang's information about the request.
 
         Returns
         -------
         PoolTransferResult
-            The longest prefix that can be restored, the longest prefix of each pool alone, and all lengths that can be
-            restored, in pages. Zeros and no lengths if computing is expected to be faster than loading.
+            In pages: the length of the longest prefix that can be restored, the longest prefix of each pool alone, and
+            all lengths of prefixes that can be restored. If computing is expected to be faster than loading, all
+            numbers are 0 and the list of lengths is empty.
         """
         began = self._judge.clock()
         transfers = pool_transfers or []
@@ -375,25 +381,25 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Save the pages of KV that the nodes lack. Return True for each page that the nodes have now."""
+        """Save the pages of KV that the nodes do not have. Return True for each page that the nodes have now."""
         return self._move([(_KV, keys, host_indices)], extra_info, saving=True)[0]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Load pages of several pools with one request. Return the results of each pool as `batch_get_v1` does."""
+        """Load pages of several pools with one request. Return for each pool a list as `batch_get_v1` returns it."""
         return self._move_pools(transfers, extra_info, saving=False)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Save pages of several pools with one request. Return the results of each pool as `batch_set_v1` does."""
+        """Save pages of several pools with one request. Return for each pool a list as `batch_set_v1` returns it."""
         return self._move_pools(transfers, extra_info, saving=True)
 
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: object = None
     ) -> list[torch.Tensor | None]:
-        """Load flat copies of pages into tensors; return None for each missing page.
+        """Load flat copies of pages into tensors; return the tensors, with None for each missing page.
 
         SGLang calls this method if it does not use the addresses of pages (``interface_v1`` is off).
         """
@@ -446,7 +452,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Delete the pages of all ranks in this namespace from the nodes.
+        """Delete all pages of this namespace from the nodes, including pages of other pools and other ranks.
 
         Raises
         ------
@@ -456,9 +462,9 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         self._blocks.purge()
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return the pages and GB/s of each batch since the last call of this method.
+        """Return the number of pages and the speed in GB/s of each batch since the last call of this method.
 
-        None if SGLang's storage metrics are off.
+        Return None if SGLang's storage metrics are off.
         """
         if self._metrics is None:
             return None
@@ -500,8 +506,8 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     ) -> list[Reason | None]:
         """Load pages of one or several pools with one request. The judge measures the load.
 
-        The judge counts pages, and a request may have pages of several pools for the same tokens. So the judge receives
-        only the outcomes of the pages of the first pool.
+        A request may have pages of several pools for the same tokens, and the judge must count these tokens once. So
+        the judge receives only the outcomes of the pages of the first pool.
 
         Parameters
         ----------
@@ -510,7 +516,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         hashes : sequence of str
             Hashes of the pages of the first pool.
         keys, parts : sequence
-            Keys and memory of all pages, beginning with the first pool.
+            Keys and memory of all pages. The pages of the first pool come first.
         nbytes : int
             Bytes of all pages.
         request : str
@@ -534,7 +540,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         hashes: Sequence[str],
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> dict[str, list[bool]]:
-        """Look up pages of several pools with one request. Return, by pool, True for each page that was found."""
+        """Look up pages of several pools with one request. Return a list by pool: True for each page that was found."""
         batches = [[] if pages.is_logical else pages.keys(self._blocks, wanted) for pages, wanted in asked]
         found = self._blocks.lookup([key for batch in batches for key in batch], request=_request(hashes, extra_info))
         answers = iter(found.found)
@@ -546,7 +552,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def _move_pools(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, saving: bool
     ) -> dict[str, list[bool]]:
-        """Save or load pages of several pools; return the result for each page, by pool."""
+        """Save or load pages of several pools. Return a list by pool: True for each page that was moved."""
         wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
         moved = self._move(wanted, extra_info, saving=saving)
         return {one.name: pages for one, pages in zip(transfers, moved, strict=True)}
@@ -558,9 +564,9 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         *,
         saving: bool,
     ) -> list[list[bool]]:
-        """Save or load pages of several pools with one request. Return one list for each pool: True for a moved page.
+        """Save or load pages of several pools with one request. Return a list for each pool: True for each moved page.
 
-        Pages without bytes of their own, and pages that another rank saves, count as moved.
+        Pages that have no bytes of their own count as moved, and so do pages that another rank saves.
         """
         began = time.perf_counter()
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
@@ -653,13 +659,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _request(hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> str:
-    """Return a request's name for ``farpool why``: its session if SGLang gives one, else the first page's hash."""
+    """Return a request's name for ``farpool why``: SGLang's session id if there is one, else the first page's hash."""
     known = (extra_info.extra_info if extra_info else None) or {}
     return str(known.get("session_id") or (hashes[0] if hashes else ""))
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
-    """Return how many pages of the sequence precede the pages of a call; 0 if SGLang does not give the number."""
+    """Return the number of pages in the sequence before the pages of a call; 0 if SGLang does not give the number."""
     return len(extra_info.prefix_keys or ()) if extra_info else 0
 
 
@@ -692,7 +698,10 @@ def _ends_of_windows(pages: Sequence[bool], window: int) -> set[int]:
 
 
 def _hashes_for(transfer: PoolTransfer, hashes: Sequence[str]) -> Sequence[str]:
-    """Return the hashes of the pages that a pool has for a sequence."""
+    """Return the hashes of the pages that a pool needs for a sequence.
+
+    With `BLOCK_GROUPS`, these are the last `group_pages` of every `block_pages` pages; otherwise all pages.
+    """
     if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
         return hashes
     block, group = transfer.block_pages, transfer.group_pages

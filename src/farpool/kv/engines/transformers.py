@@ -1,29 +1,30 @@
-"""A cache for transformers whose keys and values are in a pool, and whose prefixes other processes can use.
+"""A cache for the transformers library. Its keys and values are in a pool, and processes can share its prefixes.
 
 Use `FarpoolCache` in place of a ``DynamicCache``. Layers with full attention, whose keys and values grow with each
 token, become `PagedLayer`. Other layers (sliding windows, recurrent states) are small and stay as they are.
 
 *Prefixes.* With a `BlockCache` (see `prefix_blocks`), `FarpoolCache.save` stores the keys and values of whole blocks of
-tokens under keys that name these tokens, and `FarpoolCache.load` loads as many leading blocks as the nodes have. A
-layer with a sliding window forgets the tokens before its window, so it can continue only after a block for which its
-state was stored. The cache keeps the state that such a layer had at the end of its latest whole block, `save` stores
-this state, and `load` loads the longest prefix with such a state. If a node fails or bytes are damaged, the loaded
-prefix is shorter, and the model computes the rest.
+tokens, each block under a key that depends on its tokens and all tokens before it. `FarpoolCache.load` loads as many
+leading blocks as the nodes have. A layer with a sliding window forgets the tokens before its window, so it can continue
+only after a block for which its state was stored. The cache keeps the state that such a layer had at the end of its
+latest whole block. `save` stores this state, and `load` loads the longest prefix at whose end such a state was stored.
+If a node fails or bytes are damaged, the loaded prefix is shorter, and the model computes the rest.
 
-*How a prefix is found.* A prefix is found by its tokens: the tokens of one sequence without padding, from position 0
-on. If keys and values depend on anything else, such as images, the caller names these inputs in a salt. Models for
+*How a prefix is found.* `load` finds a prefix by its tokens: the tokens of one sequence without padding, from position
+0 on. If keys and values depend on anything else, such as images, the caller names these inputs in a salt. Models for
 which tokens and salt are not enough are refused (`farpool.kv.engines.transformers_config`). A cache never sees masks
-and positions, but it detects some kinds of wrong use: padding at the beginning, several sequences, and other tokens or
-another salt than the prefix was loaded with.
+and positions, but it detects some kinds of wrong use: padding at the beginning, several sequences, and tokens or a salt
+that differ from those with which the prefix was loaded.
 
 *Load or compute.* The cache sees when a pass (one call) of the model reaches the first and the last layer, so it
-measures the compute time. It also measures its own loads. From both times the `Judge` of the blocks decides whether to
-load a prefix or to compute it, as it does for `PrefixCache`. A GPU still computes when the program has gone on, so on a
-GPU nothing is timed, and every prefix that is found is loaded.
+measures the compute time. It also measures its own loads. The `Judge` of the blocks compares both times to decide
+whether to load a prefix or to compute it, as it does for `PrefixCache`. A GPU still computes after the model's call has
+returned. So nothing is timed on a GPU, and every prefix that is found is loaded.
 
-*Probe.* Before the first save or load through a `BlockCache`, a test moves a known block through layers like the layers
-of the model, in the same pool: it fills these layers with `FarpoolCache.update` as the model does, saves and loads
-them, and reads them as attention does. If other bytes come back, no prefix is saved or loaded.
+*Probe.* Before the first save or load through a `BlockCache`, a test moves a known block through new layers of the same
+kinds as the model's layers, in the same pool. The test fills these layers with `FarpoolCache.update` as the model does,
+saves and loads the block, and reads the layers as attention does. If other bytes come back, no prefix is saved or
+loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = ["FarpoolCache", "prefix_blocks"]
 
 
 class _Pass(NamedTuple):
-    """A pass of the model that has begun: the time, and the number of tokens in the cache at that time."""
+    """A pass of the model that has begun: its start time, and the number of tokens that were in the cache then."""
 
     began: float
     context: int
@@ -92,7 +93,8 @@ class _PassTimer:
     def left(self, number: int) -> tuple[int, float] | None:
         """Record that a pass leaves a layer.
 
-        After the last layer, return the number of tokens before the pass, and the seconds of the pass; otherwise None.
+        After the last layer, return the number of tokens that were in the cache before the pass, and the seconds that
+        the pass took. After any other layer, return None.
         """
         if number != self._last or self._pass is None:
             return None
@@ -101,7 +103,7 @@ class _PassTimer:
 
 
 class FarpoolCache(Cache):
-    """A cache for transformers with the keys and values of full attention in a pool.
+    """A cache for the transformers library that keeps the keys and values of full attention in a pool.
 
     Tokens, scores and logits equal the results with a ``DynamicCache`` to the last bit, except after loading prefixes
     that a lossy codec has encoded.
@@ -114,9 +116,9 @@ class FarpoolCache(Cache):
     pool : Pool
         Pool for the bytes, on the device that the model computes on.
     tokens_per_block : int, optional
-        Tokens of a layer that are moved together. By default, the number depends on the budget of the pool.
+        Number of tokens of a layer that the pool moves together. The default depends on the budget of the pool.
     prefixes : BlockCache, optional
-        Blocks from `prefix_blocks`, in which `save` and `load` store and find prefixes.
+        Result of `prefix_blocks`: the blocks in which `save` stores prefixes and `load` finds them.
 
     Raises
     ------
@@ -249,18 +251,18 @@ class FarpoolCache(Cache):
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
     def save(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "", salt: bytes | str = "") -> int:
-        """Store the prefix that the cache holds, in whole blocks, for this and other processes.
+        """Store the whole blocks of the prefix that the cache holds, for use by this and other processes.
 
         Parameters
         ----------
         tokens : sequence of int, or torch.Tensor
-            The tokens from the first one on, of one sequence.
+            The tokens of one sequence, from the first token on.
         request : str
             Name of the request, for ``farpool why``.
         salt : bytes or str
-            Name of everything that the keys and values depend on in addition to these tokens, for example a digest of
-            all images. A prefix is found only with the salt with which it was saved. Models that see more than tokens
-            need a salt, even for prompts of text alone.
+            A name for all other inputs on which the keys and values depend in addition to the tokens, for example a
+            digest of all images. A prefix is found only with the salt with which it was saved. Models that see more
+            than tokens need a salt, even for prompts of text alone.
 
         Returns
         -------
@@ -273,7 +275,7 @@ class FarpoolCache(Cache):
             - The cache has no `prefixes`, or has had more than one sequence.
             - Its keys and values have another dtype or shape than the blocks from `prefix_blocks`.
             - The tokens begin with padding, or the salt is missing.
-            - Tokens or salt differ from the tokens and the salt of the prefix that was loaded or saved before.
+            - The tokens or the salt differ from the prefix that this cache has loaded or saved before.
         """
         return self._required().save(tokens, self.get_seq_length(), salt, request, self._probe_block)
 
@@ -287,14 +289,14 @@ class FarpoolCache(Cache):
     ) -> int:
         """Load the longest stored prefix into an empty cache, if that is faster than computing it.
 
-        At least the last token is not loaded, because the model must compute its logits. Once computing and loading
-        have been measured, a prefix is loaded only if loading is expected to take less time. A few requests compute
-        anyway, to measure how much time loading saves.
+        At least the last token is not loaded, because the model must compute its logits. After both computing and
+        loading have been measured, a prefix is loaded only if loading is expected to take less time. A few requests
+        compute although loading seems faster, to measure how much time loading saves.
 
         Parameters
         ----------
         tokens : sequence of int, or torch.Tensor
-            The prompt, of one sequence.
+            The prompt, which is a single sequence.
         request : str
             Name of the request, for ``farpool why``.
         salt : bytes or str
@@ -312,7 +314,7 @@ class FarpoolCache(Cache):
         ------
         ConfigError
             - The cache has no `prefixes`, or holds tokens already.
-            - The tokens are of several sequences, or begin with padding.
+            - The tokens belong to several sequences, or begin with padding.
             - The salt is missing.
         BudgetError, PoolFullError, TierError
             The pool has no room for the prefix, or a tier has failed. The cache is empty afterwards.
@@ -330,7 +332,7 @@ class FarpoolCache(Cache):
         return self._prefix
 
     def _probe_block(self) -> EngineBlock:
-        """Make the known block of the probe, in new layers like the layers of this cache."""
+        """Make the block of the probe, in new layers of the same kinds as the layers of this cache."""
 
         def empty() -> tuple[FarpoolCache, Payloads]:
             memory = self._operand_memory()

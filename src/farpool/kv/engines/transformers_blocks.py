@@ -24,10 +24,10 @@ __all__ = ["ENGINE", "FULL", "LAYOUT", "SLIDING", "name_of", "pieces_of", "prefi
 
 ENGINE = "transformers"
 FULL, SLIDING = "full", "sliding"
-"""Kinds of groups of layers; a model has at most one group of each kind."""
+"""The two kinds of groups of layers. A model has at most one group of each kind."""
 LAYOUT = "lshtd"
 """Axes of payloads: layers, keys and values, heads, tokens, elements. The state of a layer with a sliding window is cut
-into pieces of as many tokens as a block has. Each piece is stored as if it were a layer."""
+into pieces. Each piece has as many tokens as a block, and is stored as if it were a layer."""
 _SETTINGS_WITHOUT_EFFECT = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Settings in a model's configuration that do not change its keys and values."""
 
@@ -39,26 +39,28 @@ def prefix_blocks(
     dtype: torch.dtype | None = None,
     tokens_per_block: int = 64,
 ) -> BlockCache:
-    """Make the `BlockCache` in which the prefixes of a model are stored. One serves all caches of a program.
+    """Make the `BlockCache` that stores the prefixes of a model. One `BlockCache` can serve every `FarpoolCache`.
 
     Parameters
     ----------
     model : PreTrainedModel or PreTrainedConfig
         The model, or its configuration.
     settings : CacheSettings or mapping
-        The settings include the nodes and ``weights_id``, the exact name of the model's weights, with all adapters.
+        The settings, among them the nodes and ``weights_id``. ``weights_id`` is the exact name of the model's weights,
+        including all adapters.
     dtype : torch.dtype, optional
         Data type of the keys and values. By default, the data type that the model or its configuration states.
     tokens_per_block : int
-        Prefixes are stored and found in multiples of this number of tokens.
+        Number of tokens in a block. Prefixes are stored and found in whole blocks.
 
     Raises
     ------
     ConfigError
         A setting is wrong, or the data type is not known.
     UnsupportedError
-        The model has layers whose state cannot be stored, such as recurrent layers. Or its keys and values depend on
-        later tokens, for example because its rotary embedding has the type ``longrope`` or ``dynamic``.
+        - The model has layers whose state cannot be stored, such as recurrent layers.
+        - The model's keys and values depend on later tokens, for example because its rotary embedding has the type
+          ``longrope`` or ``dynamic``.
     """
     if not isinstance(settings, CacheSettings):
         settings = CacheSettings.of(settings, "prefix_blocks")
@@ -127,12 +129,12 @@ def _groups(config: Any, tokens_per_block: int, token_bytes: int) -> tuple[Group
 
 
 def probe_of(prefixes: BlockCache) -> Probe:
-    """Return the probe that all caches with these prefixes share."""
+    """Return the probe that every `FarpoolCache` with these prefixes shares."""
     return Probe.of(prefixes, "FarpoolCache")
 
 
 def pieces_of(layer: DynamicSlidingWindowLayer, tokens_per_block: int) -> int:
-    """Return into how many pieces of `tokens_per_block` tokens the state of a layer is cut."""
+    """Return the number of pieces, each of `tokens_per_block` tokens, into which the state of a layer is cut."""
     return -(-(layer.sliding_window - 1) // tokens_per_block)
 
 

@@ -33,7 +33,7 @@ def config_of(model: Any) -> Any:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the argument through which a model receives its cache. Transformers 5.24 has renamed it."""
+    """Return the name of a model's argument for its cache. Transformers 5.24 has renamed this argument."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -52,9 +52,9 @@ def left_padding(config: Any) -> int | None:
 
 
 def inputs_beside_tokens(config: Any) -> str:
-    """Return the names of the settings which show that keys and values depend on more than tokens.
+    """Return the names of the settings which show that keys and values depend on more than tokens, joined by commas.
 
-    Empty if the configuration has no such settings.
+    The result is empty if the configuration has no such settings.
     """
     described = config.to_dict()
     names = [name for name in config.sub_configs if name not in _WITHOUT_INPUTS]

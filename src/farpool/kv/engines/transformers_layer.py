@@ -15,16 +15,16 @@ blocks of other layers.
 *Operands are plain and exact.* Operands are the keys and values that attention receives. They are contiguous tensors
 with the shape, strides and alignment that ``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same
 bits. Each block is pinned and copied into the operands. This costs as much as ``torch.cat`` does in a
-``DynamicCache``, and no operand aliases the arena. On the CPU, the next layer reuses the memory of a layer's operands
-if no tensor refers to it any more, which the reference count of the memory's storage shows. Operands need memory in
-addition to the fast tier; the pool's ledger counts it as ``KV operands``.
+``DynamicCache``, and no operand aliases the arena. If the pool computes on the CPU, the next layer reuses the memory of
+a layer's operands when no tensor refers to this memory any more. The reference count of the memory's storage shows
+this. Operands need memory in addition to the fast tier; the pool's ledger counts it as ``KV operands``.
 
 *Beams are lists of rows.* Reordering, repeating and selecting sequences change which stored row belongs to which
-sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer the rows of
-the batch.
+sequence, and move no bytes. If the rows of the last block are no longer the rows of the batch, this block is copied
+before its next write.
 
-Uses that would give other results are refused: gradients through the cache, a change of dtype, and reading or replacing
-``keys`` and ``values`` of a layer in place.
+Uses that would give other results are refused: gradients through the cache, a change of dtype, and direct access to the
+``keys`` and ``values`` of a layer.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 __all__ = ["OperandMemory", "PagedLayer"]
 
 _SPARE_PARTS = 32
-"""Memory for operands is allocated larger than needed, by one part in this many. So the operands can grow by some
-tokens before they need new memory."""
+"""Memory for operands is allocated larger than needed: the extra share is one divided by this number. So the operands
+can grow by some tokens before they need new memory."""
 _FIRST_ROOM_PARTS = 16
-"""A block begins with room for one part in this many of the tokens of a whole block."""
+"""A block begins with room for the tokens of a whole block divided by this number."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,8 @@ class _Block:
     tokens : int
         Number of tokens for which the block has room. The last block of a layer may have less room than the others.
     order : torch.Tensor or None
-        Number of the row of each sequence of the batch, int64 in host memory; None if row i belongs to sequence i.
+        For each sequence of the batch, the number of its row, as int64 in host memory. None if row i belongs to
+        sequence i.
     shared : bool
         True if another cache may refer to the storage, so this layer must not write to it.
     """
@@ -156,13 +157,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     memory : tuple of OperandMemory
         Memory for the keys and for the values that attention receives.
     tokens_per_block : int or None
-        Number of tokens that are stored and moved together; None to choose it by the budget of the pool.
+        Number of tokens that are stored and moved together; None to choose it from the block sizes of the pool.
 
     Attributes
     ----------
     dtype : torch.dtype
     device : torch.device
-        Data type and device of the keys and values, once there are any.
+        Data type and device of the keys and values. They are set by the first keys and values.
     """
 
     is_sliding = False
@@ -308,7 +309,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def shapes(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the keys and of the values of the whole batch with this many tokens."""
+        """Return the shapes that the keys and the values of the whole batch have with this many tokens."""
         key, value = self._widths
         return (self._batch, self._heads, tokens, key), (self._batch, self._heads, tokens, value)
 
@@ -372,8 +373,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _chosen_tokens(self) -> int:
         """Return the default number of tokens of a block.
 
-        They fill half of a block of the pager that small storages share. The last block of each layer stays in the fast
-        tier, because each token writes to it, and smaller last blocks take less room there.
+        The keys and values of these tokens fill half of a block of the pager that small storages share. The last block
+        of each layer stays in the fast tier, because each token writes to it, and smaller last blocks take less room
+        there.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
@@ -451,7 +453,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._blocks = blocks
 
     def _pinned(self, block: _Block, mode: Mode) -> _Pinned:
-        """Pin a block in a context, and return views of its keys and its values, with all rows and tokens."""
+        """Return a context manager that pins a block and gives views of all its keys and all its values."""
         return _Pinned(self, block, mode)
 
 

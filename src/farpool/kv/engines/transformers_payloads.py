@@ -1,4 +1,7 @@
-"""Converts between the layers of a cache for transformers and payloads: the bytes of blocks that nodes store."""
+"""Converts the layers of a cache for transformers into payloads, and payloads into layers.
+
+A payload is the bytes of one block that nodes store.
+"""
 
 from __future__ import annotations
 
@@ -64,22 +67,22 @@ class Payloads:
         self._states: dict[int, _State] = {}
 
     def twin(self, layers: Sequence[Any]) -> Payloads:
-        """Return the payloads for a copy of the cache; `layers` are the layers of the copy."""
+        """Return the `Payloads` of a copy of the cache; `layers` are the layers of the copy."""
         other = Payloads(self._namespace, layers, self._device)
         other._states = dict(self._states)
         return other
 
     def group(self, kind: str) -> tuple[int, Group]:
-        """Return the number and the description of the group of layers of one kind."""
+        """Return the number and the description of the group that contains the layers of one kind."""
         return next((number, group) for number, group in enumerate(self._namespace.groups) if group.kind == kind)
 
     def nbytes(self, blocks: int) -> int:
-        """Return the bytes of a prefix of this many blocks, including the states of sliding windows at its end."""
+        """Return the bytes of a prefix of this many blocks, including the states of the sliding windows at its end."""
         full = blocks * self.group(FULL)[1].block_bytes if self.full else 0
         return full + (self.group(SLIDING)[1].block_bytes if self.sliding else 0)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int]:
-        """Return the shape that the keys, and also the values, of this many tokens of a layer have."""
+        """Return the shape of one layer's keys for this many tokens. The values have the same shape."""
         return 1, self._namespace.heads, tokens, self._namespace.head_dim
 
     def check(self) -> None:
@@ -154,8 +157,8 @@ class Payloads:
         number : int
             Number of the layer; a layer without a sliding window is ignored.
         new : int
-            Number of tokens that were just added. If blocks end among them, the state at the last of these ends is
-            kept; otherwise nothing changes.
+            Number of tokens that were just added. If one or more blocks end among these tokens, the state at the last
+            end of a block is kept; otherwise nothing changes.
         keys, values : torch.Tensor
             Keys and values that the layer gave to attention, up to the last new token.
         """
@@ -176,12 +179,12 @@ class Payloads:
         self._states = {number: state for number, state in self._states.items() if state.tokens <= tokens}
 
     def end_of_states(self) -> int | None:
-        """Return after how many tokens the states were kept; None if layers differ or a layer has no state."""
+        """Return after how many tokens all states were kept; None if layers differ or a layer has no state."""
         ends = {state.tokens for state in self._states.values()}
         return ends.pop() if len(ends) == 1 and len(self._states) == len(self.sliding) else None
 
     def read_states(self) -> memoryview:
-        """Copy the states of all layers with a sliding window into a payload; zeros fill the room of short states."""
+        """Copy the states of all layers with a sliding window into a payload; pad states of fewer tokens with zeros."""
         step = self.step
         memory, parts = self.memory_of_states()
         for (number, _), part in zip(self.sliding, parts, strict=True):

@@ -1,6 +1,7 @@
-"""Saves the prefix that a cache for transformers holds to blocks on nodes, and loads stored prefixes.
+"""Saves the prefix of a cache for transformers as blocks on nodes, and loads stored prefixes.
 
-*Chain* is the list of hashes of a sequence's blocks of tokens. Each hash also depends on all tokens before its block.
+A *chain* is the list of the hashes of a sequence's blocks of tokens. Each hash also depends on all tokens before its
+block.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class _Stored:
         Hashes of the prompt's blocks of tokens.
     keys, states : list of bytes
         Keys of the prompt's blocks for layers with full attention, and keys of the states of layers with a sliding
-        window. Empty if the model has no such layers.
+        window. Each list is empty if the model has no layers of that kind.
     ends : list of int
-        The model can continue after each of these numbers of leading blocks. The largest is first.
+        Numbers of leading blocks after which the model can continue. The largest is first.
     """
 
     chain: list[bytes]
@@ -103,14 +104,14 @@ class CachedPrefix:
         self.payloads = payloads
         self.step = payloads.step
         self._chain: list[bytes] = []
-        """Hashes of the blocks that `load` and `save` received, for the leading blocks that the cache still holds."""
+        """Hashes of the leading blocks whose tokens `load` or `save` received and which the cache still holds."""
         self._several = False
         """True if the cache has held several sequences at once, which may have padding and masks."""
         self._held_out = False
         """True while the model computes a prefix instead of loading it, to measure how much time loading saves."""
 
     def twin(self, payloads: Payloads) -> CachedPrefix:
-        """Return the prefix for a copy of the cache; `payloads` are the payloads of the copy."""
+        """Return the `CachedPrefix` of a copy of the cache; `payloads` are the payloads of the copy."""
         other = CachedPrefix.__new__(CachedPrefix)
         other.__dict__.update(self.__dict__, payloads=payloads, _held_out=False)
         return other
@@ -135,7 +136,7 @@ class CachedPrefix:
         self.payloads.note_state(number, new, keys, values)
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
-        """Record the seconds of a pass of the model over `tokens` tokens, which follow `context` earlier tokens."""
+        """Record that the model has computed `tokens` tokens after `context` earlier tokens in this many seconds."""
         held_out, self._held_out = self._held_out, False
         self._blocks.judge.computed(tokens, context, seconds, held_out=held_out)
 
@@ -260,7 +261,7 @@ class CachedPrefix:
         return loaded * step
 
     def _has_other_dtype(self, count: int, request: str) -> bool:
-        """Return True if the model has another data type than the prefixes, and record that for ``farpool why``."""
+        """Return True if the model and the prefixes differ in data type, and record this for ``farpool why``."""
         if self._model_dtype is None or self._model_dtype == self.payloads.dtype:
             return False
         why = (
@@ -284,7 +285,10 @@ class CachedPrefix:
         return _Stored(chain, keys, states, ends)
 
     def _decided(self, there: int, began: float, request: str) -> float | None:
-        """Return the deadline for loading the `there` blocks that were found; None if the model computes them."""
+        """Return the deadline for loading the `there` blocks that were found; None if the model should compute them.
+
+        The deadline is infinite if too little has been measured to set one.
+        """
         step = self.step
         nbytes = self.payloads.nbytes(there)
         plan, arm = self._blocks.judge.decide(there * step, nbytes, step=step, request=request)
@@ -346,12 +350,12 @@ class CachedPrefix:
     # ---- both ----------------------------------------------------------------------------------------------------
 
     def _checked(self, tokens: Tokens, salt: bytes | str) -> list[int]:
-        """Return token ids as a list, after checks that tokens and salt can identify a prefix.
+        """Check that tokens and salt can identify a prefix, and return the token ids as a list.
 
         Raises
         ------
         ConfigError
-            The tokens are of several sequences or begin with padding, or the salt is missing.
+            The tokens belong to several sequences or begin with padding, or the salt is missing.
         """
         ids = _token_ids(tokens)
         if self._beside_tokens and not salt:
@@ -379,16 +383,16 @@ class CachedPrefix:
     def _is_unproved(
         self, step: str, blocks: int, request: str, probe: ProbeBlock, timeout: float | None = None
     ) -> bool:
-        """Return True if blocks must not be moved, because the probe has not passed for memory like this cache's.
+        """Return True if blocks must not be moved, because the probe has not passed for this cache's kind of memory.
 
-        At the first use of each kind of memory, the probe runs here.
+        The first call for each kind of memory runs the probe.
         """
         try:
             reason = self._probe.admit(step, request, blocks, [self._kind], lambda kinds: probe(), timeout)
         except (BudgetError, PoolFullError, TierError):
             if step == "load":
                 raise
-            # A save leaves the cache as it is: without room for the probe's layers, nothing is stored.
+            # If there is no room for the probe's layers, a save stores nothing, and the cache stays as it is.
             self._blocks.missed(step, request, blocks, Reason.FULL, "the pool has no room for the block of the probe")
             return True
         return reason is not None
@@ -400,7 +404,7 @@ def _token_ids(tokens: Tokens) -> list[int]:
     Raises
     ------
     ConfigError
-        The tokens are of several sequences.
+        The tokens belong to several sequences.
     """
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() > 1 and tokens.numel() != tokens.shape[-1]:
@@ -419,7 +423,7 @@ def _left(until: float) -> float | None:
 
 
 def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:
-    """Divide block numbers into batches of at most `_BATCH_BYTES_MAX` bytes; a block has `nbytes` bytes."""
+    """Divide the numbers of blocks of `nbytes` bytes into batches of at most `_BATCH_BYTES_MAX` bytes."""
     step = max(1, _BATCH_BYTES_MAX // nbytes)
     for start in range(0, len(numbers), step):
         yield numbers[start : start + step]

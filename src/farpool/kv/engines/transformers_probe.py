@@ -1,6 +1,6 @@
-"""The block with which the probe tests a cache for transformers.
+"""Makes the block with which the probe tests a cache for transformers.
 
-It is one block of tokens with known bytes, in layers that are made for the probe.
+This is one block of tokens with known bytes, in layers that are made for the probe.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Scratch:
     def write(self, data: bytes) -> None:
         """Add a block of tokens to each empty layer, as the model does.
 
-        `data` has the keys and values of the last tokens of the block: as many as the layer keeps. The keys and values
-        of the tokens before are zeros.
+        `data` has, for each layer, the keys and values of the last tokens of the block: as many tokens as the layer
+        keeps. The keys and values of the other tokens are zeros.
         """
         self._begin()
         payloads = self.payloads
@@ -63,7 +63,7 @@ class _Scratch:
             self._cache.update(keys, values, number)
 
     def read(self) -> bytes:
-        """Return the bytes of the block that attention would receive together with the next token."""
+        """Return the block's bytes as attention would receive them together with the next token."""
         other, seen = copy.deepcopy(self._cache), []
         token = torch.zeros(self.payloads.shape(1), dtype=self.payloads.dtype, device=self._device)
         for number, tokens in self._kept:
@@ -79,7 +79,7 @@ class _Scratch:
         return [*full, payloads.read_states()] if payloads.sliding else full
 
     def targets(self) -> list[memoryview]:
-        """Return new memory into which a load writes the block; `land` then copies it to the layers."""
+        """Return new memory into which a load writes the block; `land` then copies the block to the layers."""
         places: list[memoryview] = []
         self._loaded.clear()
         if self.payloads.full:

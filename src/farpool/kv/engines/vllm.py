@@ -1,4 +1,4 @@
-"""vLLM's KV blocks on nodes: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
+"""Keeps vLLM's KV blocks on nodes, in a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
 
 vLLM copies blocks from the accelerator into rows of host memory, which it calls the primary tier, and offers these rows
 to secondary tiers. A row holds one block with the bytes of all ranks, so only the scheduler's process talks to nodes.
@@ -73,8 +73,8 @@ _MAPPED_LOOKUP_TIMEOUT_S = 0.005
 _DRAIN_WARNING_S = 10.0
 """While vLLM waits for transfers to end, a log message reports the number of unfinished transfers at this interval."""
 _USELESS = frozenset({Reason.FOREIGN, Reason.WRONG_SIZE})
-"""Reasons that make a block unusable for every reader. Such a block is dropped, because keys are write-once and its
-presence would block a new save. The cache itself drops corrupt blocks."""
+"""Reasons that make a block unusable for every reader. Such a block is dropped. Otherwise the block would prevent a new
+save under its write-once key. The cache itself drops corrupt blocks."""
 
 
 class FarpoolTier(SecondaryTierManager):
@@ -91,10 +91,10 @@ class FarpoolTier(SecondaryTierManager):
     tier_type : str
         The engine's name for this tier.
     backpressure_detector : BackpressureDetector or None
-        Object with which vLLM stops offering blocks to a slow tier.
+        Object through which vLLM stops offering blocks to a slow tier.
     locality : {"LOCAL", "REMOTE"} or None
-        Label for vLLM's tier filters, events and counts of hits. None: no label, and hits count as local if all nodes
-        are on this host.
+        Label for vLLM's tier filters, events and counts of hits. With None, the tier has no label, and its hits count
+        as local if all nodes are on this host.
     prefix_caching_hash_algo : str
         Value of vLLM's option of this name, on which the engine's hashes depend.
     **settings
@@ -154,8 +154,8 @@ class FarpoolTier(SecondaryTierManager):
         self._finished: list[JobResult] = []
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
-        # Stores wait here, so that a thread is always free for loads, because requests wait for loads.
-        self._stores: deque[tuple[TransferJob, float]] = deque()  # with the seconds that a block takes to compute
+        # Stores wait in this queue and leave a thread free for loads, because requests wait for loads.
+        self._stores: deque[tuple[TransferJob, float]] = deque()  # each with the seconds that computing a block takes
         self._storing = 0
         self._unfinished = 0
         self._changed = threading.Condition()
@@ -164,7 +164,7 @@ class FarpoolTier(SecondaryTierManager):
     def cache_hit_source(self) -> CacheHitSource:
         """Return how vLLM counts hits in this tier: as hits in host memory, or as hits in an external store.
 
-        `locality` decides; without it, hits are in host memory if all nodes are on this host.
+        `locality` decides. If it is None, hits count as hits in host memory if all nodes are on this host.
         """
         is_here = self._cache is not None and self._cache.is_mapped()
         if self.locality is not None:
@@ -246,7 +246,7 @@ class FarpoolTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _is_there(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True if the nodes have a block; None while the answer has not arrived."""
+        """Return True if the nodes have a block, and False if not; None while the answer has not arrived."""
         assert self._cache is not None
         if key not in self._answers:
             if not self._cache.is_mapped():
@@ -322,14 +322,14 @@ class FarpoolTier(SecondaryTierManager):
         self._begin_stores()
 
     def _begin_stores(self) -> None:
-        """Start stores that wait, but keep one thread free for loads if there are several threads."""
+        """Start waiting stores, but keep one thread free for loads if there are several threads."""
         while True:
             with self._changed:
                 if not self._stores or self._storing >= max(1, self._settings.threads - 1):
                     return
                 self._storing += 1
                 job, cost = self._stores.popleft()
-            # A closed cache ends the job at once, and `done` gives the place back only for work that has begun.
+            # A closed cache ends the job at once. `done` lowers `_storing` only for work that has begun.
             if not self._submit(partial(self._store, cost), job):
                 with self._changed:
                     self._storing -= 1
@@ -404,7 +404,7 @@ class FarpoolTier(SecondaryTierManager):
         return finished
 
     def _give_up_stores(self) -> None:
-        """End the stores that have not begun, because vLLM waits."""
+        """End the stores that have not begun, because vLLM waits for all jobs to end."""
         with self._changed:
             waiting = list(self._stores)
             self._stores.clear()
@@ -453,8 +453,8 @@ class FarpoolTier(SecondaryTierManager):
         self._give_up_stores()
         self._connector.close()  # waits for transfers under way; after that no thread touches the engine's memory
         self._lookups.shutdown()
-        # vLLM unmaps its memory next, which fails while a view of it exists. Errors refer to the calls that raised
-        # them, and these to rows; only a collection frees such cycles.
+        # vLLM unmaps its memory next, which fails while a view of the memory exists. Errors refer to the calls that
+        # raised them, and these calls refer to rows; only a garbage collection frees such cycles.
         self._memory.release()
         gc.collect()
 
@@ -470,7 +470,10 @@ class FarpoolTier(SecondaryTierManager):
         return self._memory[number * size : (number + 1) * size]
 
     def _last_row(self, view: memoryview) -> EngineBlock:
-        """Return the last row of the primary tier for the probe. The engine does not use this row while it starts."""
+        """Return the last row of the primary tier as the block of the probe.
+
+        The engine does not use this row while it starts.
+        """
         rows = np.asarray(view).view(np.uint8)  # vLLM's own view of its rows
 
         def write(data: bytes) -> None:
@@ -507,7 +510,7 @@ def _group(group: Any, config: OffloadingConfig, block_bytes: int) -> Group:
 
 
 def _device() -> str:
-    """Return the kind of device; for a CPU also the instruction set, because vLLM's CPU kernels pack KV by it."""
+    """Return the kind of device; for a CPU also its instruction set, which decides how vLLM's CPU kernels pack KV."""
     kind = str(current_platform.device_type)
     if kind != "cpu":
         return kind

@@ -1,4 +1,4 @@
-"""Debug mode: soon finds operations that used arena memory without a pin.
+"""Debug mode, which finds operations that use arena memory without a pin, soon after they do so.
 
 A pool that is made with ``debug=True``, or while the environment has ``FARPOOL_DEBUG=1``, has a `Watch`. Other pools do
 not import this package.

@@ -1,6 +1,4 @@
-"""Checks that no transfer, move or access touches a range of the arena too early.
-
-It is too early while another transfer, move or access still needs the bytes of the range.
+"""Checks that no transfer, move or access touches a range of the arena while another one still needs its bytes.
 
 The pager gives a range to its next block before the previous block's bytes have left the range, and lists in
 `Transfer.after` the transfers that have to end first. `CheckedExecutor` wraps another executor and records the
@@ -41,7 +39,8 @@ class CheckedExecutor(Executor):
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self._open: dict[int, Transfer] = {}
-        """Transfers whose end has not been polled, except transfers that an earlier failure cancels."""
+        """Transfers whose end `poll` has not returned yet. A transfer is left out if it never starts because an earlier
+        transfer has failed."""
         self._pinned: dict[Hashable, tuple[Span, ...]] = {}
 
     # ---- accesses -----------------------------------------------------------------------------------------------
@@ -52,7 +51,8 @@ class CheckedExecutor(Executor):
         Raises
         ------
         OrderError
-            A transfer into a range is under way, or a transfer out of a range that the access may write.
+            A transfer into one of the ranges is under way; or the access may write a range, and a transfer out of this
+            range is under way.
         """
         for span in spans:
             for transfer in self.under_way(span.place, span.nbytes):
@@ -88,7 +88,7 @@ class CheckedExecutor(Executor):
                     self._check_move(command)
                     continue
                 self._check_transfer(command)
-                # Noted before the next command is checked, because commands of one call must be in order with each
+                # We note it before we check the next command, because commands of one call must be in order with each
                 # other, too.
                 self._open[command.id] = command
                 added.append(command.id)
@@ -118,7 +118,10 @@ class CheckedExecutor(Executor):
                         )
 
     def is_own(self, move: Move) -> bool:
-        """Return True if one access holds both ranges of a move and may write the target: no other is disturbed."""
+        """Return True if one access holds both ranges of a move and may write the target.
+
+        Such a move disturbs no other access.
+        """
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
@@ -148,7 +151,7 @@ class CheckedExecutor(Executor):
                     )
 
     def _closure(self, transfer: Transfer) -> set[int]:
-        """Return the transfers under way that end before the given transfer starts."""
+        """Return the IDs of the transfers under way that must end before the given transfer starts."""
         found: set[int] = set()
         todo = list(transfer.after)
         while todo:
@@ -177,7 +180,7 @@ class CheckedExecutor(Executor):
         return finished
 
     def _end(self, number: int, *, failed: bool) -> None:
-        """Record the end of a transfer. If it failed, also forget the transfers after it, because they never start."""
+        """Record the end of a transfer. If it failed, also forget the transfers that wait for it: they never start."""
         if self._open.pop(number, None) is None or not failed:
             return
         for other in [other.id for other in self._open.values() if number in other.after]:

@@ -1,9 +1,9 @@
 """Checks that copies to and from a device wait for the work that must end first, and never share host memory.
 
 Three rules are checked. First, each copy has a fence that was made after the last use of its range of the arena.
-Second, a copy does not end before the work that precedes its fence; this finds a device that ignores a fence, if
-ignoring it makes a difference. Third, no transfer receives host memory (staging memory or a tier's own) while a copy,
-or another transfer between a tier and host memory, still uses this memory.
+Second, a copy does not end before the work that precedes its fence. This finds a device that ignores a fence, but only
+if the copy really ends too early. Third, no transfer uses host memory (staging memory or a tier's own) while a copy, or
+another transfer between a tier and host memory, still uses this memory.
 
 Errors are kept, not raised, because the thread that drives the copies has to go on.
 """
@@ -39,7 +39,8 @@ class _CheckedCopy:
     def done(self) -> bool:
         ended = self._copy.done()
         if ended:
-            # Asked in this order, so that work which ends between the two questions is not mistaken for a missing wait.
+            # We ask for the copy first. In the other order, work that ends between the two questions would look like a
+            # missing wait.
             if not self._device.passed(self._fence):
                 self._device.found(f"{self.what} ended before the program's work that it was to wait for")
             self._device.ended(self)
@@ -66,7 +67,7 @@ class CheckedDevice:
         self._lock = threading.Lock()
         self._uses = 0
         self._last_use: dict[tuple[int, int], int] = {}
-        """For each range that accesses have used, the number of its last use."""
+        """For each range that accesses have used, the ordinal of the last access that used it."""
         self._copies: list[_CheckedCopy] = []
         self._at_tier: dict[int, tuple[int, int]] = {}
 
@@ -77,7 +78,7 @@ class CheckedDevice:
     # ---- the program's work -----------------------------------------------------------------------------------------
 
     def used(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Record the ranges, ``(place, bytes)``, that an access has used. Called just before the access is released."""
+        """Record the ranges ``(place, bytes)`` that an access has used. Called just before the access is released."""
         with self._lock:
             self._uses += 1
             for place, nbytes in ranges:

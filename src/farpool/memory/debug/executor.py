@@ -1,4 +1,4 @@
-"""The executor of a pool in debug mode: checks the order of commands, and reports them to the watch."""
+"""The executor of a pool in debug mode, which checks the order of commands and reports the commands to the watch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _Follower(Protocol):
 
 
 class WatchedExecutor(CheckedExecutor):
-    """Checking executor that also notifies a follower.
+    """Executor that checks commands and also notifies a follower of them.
 
-    It does so before commands are started, after each move, and when a transfer has ended. Moves within the ranges of
-    one access are not reported, because they do not change the pager's map.
+    It notifies the follower before commands are started, after each move, and when a transfer has ended. It does not
+    report moves within the ranges of one access, because they do not change the pager's map.
 
     Parameters
     ----------

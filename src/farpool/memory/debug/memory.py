@@ -1,4 +1,4 @@
-"""The bytes of an arena for debug mode, which poisons them, looks for changed poison, and computes checksums."""
+"""Access to an arena's bytes for debug mode: it poisons bytes, looks for changed poison, and computes checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farpool.memory.tiers.device import HostArena
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
 
 POISON = b"\xdb\xff"
-"""Content of free bytes, repeated from even offsets: a NaN in each floating-point type of at least two bytes."""
+"""Content of free bytes, repeated from even offsets on. It is NaN in each floating-point type of two bytes or more."""
 _CHUNK_BYTES = 1 << 20
 _POISONED = POISON * (_CHUNK_BYTES // 2 + 1)
 
@@ -23,7 +23,7 @@ class Memory(Protocol):
     """True if the program can read the bytes without waiting for the device."""
 
     def fill(self, place: int, nbytes: int) -> None:
-        """Poison a range, after the work that the program has already started."""
+        """Poison a range. On a device, this happens after the work that the program has already queued."""
         ...
 
     def checksum(self, place: int, nbytes: int) -> int: ...
@@ -61,14 +61,14 @@ class HostMemory:
 
 
 def _expected(start: int, stop: int) -> bytes:
-    # As bytes, which are compared at the speed of memory; memoryviews are compared item by item.
+    # We return bytes, because Python compares bytes at the speed of memory, but memoryviews item by item.
     return _POISONED[start % 2 : start % 2 + stop - start]
 
 
 class DeviceMemory:
     """Bytes of an arena on a device. Debug mode poisons them but never reads them.
 
-    Reading the bytes would wait for the device, and so hide the missing waits that debug mode looks for.
+    A read would wait for the device. That wait would hide the missing waits that debug mode looks for.
 
     Parameters
     ----------

@@ -43,7 +43,8 @@ class Left:
     written : bool
         True if a transfer writes the block's bytes back, from the target of `moved` if there is such a move.
     free : list of (int, int)
-        Parts of the range, as place and number of bytes, that no block or command needs until the commands are started.
+        Parts of the range, as place and number of bytes, whose present bytes no block or command needs any more. New
+        bytes may arrive there when the commands are started. Empty if `moved` is not None.
     """
 
     tenant: Tenant
@@ -58,7 +59,7 @@ class Tenants:
     Attributes
     ----------
     generation : Counter
-        For each block, how often it got, changed or lost its place.
+        For each block, how many times it has got, changed or lost its place.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -78,7 +79,7 @@ class Tenants:
         return self._here.get(block)
 
     def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
-        """Copy the latest changes of the pager's map. The `commands` for these changes are about to be started.
+        """Update this map from the pager's map, just before the `commands` that carry out the changes are started.
 
         Returns
         -------
@@ -118,12 +119,12 @@ class Tenants:
         return self._pager.rounded(tenant.nbytes)
 
     def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
-        """Return the place of each block's bytes after the commands, and the last move of each block that is moved."""
+        """Return the place that each block's bytes have after the commands, and the last move of each moved block."""
         places = {tenant.block: tenant.place for tenant in self}
         last: dict[int, Move] = {}
         for command in commands:
             if isinstance(command, Move):
-                # Two blocks have the same place while one has been promised it and the other has not left.
+                # Two blocks have the same place while the pager has given it to one block and the other has not left.
                 here = [block for block, place in places.items() if place == command.source]
                 for block in sorted(here, key=lambda block: not self._here[block].filled)[:1]:
                     self._displace(places, command, block)
@@ -150,7 +151,8 @@ class Tenants:
     def _write_back_of(self, block: int) -> Transfer | None:
         """Return a block's write-back under way, or None.
 
-        The pager may decide during a write-back to keep the block, then evict it after all; this needs no second write.
+        During a write-back, the pager may decide to keep the block, and then evict it after all. The write-back under
+        way is enough for that: no second one is started.
         """
         transfers: list[Transfer] = self._pager.transfers()
         for transfer in transfers:
@@ -198,10 +200,10 @@ class Tenants:
         return tenant
 
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return the parts ``(place, bytes)`` of a range that no block has and no started transfer uses.
+        """Return the parts ``(place, bytes)`` of a range that belong to no block and that no write-back reads.
 
-        The pager may have given such a part to a block already, but no bytes are moved there before its commands are
-        started.
+        The pager may have given such a part to a block already. But no bytes arrive there before the pager's commands
+        are started.
         """
         return gaps(self._taken(), place, place + nbytes)
 

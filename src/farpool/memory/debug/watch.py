@@ -1,8 +1,8 @@
-"""Watches a pool's arena: free ranges hold poison, and each block has a generation and a checksum.
+"""Watches a pool's arena: fills free ranges with poison, and keeps a generation and a checksum of each block.
 
-Three invariants: a block does not change between two accesses; every byte outside all blocks holds poison; a block has
-the same content wherever it is moved. If an invariant is broken, the program used memory outside an access: by a tensor
-that outlived its operation, a copy that did not wait, or a kernel that wrote outside its operand.
+It checks three invariants: a block does not change between two accesses; every byte outside all blocks holds poison; a
+block has the same content wherever it is moved. If an invariant is broken, the program used memory outside an access.
+For example, a tensor outlived its operation, a copy did not wait, or a kernel wrote outside its operand.
 
 All methods are called with the pool's lock held. An error found in the middle of the pool's own work is kept. It is
 raised when that work is complete, and again by every later access, because the pool's bytes cannot be trusted any more.
@@ -29,8 +29,8 @@ from farpool.memory.pager.use import Use
 __all__ = ["Watch"]
 
 _COMPARED_BYTES = 1 << 18
-"""Free bytes that are compared with poison at each release of an access. The next release compares the bytes after
-them."""
+"""Number of free bytes that are compared with poison at each release of an access. Each release continues where the
+previous one ended."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Watch:
     memory : Memory
         The arena.
     device : CheckedDevice, optional
-        Makes the executor's copies; the watch reports to it the ranges that the program has used.
+        Device that makes the executor's copies. The watch reports to it which ranges the program has used.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Watch:
         self._capacity = 0
         self._looked = 0
         self._in_vain: list[Move] = []
-        """Moves that are still carried out although their blocks have lost their places since."""
+        """Moves whose blocks lost their places after the pager had queued the moves. They are carried out all the
+        same."""
         self._findings: list[FarpoolError] = []
         self.follow(())
 
@@ -153,7 +154,7 @@ class Watch:
     def moved(self, move: Move) -> None:
         """Record that a block has been moved, and poison its old range."""
         for index, other in enumerate(self._in_vain):
-            if other is move:  # it has left since
+            if other is move:  # the block has lost its new place since
                 del self._in_vain[index]
                 self._memory.fill(move.target, self._pager.rounded(move.nbytes))
                 break
@@ -175,7 +176,8 @@ class Watch:
 
     def _fetched(self, tenant: Tenant, transfer: Transfer) -> None:
         (piece, *others) = transfer.pieces
-        # If blocks share a file with gaps between them, the bytes in the gaps change on the way.
+        # If the fetch does not bring all bytes of the block, the bytes in the gaps may change, and the old checksum is
+        # wrong.
         if others or piece.nbytes != tenant.nbytes:
             self._content.pop(tenant.block, None)
         known = self._content.get(tenant.block)
@@ -187,7 +189,7 @@ class Watch:
             )
 
     def collected(self) -> None:
-        """Record that the pool has freed the blocks of dropped storages; new blocks may reuse their numbers now."""
+        """Record that the pool has freed the blocks of dropped storages. New blocks may now reuse the numbers."""
         self.follow(())
         for block in self._content.keys() - self._pager.blocks():
             del self._content[block]
@@ -204,7 +206,7 @@ class Watch:
         known = self._content.get(tenant.block)
         if known is None or not tenant.filled or self._memory.checksum(tenant.place, tenant.nbytes) == known:
             return
-        del self._content[tenant.block]  # is found once
+        del self._content[tenant.block]  # so that the change is reported only once
         when = f"{op} changed it, although it was only to read it" if op else "changed while no access could write it"
         self._lifetime(
             f"{self._name(tenant.block, names)} at arena offset {tenant.place}: {when}" + self._last_used(tenant.block)
@@ -230,7 +232,7 @@ class Watch:
     def _check_poison(self, place: int, nbytes: int) -> None:
         changed = self._memory.first_change(place, nbytes)
         if changed >= 0:
-            self._memory.fill(place, nbytes)  # is found once
+            self._memory.fill(place, nbytes)  # so that the change is reported only once
             self._lifetime(
                 f"arena offset {changed}, which belongs to no block, was written to: a tensor outlived its operation, "
                 "or a kernel wrote outside its operand"
@@ -296,13 +298,14 @@ class Watch:
         return frozen
 
     def released(self, grant: Grant) -> None:
-        """Check an access that is about to be released. Errors are kept, and `raise_findings` raises them later."""
+        """Check an access that is about to be released. Errors are kept, and `raise_findings` raises the first one."""
         granted = self._granted.pop(grant, None)
         if granted is None:
             return
         self.follow(())
         if self._device is not None:
-            # Before the pager gets the range back: fences that are made from now on count this use, older ones do not.
+            # We do this before the pager gets the range back. Fences that are made from now on come after this use, and
+            # older fences do not.
             self._device.used(
                 [(t.place, t.nbytes) for t in map(self._tenants.get, granted.generations) if t is not None]
             )
@@ -325,7 +328,7 @@ class Watch:
                 self._writers[block] -= 1
                 self._writings[block] += 1
         for block in in_place:
-            # A checksum that is taken while another access writes would be wrong at the next look.
+            # A checksum that is taken while another access writes would differ at the next check.
             if block not in self._content and not self._writers[block]:
                 self._remember(self._tenants[block])
             self._last_op[block] = granted.op
@@ -333,11 +336,11 @@ class Watch:
         self._check_free(_COMPARED_BYTES)
 
     def _undisturbed(self, granted: _Granted, block: int) -> bool:
-        """Return True if no other access could write to the block during the given access."""
+        """Return True if no other access was allowed to write to the block during the given access."""
         return self._writings[block] == granted.writings[block] and self._writers[block] == (block in granted.writes)
 
     def _check_generations(self, granted: _Granted) -> list[int]:
-        """Return the blocks of an access that have kept their places since the grant; record errors for the others."""
+        """Return the blocks of an access that have kept their places since the grant; record errors for the rest."""
         in_place = []
         for block, generation in granted.generations.items():
             now = self._tenants.generation[block]
@@ -352,7 +355,7 @@ class Watch:
 
 
 def _names(uses: Sequence[Use]) -> dict[int, str]:
-    """Return the names of the storages that are used, by block."""
+    """Return, for each used block, the names of the used storages in it."""
     names: dict[int, str] = {}
     for use in uses:
         if use.stop > use.start:

@@ -17,9 +17,9 @@ from farpool.memory.pager import Mode
 __all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "total_of"]
 
 _NEVER = 1 << 62
-"""Stands for the next use of content that the program keeps, but does not use in the rest of the given accesses."""
+"""Stands in place of the next use if the program keeps the content, but does not use it in the rest of the accesses."""
 _DEAD = -1
-"""Stands for the next use of content that the program never needs again."""
+"""Stands in place of the next use if the program never needs the content again."""
 
 
 class Operand(NamedTuple):
@@ -62,23 +62,23 @@ class Moved(NamedTuple):
 
 
 def total_of(moves: Collection[Moved]) -> Moved:
-    """Sum of several amounts, separately for each direction."""
+    """Return the sum of several amounts, separately for each direction."""
     return Moved(sum(moved.fetched for moved in moves), sum(moved.written for moved in moves))
 
 
 def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
-    """Sum of the bytes that `belady_moves` returns for each of these accesses."""
+    """Return the sum of the bytes that `belady_moves` returns for these accesses."""
     return total_of(belady_moves(accesses, capacity))
 
 
 def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
-    """Bytes that a cache moves for each access if it always evicts the block whose next use is farthest away.
+    """Return, for each access, the bytes that a cache moves if it always evicts the block with the farthest next use.
 
-    All operands of an access are in the cache at once. Evicting a dirty block writes its bytes; a clean one costs
-    nothing. Blocks that the accesses do not create are below the cache at first. Blocks dirty at the end stay.
+    All operands of an access are in the cache at once. An evicted block is written back only if it is dirty. Blocks
+    that the accesses do not create are below the cache at first. Blocks that are dirty at the end are not written back.
 
-    If all blocks have the same size, no order of evictions fetches fewer bytes. If sizes differ, the minimum is hard to
-    compute, and the result is only what this usual greedy rule gives. The bytes written follow from the same evictions.
+    If all blocks have the same size, no order of evictions fetches fewer bytes. If sizes differ, this usual greedy rule
+    may fetch more than the minimum, which is hard to compute. The bytes written by these evictions are not minimized.
 
     Parameters
     ----------
@@ -124,8 +124,8 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
         # None of the operands is evicted, because they are needed now.
         while used > capacity:
             farthest, _, block = heapq.heappop(queue)
-            # We never remove entries from the middle of the heap; an entry whose need has changed since is skipped
-            # here.
+            # We never remove entries from the middle of the heap, so we skip an entry here if the next use of its block
+            # has changed since.
             if needs.get(block) != -farthest or -farthest == number:
                 continue
             nbytes = resident.pop(block)
@@ -172,7 +172,11 @@ def _merged(operands: Sequence[Operand]) -> list[Operand]:
 
 
 def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[list[int]]:
-    """For each operand, the number of the next access that needs its content; `_DEAD` if no access ever does."""
+    """Return, for each operand of each access, the index of the next access that needs its content.
+
+    In place of an index, `_DEAD` means that the content is freed or overwritten first, and `_NEVER` that no later
+    access touches the block.
+    """
     following: dict[int, int] = {}
     needs: list[list[int]] = []
     for number in range(len(merged) - 1, -1, -1):

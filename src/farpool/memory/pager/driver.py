@@ -22,14 +22,14 @@ __all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 Ended: TypeAlias = tuple[Transfer, float, float, int]
 """An ended transfer: the transfer, the times of its start and end, and the bytes of the arena in use at its end."""
 _WAIT_SLICE_S = 0.1
-"""Seconds after which a waiting thread checks again if another thread has reported the end of its transfer."""
+"""Seconds after which a waiting thread checks again if another thread has reported the end of the awaited transfer."""
 
 
 class Waited(Protocol):
-    """Callback for each wait: `op` waited for `block` from `tier`, from time `start` for `seconds`.
+    """Callback after each wait: operation `op` waited `seconds` for the transfer of `block` from or to `tier`.
 
-    If the wait was given up, `seconds` is negative, and the callback raises the error. `block` and `tier` are -1 if
-    `op` waited because other threads held its operands.
+    The wait began at time `start`. If the wait was given up, `seconds` is negative, and the callback raises the error.
+    `block` and `tier` are -1 if `op` waited because other threads held its operands.
     """
 
     def __call__(self, op: str, start: float, seconds: float, block: int, tier: int) -> None: ...
@@ -58,8 +58,8 @@ class Driver(Protocol):
     """
 
     attention: bool
-    """If True, a call of `acquire` without `careful` returns None: its caller has to free dropped storages, record the
-    access or check it, and then calls `acquire` with `careful`."""
+    """If True, a call of `acquire` without `careful` returns None. Its caller then frees dropped storages, prepares to
+    record or check the access if that is wanted, and calls `acquire` with `careful`."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
@@ -69,8 +69,9 @@ class Driver(Protocol):
         Parameters
         ----------
         careful : bool
-            True if the caller has done the work that `attention` asks for. If this is False and that work or the
-            packing of a storage is still to be done, or if the driver is closed, nothing is done and None is returned.
+            True if the caller has done the work that `attention` asks for, and has packed the storages. If this is
+            False and any of this is still to be done, the call does nothing and returns None. It also does so if the
+            driver is closed.
 
         Raises
         ------
@@ -86,7 +87,7 @@ class Driver(Protocol):
         ...
 
     def wait(self, timeout: float) -> None:
-        """Release the lock until another thread changes something, for at most `timeout` seconds, and lock again."""
+        """Release the lock, wait at most `timeout` seconds until another thread changes something, and lock again."""
         ...
 
     def notify_all(self) -> None:
@@ -110,15 +111,15 @@ class Driver(Protocol):
         ...
 
     def take_ended(self) -> Sequence[Ended]:
-        """The transfers that have succeeded since the last call."""
+        """Return the transfers that have succeeded since the last call."""
         ...
 
     def forget_parent(self) -> None:
-        """Replace the lock in the child of a fork, where a thread of the parent may hold it, and close the driver."""
+        """Close the driver in the child of a fork, and replace the lock, which a thread of the parent may hold."""
         ...
 
     def links(self) -> Sequence[tuple[int, Kind, int, int, float]]:
-        """Totals for each tier and direction: the tier, the direction, and its transfers, bytes and seconds."""
+        """Return, for each tier and direction, the tuple (tier, direction, number of transfers, bytes, seconds)."""
         ...
 
     @property
@@ -174,7 +175,7 @@ class ExecutorDriver:
         if not runs:
             return Grant((0,) * len(uses), None)
         with self:
-            if self._closed:  # since the caller looked
+            if self._closed:  # another thread has closed it since the caller looked
                 return None
             # The stream is registered before any command starts: fences that are made from now on must include it.
             self._executor.note_use()
@@ -192,10 +193,11 @@ class ExecutorDriver:
 
     def _await(self, access: Access, op: str) -> float:
         start, timeout = time.monotonic(), self._timeout
-        # We look before the wait, because the account names the transfer that we waited for, and it is gone afterwards.
+        # We look before the wait: the account names the awaited transfer, and the pager forgets a transfer that ends.
         block, tier = self._awaited(access)
         try:
-            # Also raise if it was granted after the pool closed: the pool did not count it, so the arena may be gone.
+            # Also raise if the access was granted after the pool closed. The pool did not count it then, so the arena
+            # may be gone.
             while self._closed or (not access.granted and access.error is None):
                 if self._closed or time.monotonic() - start >= timeout:
                     self._waited(op, start, -1.0, *self._awaited(access))

@@ -1,4 +1,4 @@
-"""Messages of the native pager (transfers, moves, errors), and the interface with which it reserves room in tiers."""
+"""Messages of the native pager: transfers, moves and errors; and the interface for reserving room in tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Minimum alignment of blocks in bytes, as of plain torch tensors. With less, kernels may compute other bits."""
+"""Minimum alignment of blocks in bytes, as torch aligns plain tensors. With a smaller alignment, the results of kernels
+may differ in some bits."""
 NOWHERE = -1
 """The place of a block that is not in the arena, and the tier number of a block without a copy in a lower tier."""
 
@@ -53,12 +54,12 @@ class Transfer:
     demand: bool
     """True if an access already waits for this transfer."""
     last_use: int = -1
-    """Ordinal of the last access that may have used the transfer's bytes in the arena; -1 for none. A device runs its
-    work later than the program queues it, so that access's work may still use the bytes."""
+    """Ordinal of the last access that may have used the transfer's bytes in the arena; -1 for none. The work of this
+    access may still use the bytes, because a device runs work later than the program queues it."""
 
 
 class Move(NamedTuple):
-    """Command to move bytes inside the arena, before any later transfer. Source and target may overlap."""
+    """Command to move bytes inside the arena. It takes effect before any later transfer. The ranges may overlap."""
 
     source: int
     target: int
@@ -78,7 +79,7 @@ class Space(Protocol):
 
 
 class TooLargeError(Exception):
-    """Raised when the operands of one access together are larger than the arena. ``args``: bytes needed."""
+    """Raised when the operands of one access together are larger than the arena. ``args``: the bytes needed."""
 
 
 class NoRoomError(Exception):

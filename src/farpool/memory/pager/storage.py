@@ -30,9 +30,11 @@ _SHARED_BYTES_MAX = 1 << 20
 _ROW_BLOCK_BYTES_MAX = 16 << 10
 """Maximum bytes of a block of a table whose rows are picked by data, unless a row is larger."""
 _ROW_BLOCK_BYTES_MIN = 3200
-"""Minimum bytes of a block of such a table. The native pager needs some 110 bytes for each block, 1/30 of this."""
+"""Minimum bytes of a block of a table whose rows are picked by data. The native pager needs some 110 bytes to manage a
+block, 1/30 of this."""
 _ROUNDING_DIVISOR = 8
-"""When a block of such a table is rounded up to pages in a file, it may grow by at most its bytes divided by this."""
+"""When a block of a table whose rows are picked by data is rounded up to pages in a file, it may grow by at most its
+bytes divided by this."""
 _PAGE_BYTES = 4096
 _SECTOR_BYTES = 512
 """Alignment in bytes that memory must have for direct I/O without a copy."""
@@ -50,7 +52,7 @@ class BlockExtent(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a storage and its position in them. The fields mean the same as the attributes of `Storage`."""
+    """The blocks of a storage, and its position in them. `blocks` is `Storage.count`; see `Storage` for the others."""
 
     first: int
     blocks: int
@@ -61,7 +63,7 @@ class Blocks(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Notice that the last reference to a storage is gone, with the blocks to free."""
+    """Notice that the last reference to a storage is gone. It names the storage's blocks, which can be freed."""
 
     first: int
     blocks: int
@@ -82,7 +84,7 @@ class Cut(NamedTuple):
 
 
 def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
-    """Block sizes for a fast tier of `fast` bytes.
+    """Return the sizes and alignments of blocks for a fast tier of `fast` bytes.
 
     Parameters
     ----------
@@ -102,7 +104,7 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
 
 
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
-    """Bytes of each block of a large storage (the last may be shorter); a multiple of the alignment.
+    """Return the size in bytes of the blocks of a large storage, a multiple of the alignment. The last may be shorter.
 
     If possible, a block has a whole number of rows. If possible, its size is also a multiple of the page size, because
     files are read and written in pages. A row of stacked experts is one expert. If the size of an expert allows it,
@@ -127,7 +129,7 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
 
 
 def _part_of_row(row_bytes: int, sizes: Cut) -> int:
-    """Bytes of the largest block that divides a row into equal parts; 0 if only small blocks would."""
+    """Return the bytes of the largest block that divides a row into equal parts; 0 if all such blocks are too small."""
     fewest = -(-row_bytes // sizes.largest)
     most = row_bytes // max(sizes.small, sizes.alignment)
     for unit in (_PAGE_BYTES, sizes.alignment):
@@ -138,11 +140,12 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
 
 
 def _table_block_bytes(row_bytes: int, limit: int) -> int:
-    """Bytes of a block of a table whose rows are picked by data. Small, so that fetching a row fetches few other rows.
+    """Return the bytes of a block of a table whose rows are picked by data.
 
-    A block has few whole rows, but enough that bookkeeping and the rounding to pages in files cost little. A row of
-    4 KiB or a multiple of that has its own block. If no number of rows comes close to whole pages, a block is one page,
-    or as many pages as a row fills. Then some rows are in two blocks, which have to be fetched together.
+    A block has few whole rows, because the fetch of a row fetches the other rows of its block, too. But it has enough
+    rows that bookkeeping and the rounding to pages in files cost little. A row of 4 KiB or a multiple of that has its
+    own block. If no number of rows comes close to whole pages, a block is one page, or as many pages as a row fills.
+    Then some rows are in two blocks, which have to be fetched together.
     """
     if row_bytes > 0:
         step = math.lcm(row_bytes, _SECTOR_BYTES)
@@ -217,11 +220,13 @@ class Storage:
     adopted : bool
         True if its bytes came from a file that keeps the clean copy.
     loose : bool
-        True until the storage is packed at its first use, that is, copied into a block of storages that are used at
-        about the same time, if it is small (see `farpool.memory.pool.packing`).
-    made, first_used : int
-        Numbers that grow in the order in which storages were made, and in which loose storages were first used.
-        `first_used` is -1 if the storage was never loose or has not been used yet.
+        True if the storage is still to be packed: at its first use, a small storage is copied into a block of storages
+        that are first used at about the same time (see `farpool.memory.pool.packing`).
+    made : int
+        Ordinal that grows in the order in which storages were made.
+    first_used : int
+        Ordinal that grows in the order in which loose storages were first used; -1 if the storage was never loose or
+        has not been used yet.
     """
 
     __slots__ = (
@@ -287,19 +292,20 @@ class Storage:
         self.layout.loose = loose
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges ``(start, stop)`` of the storage, one for each of its blocks, in order."""
+        """Yield byte ranges ``(start, stop)`` of the storage, one for each of its blocks, in order."""
         step = max(self.block_bytes, 1)
         for start in range(0, self.nbytes, step):
             yield start, min(start + step, self.nbytes)
 
     def extents(self) -> list[BlockExtent]:
-        """Parts of blocks that hold the storage, in order."""
+        """Return the parts of blocks that hold the storage's bytes, in order."""
         return [
             BlockExtent(self.first + index, self.offset, stop - start)
             for index, (start, stop) in enumerate(self.pieces())
         ]
 
     def __del__(self) -> None:
-        # Runs wherever the last reference dies, perhaps in the middle of a pool's method: it only leaves a note.
+        # This runs at any moment when the last reference dies, perhaps in the middle of a pool's method. So it only
+        # leaves a note for the pool.
         layout = self.layout
         self.pool.drop(Dropped(layout.first, layout.count, self.nbytes, self.cls, self.adopted))

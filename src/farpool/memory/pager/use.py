@@ -1,4 +1,4 @@
-"""Uses, which are byte ranges that an operation touches; their conversion to runs of blocks; their text for errors."""
+"""Uses, which are byte ranges that an operation touches. They can be converted to runs of blocks, and to text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Use", "describe", "runs_of"]
 
 
 def describe(uses: Sequence[Use]) -> str:
-    """Describe operands by size, largest first, for an error message."""
+    """Return a text for error messages that lists the operands and their sizes, the largest first."""
     sizes = {id(use.storage): (use.stop - use.start, use.storage.name, use.storage.cls) for use in uses}
     largest = sorted(sizes.values(), reverse=True)
     named = ", ".join(f"{name or 'a tensor'} ({cls}, {format_size(nbytes)})" for nbytes, name, cls in largest[:4])

@@ -64,7 +64,7 @@ class Account:
                 callback(event)
 
     def transferred(self, ended: Iterable[Ended]) -> None:
-        """Queue events for transfers of bytes that have succeeded; called only while there are subscribers."""
+        """Queue an event for each of these successful transfers. Called only while there are subscribers."""
         for transfer, start, end, used in ended:
             fetch = transfer.kind == Kind.FETCH
             tier = self._names[transfer.pieces[0].tier]
@@ -82,7 +82,7 @@ class Account:
             )
 
     def stalled(self, op: str, start: float, seconds: float, block: int, tier: str, resident: int) -> None:
-        """Count a stall (an operation waited for its operands), and queue an event for it."""
+        """Count a stall, in which an operation waited for its operands, and queue an event for the stall."""
         self.stalls += 1
         self.stall_seconds += seconds
         self._last.append(Stall(op, seconds, block, tier))
@@ -93,12 +93,13 @@ class Account:
         return tuple(self._last)
 
     def links(self, totals: Iterable[tuple[int, Kind, int, int, float]]) -> tuple[LinkStats, ...]:
-        """Sum up transfers by link.
+        """Convert a driver's totals to the statistics of each link, sorted by source and target.
 
         Parameters
         ----------
         totals : iterable
-            A driver's counts for each tier and direction: tier, direction, transfers, bytes, seconds.
+            Result of `Driver.links`: for each tier and direction, the tuple (tier, direction, number of transfers,
+            bytes, seconds).
         """
         links = []
         for tier, kind, count, nbytes, seconds in totals:

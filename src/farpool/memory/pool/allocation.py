@@ -16,7 +16,8 @@ __all__ = ["Allocation"]
 
 
 CREATED, USED = -1, -2
-"""Each class has two open shared blocks: `CREATED` is filled in order of creation, `USED` in order of first use."""
+"""Each class has two shared blocks that are still being filled: `CREATED` in the order in which storages are made, and
+`USED` in the order in which they are first used."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,8 @@ class Allocation:
         self._recorder = recorder
         self._shared: dict[int, _Shared] = {}
         self._open: dict[tuple[str, int], int] = {}
-        """Shared block that will hold the next small storage, by class and by source file, `CREATED` or `USED`."""
+        """The shared block that will hold the next small storage. The key is the class, and `CREATED`, `USED` or the
+        number of the source file."""
         self.retired: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED, *, name: str = "") -> Blocks:
@@ -113,7 +115,7 @@ class Allocation:
         key = (cls, source)
         block = self._open.get(key, -1)
         if block >= 0 and source >= 0 and not self._pager.can_adopt(block):
-            block = -1  # it is in use already, so its copy in the source cannot be extended
+            block = -1  # the block is in use already, so its copy in the source cannot be extended
         if block < 0 or self._shared[block].used + nbytes > self._shared[block].nbytes:
             block = self._make([self.sizes.shared], cls, name, source >= 0)
             self._open[key] = block
@@ -125,7 +127,7 @@ class Allocation:
         return block, offset
 
     def release(self, dropped: Dropped) -> None:
-        """Retire the blocks of a storage whose last reference is gone. A block that other storages share stays."""
+        """Retire the blocks of a storage whose last reference is gone. Keep a block that other storages still share."""
         self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:

@@ -67,7 +67,7 @@ class _Heard:
 
 
 class BlockPool:
-    """A pool of storages behind a byte budget, safe to use from several threads.
+    """A pool of storages whose fast tier has a budget in bytes. Thread-safe.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class BlockPool:
         forks.begin_again(self)
 
     def forked(self) -> None:
-        """Mark the pool as closed in a forked child: native threads do not run there, and a lock may stay held."""
+        """Mark the pool as closed in a forked child. No native threads run there, and a lock may never be released."""
         self.closed = True
         self.driver.forget_parent()
 
@@ -250,7 +250,7 @@ class BlockPool:
         # We wait for transfers without the lock: a thread that ends its access now needs the lock.
         ended = self._executor.close(timeout)
         watch, self._watch = self._watch, None
-        # Otherwise a transfer or an operation still writes to the memory that this would compare.
+        # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
             watch.look()
         if ended:
@@ -291,7 +291,7 @@ class BlockPool:
         Raises
         ------
         PoolFullError
-            With the new storage, the pool would hold more bytes than all tiers together can.
+            With the new storage, the pool would hold more bytes than all its tiers together can hold.
         """
         with self.driver:
             self._check_open()
@@ -344,10 +344,10 @@ class BlockPool:
     # ---- acquiring ----------------------------------------------------------------------------------------------
 
     def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Grant:
-        """Bring byte ranges into the arena, each contiguous, and pin them until `release`.
+        """Bring byte ranges into the arena and pin them there until `release`.
 
-        Either all ranges are pinned or none. A thread must release one access before it acquires the next; otherwise it
-        might wait for itself.
+        Each range is contiguous in the arena. Either all ranges are pinned or none. A thread must release one access
+        before it acquires the next; otherwise it might wait for itself.
 
         Parameters
         ----------
@@ -386,7 +386,7 @@ class BlockPool:
     def refusal(
         self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
     ) -> FarpoolError:
-        """Make the user's error from an error with which the pager refused the operands of an operation."""
+        """Convert an error of the pager, which refused an operation's operands, to the error that the user sees."""
         if isinstance(error, TooLargeError):
             return operands_too_large(error, uses, op, self.pager.capacity, self._storages, self.arena.alignment)
         if isinstance(error, NoRoomError):
@@ -399,7 +399,7 @@ class BlockPool:
 
     def _granted(self, grant: Grant | None) -> Grant:
         if grant is None:
-            self._check_open()  # closed while it was asked for
+            self._check_open()  # the pool was closed during the call
             raise AssertionError("a driver that is open grants or raises")
         return grant
 
@@ -413,10 +413,10 @@ class BlockPool:
         with self.driver:
             self._check_open()
             # Reset this before looking, so that a storage dropped from now on asks for attention again. It stays True
-            # in debug mode, and during recordings and subscriptions, which would miss accesses of other threads.
+            # in debug mode, and during recordings and subscriptions, which would otherwise miss accesses.
             self.driver.attention = bool(self._watch or self.account.listening or self.recorder.recordings)
             self._collect_dropped()
-            # Transfers still use retired blocks, so a later access has to free them.
+            # Transfers or accesses still use these retired blocks, so a later access has to free the blocks.
             if self.allocation.retired:
                 self.driver.attention = True
         grant = self._granted(self._ask(uses, op, rows, careful=True))
@@ -429,7 +429,7 @@ class BlockPool:
         return grant
 
     def _waited(self, op: str, start: float, seconds: float, block: int, tier: int) -> None:
-        """Count a wait that has ended; raise an error if the wait was given up (`seconds` is negative then)."""
+        """Count a wait that has ended. If `seconds` is negative, the wait was given up, and this raises an error."""
         name = self._lower.names[tier] if tier >= 0 else ""
         if seconds >= 0:
             self.account.stalled(op, start, seconds, block, name, self.pager.used)
@@ -497,7 +497,7 @@ class BlockPool:
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 
     def resize(self, fast: int | str) -> None:
-        """Change the budget of the fast tier while the tier is in use; raises the errors of `farpool.Pool.resize`."""
+        """Change the budget of the fast tier, which may be in use. Raises the same errors as `farpool.Pool.resize`."""
         budget = parse_size(fast, "fast")
         with self.driver:
             self._check_open()
@@ -546,7 +546,7 @@ class BlockPool:
             return self.recorder.start(writer, self.pager, self.allocation.made.values())
 
     def stats(self) -> Stats:
-        """Statistics since the pool was made."""
+        """Return the pool's statistics since it was made."""
         with self.driver:
             self._check_open()
             self._collect_dropped()
@@ -566,19 +566,19 @@ class BlockPool:
             )
 
     def explain(self) -> str:
-        """The statistics as text: bytes by tier and owner, residency by class, and the last stalls."""
+        """Return the statistics as text: bytes by tier and owner, residency by class, the last stalls, and more."""
         return census.explain(self.stats(), self.ledger)
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
 """Every pool object of the process, open or closed, until it is garbage-collected."""
 _LEFT_OPEN: list[BlockPool] = []
-"""Pools that were closed while transfers hung, kept alive here. Garbage collection of such a pool would unmap memory
-that a device may still write to."""
+"""Pools that were closed although transfers had not ended. This list keeps them alive, because garbage collection of
+such a pool would unmap memory that a device may still write to."""
 
 
 def open_pools() -> list[BlockPool]:
-    """The pools of this process that have not been closed."""
+    """Return the pools of this process that have not been closed."""
     return [pool for pool in _POOLS if not pool.closed]
 
 

@@ -63,7 +63,7 @@ class Budget:
         Parameters
         ----------
         watch : Watch, optional
-            Debug mode's checker, which inspects the memory before it is given back.
+            Debug mode's checker. It inspects the memory that the arena is about to give back.
 
         Raises
         ------
@@ -74,8 +74,8 @@ class Budget:
         """
         before = self._pager.capacity
         if budget < before:
-            # We empty the upper part of the arena before it gives memory back. When we grow, the arena comes first,
-            # because the pager may place blocks in the new part at once.
+            # We empty the upper part of the arena before the arena gives memory back. When we grow, we resize the arena
+            # before the pager, because the pager may place blocks in the new part at once.
             self._check_blocks_fit(budget)
             self._shrink(budget)
             if watch is not None:
@@ -110,7 +110,7 @@ class Budget:
             raise
 
     def _check_blocks_fit(self, budget: int) -> None:
-        """Raise if a block is larger than the new budget, because existing blocks keep their size."""
+        """Raise `BudgetError` if a block is larger than the new budget, because existing blocks keep their size."""
         largest = max((self._pager.block(block).size for block in self._pager.blocks()), default=0)
         if largest > budget:
             raise BudgetError(

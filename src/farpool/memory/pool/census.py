@@ -29,7 +29,7 @@ def take(
     storages: Iterable[Storage],
     account: Account,
 ) -> Stats:
-    """Take the statistics of a pool; the caller holds its lock.
+    """Return the statistics of a pool. The caller holds the pool's lock.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def take(
 
 
 def _resident(pager: Pager) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of all blocks in the fast tier, by class; and bytes of the dirty blocks among them, by class."""
+    """Return, by class, the bytes of all blocks in the fast tier, and the bytes of the dirty blocks among them."""
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
     for block in pager.resident():
@@ -116,7 +116,7 @@ def _lower_tier(space: TierSpace, ledger: Ledger) -> TierStats:
 
 
 def _tables(pager: Pager, storages: Iterable[Storage]) -> tuple[TableStats, ...]:
-    """Accesses to rows by table name. Accesses to a table's moments count under the table's name."""
+    """Return the accesses to rows by table. Accesses to an optimizer's moments of a table count as the table's own."""
     counts = pager.row_counts
     named: dict[str, tuple[int, int]] = {}
     for storage in storages:
@@ -140,7 +140,7 @@ def _notes(tier: Tier) -> tuple[str, ...]:
 
 
 def _unpaged_peak(touched: int) -> int | None:
-    """The process's peak resident set, less the memory that farpool holds."""
+    """Return the process's peak resident set in bytes, less the bytes that farpool holds; None if it is unknown."""
     try:
         with open(f"/proc/{os.getpid()}/status") as status:
             peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))

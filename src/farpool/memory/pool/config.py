@@ -34,13 +34,14 @@ _DEVICES = ("cpu", "cuda")
 class PoolConfig(Struct, frozen=True):
     """The settings of a pool.
 
-    Keyword arguments, a TOML file and the environment give equal configurations if tiers are given as specs; a `Tier`
-    is equal only to itself.
+    The same settings give equal configurations, whether they come from keyword arguments, a TOML file or the
+    environment. This does not hold for a tier that is given as a `Tier` and not as a spec: a `Tier` is equal only to
+    itself.
 
     Attributes
     ----------
     fast : int
-        Bytes of the fast tier; a hard bound.
+        Bytes of the fast tier, which never uses more.
     tiers : tuple of TierSpec or Tier
         Lower tiers from fast to slow.
     device : str
@@ -87,7 +88,7 @@ class PoolConfig(Struct, frozen=True):
             )
 
     def make_tiers(self) -> list[Tier]:
-        """Make the list of lower tiers, which are not open yet; each spec gives a new tier."""
+        """Return the lower tiers, which are not open yet. A new tier is made from each spec."""
         return [tier if isinstance(tier, Tier) else tier.make() for tier in self.tiers]
 
     @classmethod
@@ -111,7 +112,7 @@ class PoolConfig(Struct, frozen=True):
         tiers : sequence of Tier, TierSpec or mapping, optional
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         **short_forms
-            Lower tiers by kind, each with one setting. Which setting that is depends on the kind: ``dram="1GiB"`` and
+            Lower tiers by kind, each with one setting. The kind decides which setting this is: ``dram="1GiB"`` and
             ``nvme="8GiB"`` give sizes, ``remote="host:7471"`` gives nodes. The tiers are ordered by the typical
             latencies of their kinds.
 
@@ -131,7 +132,7 @@ class PoolConfig(Struct, frozen=True):
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> PoolConfig:
-        """Read the table ``[pool]`` of a file; its keys are the arguments of :meth:`make`.
+        """Make a configuration from the table ``[pool]`` of a file. Its keys are the arguments of :meth:`make`.
 
         Raises
         ------
@@ -142,9 +143,10 @@ class PoolConfig(Struct, frozen=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> PoolConfig:
-        """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DRAM`` and so on, which win over a TOML file.
+        """Make a configuration from the variables ``FARPOOL_FAST``, ``FARPOOL_DRAM`` and so on.
 
-        If ``FARPOOL_CONFIG`` is set, it names that file.
+        If ``FARPOOL_CONFIG`` names a TOML file, the settings in this file are used, too. The variables win over the
+        file.
 
         Parameters
         ----------
@@ -166,12 +168,14 @@ class PoolConfig(Struct, frozen=True):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> PoolConfig:
-        """Combine arguments, the environment and a file. Arguments win over the environment, which wins over the file.
+        """Make a configuration from arguments, the environment and a file.
+
+        Arguments win over the environment, and the environment wins over the file.
 
         Parameters
         ----------
         path : str or path-like, optional
-            TOML file, instead of the one that ``FARPOOL_CONFIG`` names.
+            TOML file to read instead of the file that ``FARPOOL_CONFIG`` names.
         environment : mapping, optional
             Variables to read instead of the process's.
         **settings
@@ -188,7 +192,7 @@ class PoolConfig(Struct, frozen=True):
         return cls._of([below, environment_layer(environment, declared), checked_layer(settings, declared)])
 
     def replace(self, **settings: Any) -> PoolConfig:
-        """A copy of the configuration with some settings of :meth:`make` changed.
+        """Return a copy of the configuration in which some settings of :meth:`make` are changed.
 
         Raises
         ------
@@ -216,7 +220,7 @@ class PoolConfig(Struct, frozen=True):
 
 
 def _declared() -> dict[str, Any]:
-    """The known settings with their types, from the signature of `PoolConfig.make`."""
+    """Return the known settings and their types, from the signature of `PoolConfig.make`."""
     hints = get_type_hints(PoolConfig.make)
     del hints["return"], hints["short_forms"]
     return hints

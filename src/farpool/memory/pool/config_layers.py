@@ -28,7 +28,8 @@ CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Environment variable that names the TOML file."""
 _TABLE = "pool"
 _OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "registry", "tls"})
-"""Variables ``FARPOOL_...`` that are not settings of a pool, so they give no kind of tier with that name either."""
+"""Names of variables ``FARPOOL_...`` that a pool ignores, in lower case and without the prefix. They name neither
+settings nor kinds of tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Layer:
     short_forms : dict of str to object
         Short forms of tiers, such as ``"1GiB"`` for the kind ``dram``, by kind.
     origins : dict of str to str
-        The place of each setting, for errors; settings given as arguments have no origin.
+        The place of each setting, for errors; empty or absent for settings that were given as arguments.
     """
 
     values: dict[str, Any]
@@ -103,7 +104,7 @@ def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> 
     Raises
     ------
     ConfigError
-        The file cannot be read, is no TOML, or has a table or a key that is unknown.
+        The file cannot be read, is no TOML, lacks the table ``[pool]``, or has an unknown table or key.
     """
     file = os.path.abspath(os.fspath(path))
     try:
@@ -143,12 +144,12 @@ def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) 
 def environment_layer(environment: Mapping[str, str], declared: Mapping[str, object], *, tiers: bool = True) -> Layer:
     """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty variable counts as not set.
 
-    With `tiers` also read the short forms of tiers, such as ``FARPOOL_DRAM``.
+    If `tiers` is True, also read the short forms of tiers, such as ``FARPOOL_DRAM``.
 
     Raises
     ------
     ConfigError
-        A value is not of the type that the setting is declared with.
+        A value does not have the declared type of its setting.
     """
     layer = Layer({})
     for variable, text in sorted(environment.items()):

@@ -1,4 +1,4 @@
-"""Opens the fast tier on the device that computes, with the executor of the tier's transfers."""
+"""Opens the fast tier on the device that computes, and makes the executor of the tier's transfers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["FastTier", "open_device"]
 
 _STAGED_BLOCKS = 4
-"""Blocks that staging memory has room for: a fetch and a write-back between tier and staging memory, and at the same
-time a fetch and a write-back between staging memory and device."""
+"""Number of blocks of the largest size for which staging memory has room. A fetch and a write-back between tier and
+staging memory can then run at the same time as a fetch and a write-back between staging memory and device."""
 _STAGING_BYTES_MAX = 1 << 30
 """Maximum bytes of staging memory, unless the largest block needs more."""
 
@@ -38,7 +38,7 @@ class FastTier:
     watch : callable
         Function that makes debug mode's checker for a pager of this arena.
     staging : dict of str to int
-        Bytes of host memory held in addition to the arena, as booked on the ledger.
+        Bytes of host memory held in addition to the arena: the amounts that `Ledger.add` books, by name.
     """
 
     arena: HostArena | CudaArena

@@ -18,8 +18,8 @@ class Event:
     ----------
     kind : str
         ``fetch`` (bytes were copied into the fast tier), ``writeback`` (bytes were copied to a lower tier), ``stall``
-        (an operation waited), ``compute`` (an operation ran, from the grant of its operands to their release),
-        ``create`` and ``free`` (of a storage).
+        (an operation waited for its operands), ``compute`` (an operation ran, from the grant of its operands to their
+        release), ``create`` (a storage was made) and ``free`` (a storage was dropped).
     time : float
         Time at which the event began, in seconds on the monotonic clock.
     duration : float
@@ -27,16 +27,18 @@ class Event:
     nbytes : int
         Bytes moved, created or freed; for ``compute``, bytes pinned.
     block : int
-        The block moved or, for a stall, the first block waited for; -1 if there is none.
+        The block that was moved; for a stall, the first block that the operation waited for; for ``create``, the first
+        block of the storage; -1 if there is none.
     source, target : str
-        For a transfer, the names of the tiers that bytes were copied from and to.
+        For a transfer, the names of the tiers from which and to which bytes were copied. For a stall, `source` is the
+        tier of the awaited transfer.
     cause : str
         ``demand`` or ``prefetch`` for a fetch; ``evict`` for a write-back; the class of the blocks for ``create``
         and ``free``.
     op : str
         The operation, for ``stall`` and ``compute``.
     resident : int
-        Bytes of the fast tier in use when the event ended.
+        Bytes of the fast tier in use when the event ended; 0 for ``create`` and ``free``.
     """
 
     kind: EventKind

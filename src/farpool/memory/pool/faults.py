@@ -20,8 +20,8 @@ def operands_too_large(
 ) -> BudgetError:
     """Make the error for operands that do not fit into the fast tier together.
 
-    Its message names the operation, the operands and the smallest budget of a new pool with which a whole step works.
-    In a pool that was made smaller, blocks keep their former size, so the step may need a larger budget.
+    The message names the operation, its operands, and the smallest budget with which a whole step works in a new pool.
+    If this pool was made smaller, its blocks keep their former size, so the step may need a larger budget in it.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def operands_too_large(
 
 
 def does_not_fit(what: str, nbytes: int, used: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
-    """Make the error for a new storage that all tiers together have no room for.
+    """Make the error for a new storage that does not fit into all tiers together.
 
-    Its message names the missing bytes, the sizes of the tiers, and a remedy.
+    The message names the number of missing bytes, the sizes of the tiers, and a remedy.
     """
     sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
     capacity = sum(size for _, size in sizes)
@@ -63,7 +63,7 @@ def does_not_fit(what: str, nbytes: int, used: int, fast: int, tiers: Sequence[T
 def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
     """Make the error for a block that must be evicted although no lower tier has room for it.
 
-    Its message names the missing bytes and how full each tier is.
+    The message names the number of missing bytes, the reserved bytes and capacity of each tier, and a remedy.
     """
     nbytes = int(error.args[1])
     full = ", ".join(
@@ -94,7 +94,7 @@ def _whole_size(nbytes: int) -> str:
 
 
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
-    """Make a `TierError` that names tier and block in its message and attributes; `error` is its cause."""
+    """Make a `TierError` whose message and attributes name the tier and the block. Its cause is `error`."""
     kind = type(error) if isinstance(error, TierError) else TierError
     if isinstance(error, NodeTimeoutError):
         kind = TierTimeoutError

@@ -15,7 +15,9 @@ __all__ = ["LowerTiers"]
 
 
 class LowerTiers:
-    """The lower tiers and source files of a pool, numbered as in the pager: tiers, then files in order of first use.
+    """The lower tiers and source files of a pool.
+
+    The pager uses the same numbers for them: first the tiers are numbered, then the files in the order of first use.
 
     Parameters
     ----------
@@ -50,7 +52,7 @@ class LowerTiers:
         return sum(tier.info.capacity for tier in self.tiers)
 
     def number_of(self, source: SafetensorsFile, pager: Pager) -> int:
-        """The pager's number of a file. The first call for a file opens it and registers it with the pager."""
+        """The number by which the pager knows a file. The first call for a file opens and registers the file."""
         index = self._sources.get(id(source))
         if index is None:
             source.open()
@@ -63,10 +65,10 @@ class LowerTiers:
         return index
 
     def close(self) -> None:
-        """Close all tiers and files, even if closing one of them raises an error; no transfer may be under way."""
+        """Close all tiers and files, even if closing one raises an error. No transfer may be under way at this time."""
         self._opened.close()
 
 
 def _guarded(tier: Tier) -> Tier:
-    """Wrap a tier so that checksums are verified, if its bytes leave the process and it does not verify them itself."""
+    """Return the tier, wrapped in `Verified` if its bytes leave the process and it does not verify them itself."""
     return tier if tier.in_process or isinstance(tier, Verifies) else Verified(tier)

@@ -1,8 +1,8 @@
-"""Computation of the smallest budget that operations need, in a new pool with the same storages in the same order.
+"""Computes the smallest budget with which operations work in a new pool with the same storages in the same order.
 
-The sizes of blocks depend on the budget, and so the bytes that an operation needs depend on the budget, too. We compute
-these bytes like the new pool would: cut large storages into blocks, pack small storages into shared blocks, and count
-each block that the operation touches once.
+The budget determines the sizes of blocks, and the sizes of blocks determine the bytes that an operation needs. So we
+compute these bytes for a given budget: we cut large storages into blocks and pack small storages into shared blocks, in
+the same way as the new pool, and count each block that the operation touches once.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
     """Uses that each layer of a model needs at once, guessed from the names of storages.
 
-    The result has one list of uses for each weight with its bias. If the operation uses whole storages only, the result
-    also has one list for each layer: the storages whose names differ from the names of the operation's storages only in
-    numbers, such as ``layers.0.weight`` and ``layers.7.weight``. Tables are not included, because their rows are read
-    one by one.
+    The result has one list of uses for each weight with its bias. If the operation uses only whole storages, the result
+    also has one list for each layer. This list has the storages whose names differ only in numbers from the names of
+    the operation's own storages, as ``layers.7.weight`` differs from ``layers.0.weight``. Tables are not included,
+    because their rows are read one by one.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[lis
 
 
 def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]]:
-    """For each layer, the storages whose names differ from the names of an operation's storages only in numbers."""
+    """For each layer, the storages whose names differ only in numbers from the names of an operation's storages."""
     wanted = {use.storage.name for use in uses if use.stop - use.start == use.storage.nbytes}
     patterns = {_NUMBER.sub("#", name) for name in wanted}
     if len(wanted) < len(uses) or len({tuple(_NUMBER.findall(name)) for name in wanted}) != 1:
@@ -105,7 +105,7 @@ def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]
 
 
 def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
-    """Group storages so that small storages of one group share blocks. Each group is in the order of packing."""
+    """Group storages. The small storages of a group share blocks; each group is in the order of packing."""
     streams: dict[tuple[str, bool, bool], list[Storage]] = {}
     for storage in sorted(storages, key=lambda storage: storage.made):
         streams.setdefault((storage.cls, storage.adopted, False), []).append(storage)
@@ -117,12 +117,12 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
 
 
 def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """A key that is equal for operations that need equal bytes, such as one operation in equal layers of a model."""
+    """A key. Operations with equal keys need the same number of bytes, such as one operation in equal layers."""
     return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
 
 
 def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[Storage, tuple[int, int]]:
-    """The shared block of each small storage, as the index of the list in `streams` and the block's number in it."""
+    """For each small storage, the index of its list in `streams`, and the number of its shared block in that list."""
     packed: dict[Storage, tuple[int, int]] = {}
     for stream, storages in enumerate(streams):
         number, used = 0, 0

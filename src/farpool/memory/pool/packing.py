@@ -1,8 +1,8 @@
 """Packing of small storages at their first use, so that storages used one after the other share blocks.
 
-A program may fill storages long before it uses them, and in another order. Then storages that share a block were filled
-together, but are used at different times. We call a storage *loose* until it is packed: at its first use, it is copied
-into a block that it shares with the storages that were first used just before it.
+A program may fill storages long before it uses them, and in another order. Then the storages of a shared block were
+filled one after the other, but are used at different times. So a new storage is *loose*. When it is first used, it is
+*packed*: copied into a block that it shares with the storages that were first used just before it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from farpool.memory.pool.allocation import USED, Allocation
 __all__ = ["Packing"]
 
 _WAIT_SLICE_S = 0.1
-"""Seconds after which a thread checks again if another thread has packed the storage that both use."""
+"""Seconds between two checks by a thread that waits until another thread has packed a storage."""
 
 
 class Packing:
-    """Packer of loose storages. Callers do not hold the pool's lock, because `pack` takes it.
+    """Packs loose storages. Callers must not hold the pool's lock, because `pack` takes it.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class Packing:
     check_open : callable
         Raises if the pool has been closed.
     created : callable
-        Notes the event of a storage that was made.
+        Called with each storage that was made; reports an event for it.
     births : iterator of int
-        Gives a storage the next number when it is made or first used.
+        Supplies a number for each storage when it is made, and another one when it is first used.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Packing:
         self._created = created
         self._births = births
         self._under_way: set[int] = set()
-        """Identities of the storages that some thread is packing; other threads that use them wait for that thread."""
+        """Identities of the storages that a thread is packing. Another thread that uses such a storage waits."""
 
     def pack(self, storage: Storage, op: str) -> None:
-        """Pack a loose storage, if it is small, or wait for the thread that packs it.
+        """Pack a loose storage, if it is small. If another thread is packing it, wait for that thread.
 
         If packing fails, the storage stays in its place.
         """
-        self._check_open()  # before the lock: in the child of a fork, its holder may be gone
+        self._check_open()  # before the lock, whose holder may be gone in the child of a fork
         with self._driver:
             while storage.loose and id(storage) in self._under_way:
-                self._driver.wait(_WAIT_SLICE_S)  # the thread that packs it gives up after the timeout
+                self._driver.wait(_WAIT_SLICE_S)  # the thread that packs the storage gives up after its timeout
                 self._check_open()
             if not storage.loose:
                 return
@@ -84,7 +84,7 @@ class Packing:
             with self._driver:
                 blocks = self._allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
             packed = Storage(storage.pool, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
-            self._created(packed)  # once it is dropped, its end is an event, too
+            self._created(packed)  # an event, because dropping this storage will be an event, too
             grant = self._acquire(
                 [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
             )
@@ -98,7 +98,7 @@ class Packing:
             finally:
                 self._driver.release(grant)
         except (BudgetError, PoolFullError, TierError):
-            pass  # it stays in its place; the op may need less room than packing
+            pass  # the storage stays in its place; the op may need less room than packing
         finally:
             with self._driver:
                 storage.loose = False

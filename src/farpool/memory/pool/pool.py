@@ -1,7 +1,7 @@
 """`Pool`, the object that a program uses: it has the settings, makes tensors, gives statistics, and can be closed.
 
-A `Pool` wraps a `BlockPool`, to which storages and tensors refer. This module does not import torch. A library that
-`use_tensors` has set makes the tensors, and that library is loaded when a program makes its first tensor.
+A `Pool` wraps a `BlockPool`, to which storages and tensors refer. This module does not import torch. A separate
+library makes the tensors. `use_tensors` sets this library, and it is loaded when a program makes its first tensor.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class TensorLibrary(Protocol):
     def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights") -> torch.Tensor: ...
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def materialize_all(self, pool: StorageOwner) -> None:
-        """Make every tensor that lives in a pool plain, in place; raise if an autograd graph needs one of them."""
+        """Turn every tensor in a pool into a plain tensor, in place; raise if an autograd graph needs one of them."""
         ...
 
     def take_along(self, pool: StorageOwner) -> str:
-        """Make every tensor that lives in a pool plain, even if an autograd graph needs it.
+        """Turn every tensor in a pool into a plain tensor, in place, even if an autograd graph needs it.
 
-        Returns the text of a warning; empty if no tensor lived in the pool.
+        Return the text of a warning; it is empty if no tensor lived in the pool.
         """
         ...
 
@@ -74,7 +74,7 @@ _load_tensors: Callable[[], TensorLibrary]
 
 
 def use_tensors(load: Callable[[], TensorLibrary]) -> None:
-    """Set the library that makes the tensors of all pools; `load` is called when a tensor is needed."""
+    """Set the library that makes the tensors of all pools. `load` returns the library when a tensor is needed."""
     global _load_tensors
     _load_tensors = load
 
@@ -85,15 +85,16 @@ class Pool:
     Parameters
     ----------
     fast : int or str, optional
-        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, all settings that
-        are not given here are read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. If `fast` is not given, all
+        settings that are not given here are read from the environment (``FARPOOL_FAST`` and so on, see
+        :meth:`from_config`).
     tiers : sequence of Tier, TierSpec or mapping, optional
         Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
         that is evicted from the fast tier moves to the first of these tiers that has room.
     device : str, optional
-        ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
+        ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: the fast tier is memory of the GPU.
     prefetch : bool, optional
-        True, the default, to record accesses, and to fetch blocks before accesses that the record predicts.
+        True, the default, to record accesses, and to prefetch the blocks of accesses that the record predicts.
     timeout : float, optional
         Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
     debug : bool, optional
@@ -102,8 +103,8 @@ class Pool:
     **short_forms
         Short forms of lower tiers, by kind. ``dram="256MiB"`` and ``nvme="1GiB"`` give sizes; the file of ``nvme`` is
         in a folder for temporary files. ``remote="host:7471"`` gives the nodes of a `Remote` tier, which uses the free
-        memory of these nodes. The tiers are ordered by their kinds' typical latencies. Kinds of tiers that installed
-        packages add work the same way.
+        memory of these nodes. The tiers are ordered by their kinds' typical latencies. Installed packages can add
+        kinds of tiers; their short forms work in the same way.
 
     Raises
     ------
@@ -160,7 +161,7 @@ class Pool:
             The file. With None, the file that ``FARPOOL_CONFIG`` names is read, if that variable is set. With a
             `PoolConfig`, neither a file nor the environment is read.
         **settings
-            As for the constructor. They win over the environment, and the environment wins over the file.
+            Settings as for the constructor. They win over the environment, and the environment wins over the file.
 
         Raises
         ------
@@ -265,7 +266,7 @@ class Pool:
         return self._blocks.explain()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `callback` with each event from now on, in any thread that uses the pool.
+        """Call `callback` with each event from now on. Any thread that uses the pool may make the call.
 
         Returns
         -------
@@ -293,27 +294,27 @@ class Pool:
         Raises
         ------
         TapeFileError
-            The file cannot be written, another recording writes it, or it exists and is not a tape file.
+            The file cannot be written, another recording writes to it, or it exists and is not a tape file.
         """
         return self._blocks.record(path)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, *, materialize: bool = False) -> None:
-        """Close the pool: wait for transfers under way, remove its files and give memory back.
+        """Close the pool: wait for transfers under way, remove the pool's files and give memory back.
 
         Parameters
         ----------
         materialize : bool
-            Turn the tensors that still live in the pool into plain ones first, in place.
+            True to turn the tensors that still live in the pool into plain tensors first, in place.
 
         Raises
         ------
         PoolClosedError
             Tensors still live in the pool and `materialize` is False; nothing was changed.
         UnsupportedError
-            A tensor has history or is held by an autograd graph; nothing was changed. (When a ``with`` block ends, the
-            pool makes even a tensor that a graph holds plain.)
+            A tensor has history or is held by an autograd graph; nothing was changed. (The end of a ``with``
+            block is different: it turns even a tensor that a graph holds into a plain tensor.)
         """
         if materialize and not self.closed and self.live:
             _load_tensors().materialize_all(self._blocks)
@@ -328,12 +329,12 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool; tensors that still live in it become plain first, in place, with one warning.
+        """Close the pool. Tensors that still live in it become plain tensors first, in place, with one warning.
 
-        Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
-        fit into 80 % of the available memory (on CUDA, of the device; otherwise of the host, within the limits of the
-        process's control groups). They are made plain even if an autograd graph holds them; a later backward pass
-        through that graph raises. Bytes that were allocated without a tensor are lost.
+        Parameters, buffers, gradients, moments and all other tensors that the program can reach become plain if they
+        fit into 80 % of the available memory. On CUDA this is the device's memory; otherwise it is the host's memory
+        within the limits of the process's control groups. Tensors become plain even if an autograd graph holds them; a
+        later backward pass through that graph raises. Bytes that were allocated without a tensor are lost.
 
         Raises
         ------
@@ -341,8 +342,8 @@ class Pool:
             The tensors do not fit; nothing was changed and the pool stays open.
         FarpoolError
             A tier failed in the middle, or a tensor has history; the pool stays open and still has the tensors that
-            are not plain yet. If the ``with`` block itself raised an error, that error is raised, with a note about
-            this one.
+            are not plain yet. If the ``with`` block itself raised an error, the block's error is raised instead,
+            with a note about this error.
         """
         told = ""
         if not self.closed and self.live:
@@ -376,7 +377,7 @@ def blocks_of(pool: Pool) -> BlockPool:
 
 
 def pool_of(blocks: StorageOwner) -> Pool:
-    """The `Pool` in front of a `BlockPool`: the object that the program holds, or a new one if it holds none."""
+    """The `Pool` that wraps a `BlockPool`: the object that the program holds, or a new one if it holds none."""
     pool = _POOLS.get(id(blocks))
     if pool is None:
         pool = Pool.__new__(Pool)
@@ -386,7 +387,7 @@ def pool_of(blocks: StorageOwner) -> Pool:
 
 
 def _tell_what_is_lost() -> None:
-    """When the interpreter exits, print a message about the parameters that live in open pools and are lost."""
+    """Print, when the interpreter exits, a message about the parameters that are lost in pools still open."""
     for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
         lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
         if lost:

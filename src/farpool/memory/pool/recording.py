@@ -1,9 +1,9 @@
 """Recordings of a program's accesses to its pool, written to tape files while it runs.
 
-The pool notes blocks under its lock, and grants while their operands are pinned, which costs an append. The next thread
-that releases operands turns the notes into bytes and writes them, outside the lock and many records at a time. A
-recording ends when it cannot be written any more; the pool goes on as if it had never begun, and `Recording.close`
-raises.
+The pool appends a note to a queue whenever blocks are made or freed, with its lock held, and whenever an access is
+granted, while the operands are pinned. The next thread that releases operands turns the notes into bytes and writes
+them, many records at a time, without the pool's lock. If the tape file cannot be written any more, the recording ends
+and the pool goes on without it. `Recording.close` then raises the error.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
 
 _TICK_NS = round(TICK * 1e9)
 _CHUNK_RECORDS = 2048
-"""Records that are written at once. Each run of consecutive blocks in an access counts as one record."""
+"""Number of records that are written at once. Each run of consecutive blocks in an access counts as one record."""
 _WRITE_INTERVAL_NS = 1_000_000_000
-"""Nanoseconds after which queued records are written, so that little is lost if the process is killed."""
+"""Nanoseconds after one write when the next is due, so that little is lost if the process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Made:
     count: int
     name: str
     adopted: bool
-    """True if the blocks were made with their clean copy in a source file."""
+    """True if a source file had a clean copy of the blocks when they were made."""
 
 
 class Note:
-    """An access that the pool has granted, and that is to be recorded.
+    """An access that the pool has granted, and that recordings will write to their files.
 
     Times are nanoseconds of the monotonic clock; `released` is 0 until the access is released.
     """
@@ -66,7 +66,7 @@ class Note:
 
 
 class Recording:
-    """A recording under way to a tape file; as a context manager, it ends when the ``with`` block ends.
+    """A recording to a tape file. If it is used as a context manager, it ends when the ``with`` block ends.
 
     Attributes
     ----------
@@ -87,12 +87,12 @@ class Recording:
         self._written = time.perf_counter_ns()
         self._began = self._written // _TICK_NS
         self._threads: dict[int, tuple[int, int]] = {}
-        """Ordinal of each thread and the time of its last release in ticks, by the thread's identity."""
+        """For each thread, by its identity: its number, and the time of its last release in ticks."""
 
     def advance(self, now: int) -> None:
-        """Write the complete records if there are many or the last write was long ago.
+        """Write the records that are complete, if many records are queued or the last write was long ago.
 
-        An `Exception` is not raised here but kept for `close`.
+        An `Exception` is not raised here. It is kept, and `close` raises an error for it.
         """
         if len(self.noted) < _CHUNK_RECORDS and now - self._written < _WRITE_INTERVAL_NS:
             return
@@ -110,7 +110,7 @@ class Recording:
                 self.end()
 
     def end(self) -> None:
-        """Stop recording and complete the file; an error is kept for `close` to raise."""
+        """Stop recording and complete the file. An error is kept, and `close` raises an error for it."""
         # Before any lock: a thread of the parent may have held it at the fork.
         if self._is_parents():
             return
@@ -148,11 +148,11 @@ class Recording:
     ) -> None:
         if error is None:
             self.close()
-        else:  # which says more than an error of close()
+        else:  # the block's error says more than an error of close()
             self.end()
 
     def _is_parents(self) -> bool:
-        """Return True in the child of a fork, which leaves the file to its parent."""
+        """Return True in the child of a fork. The child does not write, because the file belongs to its parent."""
         return os.getpid() != self._owner
 
     def _write(self, *, last: bool) -> None:
@@ -168,9 +168,10 @@ class Recording:
                 raise
 
     def _take(self, *, last: bool) -> list[Record]:
-        """Remove a chunk of records from the queue: up to the first access that is not released yet.
+        """Remove a chunk of records from the queue, and return it.
 
-        With `last`, accesses that are not released are dropped instead.
+        The chunk ends before the first access that is not released yet. If `last` is True, it does not end there, and
+        accesses that are not released are dropped.
         """
         records: list[Record] = []
         weight = 0
@@ -204,7 +205,7 @@ class Recording:
 
 
 class Recorder:
-    """The recordings under way of a pool; call `created` and `freed` with the pool's lock held.
+    """The recordings of a pool that are under way. Callers of `created` and `freed` hold the pool's lock.
 
     Attributes
     ----------
@@ -242,9 +243,9 @@ class Recorder:
             recording.noted.append(Free(first, count))
 
     def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
-        """Record that an access was granted; called without the pool's lock, while its operands are pinned.
+        """Record that an access was granted. Called without the pool's lock, while the operands are pinned.
 
-        So two threads whose accesses overlap in time may come here in either order.
+        If accesses of two threads overlap in time, the threads may call this in either order.
 
         Parameters
         ----------
@@ -282,7 +283,7 @@ def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classe
 
 
 def _creates(pager: Pager, made: Made) -> list[Create]:
-    """Make the records for blocks that exist already. Only some of them may have content."""
+    """Make records for blocks that exist already: one for each run of blocks with the same place of content."""
     members = range(made.first, made.first + made.count)
     creates = []
     for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):

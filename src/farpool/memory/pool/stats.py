@@ -1,4 +1,4 @@
-"""Types of the result of `Pool.stats`, in bytes and seconds. They are frozen and have a version number."""
+"""Types of the statistics that `Pool.stats` returns, in bytes and seconds. `Stats` has a version number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TierStats:
     reserved : int
         Bytes that these blocks take in the tier, with alignment.
     peak : int
-        The most that was ever reserved.
+        The most bytes that were ever reserved.
     page_locked, touched : int
         Bytes of the tier's memory that are locked into RAM, and bytes that were touched so far (resident memory).
     notes : tuple of str
@@ -42,7 +42,18 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Bytes of one class: of its live storages, of its blocks in the fast tier, and of the dirty blocks among these."""
+    """Bytes of one class.
+
+    Attributes
+    ----------
+    name : str
+    live : int
+        Bytes of the class's storages that are in use.
+    resident : int
+        Bytes of its blocks in the fast tier.
+    dirty : int
+        Bytes of its dirty blocks in the fast tier.
+    """
 
     name: str
     live: int
@@ -77,7 +88,10 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait of an operation for a block from a tier. If it waited for another thread, block is -1 and tier is ""."""
+    """A wait of an operation for a block from a tier.
+
+    If the operation waited for another thread, `block` is -1 and `tier` is empty.
+    """
 
     op: str
     seconds: float
@@ -105,7 +119,7 @@ class Stats:
     """True if the pager evicts the least frequently used blocks of tables whose rows are picked by data; False if it
     evicts the least recently used blocks."""
     late: int
-    """Accesses that were not hits, but whose missing blocks were all being fetched already."""
+    """Accesses that were not hits, but for which all missing blocks were already being fetched."""
     demand_fetches: int
     prefetches: int
     prefetches_used: int
@@ -120,8 +134,8 @@ class Stats:
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Peak bytes of the process's memory without farpool's own: plain activations, temporaries, the interpreter. None
-    if unknown."""
+    """Peak bytes of the process's memory, without the memory that farpool holds: plain activations, temporaries, the
+    interpreter. None if unknown."""
     version: int = field(default=VERSION)
 
     @property

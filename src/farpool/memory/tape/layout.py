@@ -16,7 +16,7 @@ MAGIC = b"FARTAPE\0"
 VERSION = 1
 META, DATA, DONE = b"META", b"DATA", b"DONE"
 _PAYLOAD_BYTES_MAX = 1 << 28
-"""Maximum bytes of a payload, so that a damaged file cannot ask for all memory."""
+"""Maximum bytes of a payload. Without this limit, a damaged file could make the reader allocate all memory."""
 _COMPRESSION_LEVEL = 1
 _HEADER = struct.Struct("<8sIIQI")
 _CHUNK = struct.Struct("<4sIII")
@@ -41,7 +41,7 @@ class ChunkHeader(NamedTuple):
         return cls(*_CHUNK.unpack_from(data), *_CHECKSUM.unpack_from(data, _CHUNK.size))
 
     def verified(self, payload: bytes) -> bool:
-        """Return True if the checksum proves that header and payload are as they were written."""
+        """Return True if header and payload match the checksum."""
         fields = _CHUNK.pack(self.kind, self.number, self.stored, self.nbytes)
         return crc32c(payload, crc32c(fields)) == self.checksum
 
@@ -58,12 +58,12 @@ def check_header(data: bytes, path: str) -> None:
     Parameters
     ----------
     data : bytes
-        The file's first bytes, up to `HEADER_BYTES`.
+        The first `HEADER_BYTES` bytes of the file; fewer if the file is shorter.
 
     Raises
     ------
     TapeFileError
-        The header belongs to no tape file, is damaged, or has a newer version or unknown features.
+        The file is not a tape file, its header is damaged, or it has a newer version or unknown features.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise TapeFileError(f"{path} is not a tape file: expected one that pool.record() has written")
@@ -84,7 +84,7 @@ def check_header(data: bytes, path: str) -> None:
 
 
 def pack_chunk(kind: bytes, number: int, payload: bytes) -> bytes:
-    """Pack a chunk around a MessagePack payload.
+    """Compress a MessagePack payload and pack it into a chunk.
 
     Raises
     ------

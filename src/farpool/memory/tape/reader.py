@@ -25,10 +25,10 @@ __all__ = ["TapeFile"]
 
 
 class TapeFile:
-    """A tape file to read. Iterate over it, as often as needed, for its records in the order of the program.
+    """A tape file that can be read. Each iteration over it yields all its records in the order of the program.
 
-    If the writer did not close the file, iterating raises `TapeTruncatedError` after the records of the last whole
-    chunk. At a damaged chunk it raises `TapeFileError`, after all records of earlier chunks.
+    If the writer did not finish the file, the iteration raises `TapeTruncatedError` after the records of the last whole
+    chunk. If a chunk is damaged, the iteration raises `TapeFileError` after the records of the chunks before it.
 
     Parameters
     ----------

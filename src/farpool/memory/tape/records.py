@@ -16,7 +16,10 @@ TICK = 1e-7
 
 
 class Content(IntEnum):
-    """Where the content of a block is stored when the block is created, or when the recording begins."""
+    """Place of a block's content when the block is created or the recording begins.
+
+    `NONE` means that the block has no content yet.
+    """
 
     NONE = 0
     POOL = 1
@@ -34,7 +37,7 @@ class Metadata:
     farpool : str
         Version of the writer.
     date : str
-        Beginning of the recording, UTC, ISO 8601.
+        Time when the recording began, in UTC, in the format of ISO 8601.
     device : str
         ``cpu`` or ``cuda``.
     budget : int
@@ -65,15 +68,15 @@ class Create:
     first, count : int
         Number of the first block, and number of blocks.
     block_bytes, last_bytes : int
-        Bytes of each block, and of the last one.
+        Bytes of each block except the last one, and bytes of the last block.
     cls : str
         Class of the blocks.
     name : str
-        Name of the storage, which may be empty. If several storages share the block, name of the first storage.
+        Name of the storage, which may be empty. If several storages share the block, the name of the first one.
     content : Content
-        Content of the blocks at that time.
+        Place of the blocks' content when they were created or the recording began.
     label : int
-        Number of the first block in the pool's own tape. Labels do not depend on timing; block numbers may.
+        Number of the first block on the pool's own tape. Block numbers may depend on timing; labels do not.
     """
 
     first: int
@@ -100,13 +103,13 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks that an operation has accessed. The count may be larger than any pager allows."""
+    """Consecutive blocks that an operation has accessed. A file may contain a count that no pager allows."""
 
     first: int
     count: int
     mode: Mode
     table: int = -1
-    """First block of the table, if these blocks hold table rows that an operand with indexes selected; otherwise -1."""
+    """First block of the table, if these blocks hold rows that an operation selected by indexes; otherwise -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +119,14 @@ class Access:
     Attributes
     ----------
     thread : int
-        Number of the thread, in the order of first accesses.
+        Number of the thread. Threads are numbered from 0 in the order of their first accesses.
     op : str
         The operation.
     runs : tuple of Run
         The operands.
     think, stall, compute : float
-        Seconds, multiples of `TICK`: between the thread's previous release and this request; from request to grant;
-        from grant to release.
+        Seconds, multiples of `TICK`. Think: from the thread's previous release to this request. Stall: from the request
+        to its grant. Compute: from the grant to the release.
     """
 
     thread: int

@@ -46,7 +46,7 @@ class _Access(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Numbers of records and accesses in a file, which its last chunk holds."""
+    """Number of records and number of accesses in a file. The file's last chunk contains both."""
 
     records: Natural
     accesses: Natural
@@ -57,7 +57,7 @@ _DIGITS = 7
 
 
 class Encoder:
-    """Turns records into payloads. It remembers the texts that the file contains so far, and repeats none."""
+    """Turns records into payloads. It writes each text into the file once, and then refers to it by number."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._classes = {cls: index for index, cls in enumerate(classes)}
@@ -102,7 +102,7 @@ class Encoder:
 class Decoder:
     """Turns payloads into records. It remembers all texts so far, because later records refer to them by number.
 
-    Its methods raise `ValueError` for a payload that cannot be a record; msgspec's own errors are `ValueError` too.
+    Its methods raise `ValueError` for a payload that they cannot decode. msgspec's own errors are `ValueError`, too.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Decoder:
         return metadata
 
     def check_totals(self, payload: bytes) -> None:
-        """Compare the totals, which the last chunk holds, with the records that were read."""
+        """Raise `ValueError` unless the totals in the last chunk match the records that were read."""
         written = msgspec.msgpack.decode(payload, type=Totals)
         if written != self.totals:
             raise ValueError(f"{self.totals} read, {written} written")

@@ -28,7 +28,7 @@ class TapeWriter:
     Raises
     ------
     TapeFileError
-        The path has a file that is not a tape file, another writer writes to the file, or it cannot be written.
+        The file exists and is not a tape file, another writer writes to it, or it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
@@ -44,7 +44,7 @@ class TapeWriter:
             self._append(META, self._encoder.map(metadata))
         except OSError as error:
             try:
-                # Before the descriptor is closed, which ends the lock: then the file could be another recording's.
+                # Unlink before the close, which ends the lock: after that, the file could be another recording's.
                 self.path.unlink(missing_ok=True)
             finally:
                 os.close(self._fd)

@@ -1,7 +1,7 @@
 """The fast tier in host memory: one preallocated arena that computation reads.
 
 On a machine without a GPU, the arena is a budgeted part of DRAM. The arena reserves address space for later growth, but
-memory only for the budget.
+takes memory only for the budget.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class HostArena:
     Parameters
     ----------
     nbytes : int
-        Bytes to back with memory at once, so that the first transfers are not slowed by page faults.
+        Bytes that are backed with memory immediately, so that page faults do not slow the first transfers.
     """
 
     kind = "dram"
     page_locked = 0
     alignment = 64
-    """Alignment in bytes, equal to that of torch's own memory. With another alignment, torch would select other
-    kernels, whose results may differ in the last bits."""
+    """Alignment in bytes, equal to the alignment of torch's own memory. With another alignment, torch would select
+    other kernels, whose results may differ in the last bits."""
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,8 +2,8 @@
 
 The whole capacity is one range of address space of exactly that size (never rounded up to a power of two). The
 operating system backs a page with memory at the first write, and the tier keeps the page until the tier is closed.
-Otherwise a loop that frees and reserves the same extents would have page faults on every pass, and reach only a
-fraction of the memory's speed.
+If freed pages were returned earlier, a loop that frees and reserves the same extents would have page faults on every
+pass, and reach only a fraction of the memory's speed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Dram(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes up to the end of the highest extent that was ever reserved; they are held until the tier is closed."""
+        """Bytes up to the end of the highest extent reserved so far. The tier keeps them until it is closed."""
         return self._touched
 
     @property
@@ -117,7 +117,7 @@ class Dram(PortTier):
 
 
 class DramSpec(TierSpec, frozen=True, kw_only=True):
-    """Specification of a tier in host memory, a `Dram`."""
+    """Specification of a `Dram`, a tier in host memory."""
 
     kind: ClassVar[str] = "dram"
     typical_latency: ClassVar[float] = 100e-9

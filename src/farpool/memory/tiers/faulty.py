@@ -1,4 +1,4 @@
-"""Fault injection into a tier for tests: at random, reproducible by a seed, or at chosen operations."""
+"""Injects faults into a tier for tests: at operations that a seed selects at random, or at chosen operations."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Fault(StrEnum):
 class Faulty(WrapperTier):
     """Wrapper that makes operations of a tier fail, corrupt the bytes they move, or stall.
 
-    Reads and writes are counted together from 0, in the order in which they start. Without a `script`, `seed`, the
-    probabilities and n alone decide whether operation n has a fault.
+    Reads and writes are counted together from 0, in the order in which they start. If `script` does not name operation
+    n, only `seed`, the probabilities and n decide if this operation has a fault.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ class Faulty(WrapperTier):
     full : bool
         True if every reservation raises TierFullError. May be changed at any time.
     script : mapping of int to str
-        Fault of operation n, by n: ``"fail"``, ``"corrupt"`` or ``"stall"``. The probabilities do not apply to these
-        operations.
+        Numbers of operations, each with its fault: ``"fail"``, ``"corrupt"`` or ``"stall"``. The probabilities do not
+        apply to these operations.
 
     Raises
     ------
@@ -106,7 +106,7 @@ class Faulty(WrapperTier):
 
     @property
     def injected(self) -> list[tuple[int, Fault]]:
-        """The faults so far; each is the number n of its operation and the kind of fault."""
+        """For each fault so far, the number of the operation and the kind of fault."""
         with self._lock:
             return list(self._injected)
 

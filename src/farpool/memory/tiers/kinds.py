@@ -2,7 +2,7 @@
 
 A kind is a subclass of `TierSpec`. Its module is imported when a tier of that kind is asked for, so a package that
 cannot be imported only affects pools that use its kind. Reading the metadata of the installed packages takes
-milliseconds, so it is not read for built-in kinds. So a package cannot replace a built-in kind.
+milliseconds. It is not read for built-in kinds, and therefore a package cannot replace a built-in kind.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def load_kind(name: object, what: str) -> type[TierSpec]:
     Raises
     ------
     ConfigError
-        There is no such kind, two packages offer it, or its package is broken. The message names the entry points.
+        There is no such kind, or two packages offer it, or the package that offers it is broken. The message names the
+        entry points.
     """
     found = []
     if isinstance(name, str):

@@ -1,8 +1,8 @@
 """A tier in a file, on NVMe or any other medium with a file system.
 
 Transfers bypass the page cache (O_DIRECT) if the file system allows that, and use io_uring if the kernel has it. The
-module `pool_file` describes the format of the file. The lock belongs to the open file, so a forked child shares the
-lock.
+module `pool_file` describes the format of the file. The tier locks the file. A forked child shares this lock, because
+the lock belongs to the open file and not to the process.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Nvme(PortTier):
     ----------
     path : str or path-like
         The file to create; its folder must exist. The tier reuses a pool file that a killed process left at this path.
-        It removes the file when it is closed.
+        The file is removed when the tier is closed.
     capacity : int or str
         Bytes, or a size such as ``"64GiB"``; rounded down to a multiple of 4096. All bytes are allocated at open.
     name : str
         Name of the tier.
     direct : bool, optional
-        True to bypass the page cache; None bypasses it if the file system allows that.
+        True to bypass the page cache, False to use it, None to bypass it if the file system allows that.
     ring : bool
         True to use io_uring if the kernel has it.
 
@@ -146,7 +146,8 @@ class Nvme(PortTier):
 
     def _close_port(self) -> None:
         if self._remove is not None:
-            # The name goes first: the lock ends with the descriptor, and then another process may take the file over.
+            # We remove the name first: closing the descriptor ends the lock, and then another process may take the
+            # file over.
             self._remove()
             self._remove = None
         os.close(self._fd)
@@ -160,7 +161,7 @@ class Nvme(PortTier):
         return ExtentSpace(self._info.name, self._info.capacity, self._info.alignment)
 
     def _open_locked(self) -> tuple[int, bool]:
-        """Open and lock the file; returns the descriptor, and True if the file was created."""
+        """Open and lock the file. Return its descriptor, and True if this call created the file."""
         for _ in range(_ATTEMPTS_MAX):
             fd, created = self._open_file()
             try:
@@ -269,13 +270,13 @@ def _remove_file(path: str, fd: int, pid: int) -> None:
 
 
 class NvmeSpec(TierSpec, frozen=True, kw_only=True):
-    """Specification of a tier in a file, an `Nvme`.
+    """Specification of an `Nvme`, a tier in a file.
 
     Attributes
     ----------
     path : str, optional
-        The file; the path becomes absolute. Without a path each tier gets a new file in a folder for temporary files on
-        disk.
+        Path of the file, which is made absolute. If it is not given, each tier gets a new file in a folder for
+        temporary files on disk.
     direct : bool, optional
         As in `Nvme`.
     ring : bool
@@ -300,6 +301,6 @@ class NvmeSpec(TierSpec, frozen=True, kw_only=True):
 
 
 def _temporary_path() -> str:
-    """Path for a new temporary file on disk, in ``/var/tmp`` if that is writable: ``/tmp`` may be memory."""
+    """Path of a new temporary file, in ``/var/tmp`` if that is writable, because ``/tmp`` may be in memory."""
     folder = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
     return os.path.join(folder, f"farpool-{os.getpid()}-{os.urandom(4).hex()}.pool")

@@ -17,9 +17,9 @@ offset bytes field
 60     4036  zero
 ====== ===== ==============================================================
 
-The owner holds an exclusive ``flock`` on the file while it is open and removes the file when it closes it. A pool file
-without a lock was left by a process that was killed: no other process can use its bytes, and the next owner
-resets it. A file that does not begin with the magic, or whose header is damaged, is never touched.
+The owner holds an exclusive ``flock`` on the open file, and removes the file when it closes the tier. A pool file
+without a lock was left by a process that was killed. No other process can use the bytes in it, and the next owner
+resets the file. A tier never changes a file that does not begin with the magic or has a damaged header.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PoolFileHeader:
 
     @classmethod
     def for_this_process(cls, capacity: int) -> PoolFileHeader:
-        """A header with a new pool id, owned by this process."""
+        """Make a header with a new pool id, and with this process as the owner."""
         return cls(capacity, os.getpid(), os.urandom(16))
 
     def pack(self) -> bytes:
@@ -77,12 +77,12 @@ class PoolFileHeader:
         data : bytes
             The first bytes of the file, up to 4096.
         path, tier : str
-            Named in errors.
+            Path of the file and name of the tier, for errors.
 
         Raises
         ------
         PoolFileError
-            The file is no pool file, is damaged, or has a newer version or unknown features.
+            The file is not a pool file, its header is damaged, or it has a newer version or unknown features.
         """
         if data[: len(MAGIC)] != MAGIC:
             raise PoolFileError(

@@ -28,8 +28,8 @@ def port_of(tier: Tier) -> Port:
 class PortTier(Tier):
     """A tier that is read and written through a native port.
 
-    Subclasses acquire their resources in :meth:`_open_port` and release them in :meth:`_close_port`. This class keeps
-    the open or closed state, and closes the tier only when all transfers called from Python have ended.
+    Subclasses acquire their resources in :meth:`_open_port` and release them in :meth:`_close_port`. This class
+    remembers if the tier is open, and closes it only after the end of all transfers that were called from Python.
     """
 
     def __init__(self) -> None:

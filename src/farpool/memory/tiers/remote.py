@@ -1,7 +1,7 @@
 """A tier in the memory of other processes and hosts, striped over leases from several nodes.
 
-Each node lends the same number of bytes. The tier keeps a checksum of each extent that is written and compares it when
-the bytes are read, so neither the network nor the node's memory can change a byte unnoticed.
+Each node lends the same number of bytes. The tier keeps a checksum of each extent that is written, and compares it with
+the bytes that are read. So neither the network nor the node's memory can change a byte unnoticed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ __all__ = ["STRIPE", "Remote", "RemoteSpec", "node_addresses"]
 class Remote(PortTier):
     """A tier in memory that nodes lend (``farpool node``).
 
-    The bytes are spread over all nodes in stripes of 1 MiB. At open, either all nodes lend their parts or none does. At
-    close, the nodes get their parts back; if the program ends without a close, they get them back soon afterwards. A
-    node that is restarted still has its part. If the node is ephemeral, a restart loses the bytes, and reading them is
-    an error. The tier verifies its reads, so a pool does not wrap it in `Verified`.
+    The bytes are spread over all nodes in stripes of 1 MiB. When the tier is opened, either all nodes lend their parts
+    or none does. When it is closed, the nodes get their parts back. If the program ends without closing the tier, the
+    nodes get their parts back soon afterwards. A node that is restarted still has its part. If the node is ephemeral, a
+    restart loses the bytes, and reading them is an error. The tier verifies its reads, so a pool does not wrap it in
+    `Verified`.
 
-    Over a `Membership` the tier follows the list while it is open. A member that moves keeps its part. If a member
-    drains or leaves, its part is copied to another member while transfers go on, and `nodes` then shows the new member.
-    If no member has room for the part, it stays, and `notes` and a warning report that. A member that joins only
-    receives the parts of members that leave: the tier keeps its size and its number of parts until it is closed.
+    A tier that is made with a `Membership` follows its list of members while the tier is open. A member that gets a new
+    address keeps its part. If a member drains or leaves, its part is copied to another member while transfers go on,
+    and `nodes` then shows the new member. If no member has room for the part, the part stays, and `notes` and a warning
+    report that. A new member receives only the parts of members that leave: the tier keeps its size and its number of
+    parts until it is closed.
 
     Parameters
     ----------
@@ -56,19 +58,20 @@ class Remote(PortTier):
         Addresses, for example ``"tcp://10.0.0.7:7471"``, or one `Membership`, such as `farpool.StaticMembers`.
     size : int or str, optional
         Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. With None,
-        the node with the least free memory lends all of it, and each other node lends as many bytes. The tier asks the
-        nodes for this number when it first needs it.
+        each node lends the same number of bytes: as many as are free on the node with the least free memory. The tier
+        asks the nodes for this number when it first needs it.
     name : str
         Name of the tier.
     key : AccessKey or str, optional
-        Access key for nodes that require one; a string is ``NAME:SECRET``. None takes the key in the environment
-        variable ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
+        Access key for nodes that require one; a string is ``NAME:SECRET``. With None, the key is read from the
+        environment variable ``FARPOOL_KEY`` or from the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
-        Seconds within which a node must answer: at open, and for each piece of a transfer. At open a node gets one
-        additional second for each 512 MiB, because it backs its part with memory before it answers.
+        Seconds within which a node must answer when the tier is opened, and for each piece of a transfer. When the tier
+        is opened, a node gets one additional second for each 512 MiB, because it backs its part with memory before it
+        answers.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
-        if that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
+        if that is possible. The name of a fabric such as ``nixl`` selects one-sided reads and writes (docs/nixl.md).
 
     Raises
     ------
@@ -110,7 +113,7 @@ class Remote(PortTier):
         Raises
         ------
         ConfigError
-            The nodes cannot be asked.
+            A node does not answer, or the list of members has no member that may lend memory.
         """
         if (known := self._known) is not None:
             return known
@@ -131,9 +134,9 @@ class Remote(PortTier):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Addresses of the nodes that have a part. While the tier is closed, of all nodes that would get a part.
+        """Addresses of the nodes that have a part; while the tier is closed, addresses of all nodes that would get one.
 
-        A draining member may be stopped when its address is not listed here any more.
+        When the address of a draining member is not listed here any more, that member may be stopped.
         """
         parts = self._parts
         return tuple(part.channel.name for part in parts) or tuple(info.addresses[0] for info in self._present())
@@ -156,7 +159,7 @@ class Remote(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes of mapped memory up to the end of the highest extent that was ever reserved. The nodes own them."""
+        """Bytes of mapped memory up to the end of the highest extent that was ever reserved. The nodes own it."""
         mapped = self.mapped
         return self._high * sum(mapped) // len(mapped) if mapped else 0
 
@@ -224,7 +227,7 @@ class Remote(PortTier):
         return self._verified
 
     def _parts_of(self, members: list[MemberInfo], channels: list[Channel], leases: list[Lease]) -> list[Part]:
-        """Make the parts. If the tier follows a list of members, parts can move to other nodes."""
+        """Make a part for each lease. If the tier follows a list of members, parts can move to other nodes."""
         parts: list[Part] = []
         for info, channel, lease in zip(members, channels, leases, strict=True):
             port = port_to(channel, lease, self._name, self._timeout)
@@ -247,7 +250,7 @@ class Remote(PortTier):
         self._verified = self._space = None
         self._high = 0
         if os.getpid() != self._owner:
-            return  # threads, leases and connections are the parent's
+            return  # threads, leases and connections belong to the parent process
         # The threads end first, because they may connect again or move a part to a new lease.
         for contact in reversed(contacts):
             contact.end()
@@ -284,7 +287,7 @@ class Remote(PortTier):
         return channels
 
     def _free_share(self, channels: Sequence[Channel]) -> int:
-        """Bytes that each node can lend: the smallest free memory of a node, rounded down to whole stripes."""
+        """Bytes that each node lends: the free bytes of the node with the fewest, rounded down to whole stripes."""
         free = free_bytes(channels, self._name, time.monotonic() + self._timeout)
         if free < STRIPE:
             raise ConfigError(
@@ -349,16 +352,16 @@ def _share(nbytes: int, nodes: int) -> int:
 
 
 class RemoteSpec(TierSpec, frozen=True, kw_only=True):
-    """Specification of a tier in memory of other processes and hosts, a `Remote`.
+    """Specification of a `Remote`, a tier in memory of other processes and hosts.
 
     Attributes
     ----------
     nodes : sequence of str or str
-        Addresses of the nodes, as a sequence or as one text with commas; becomes a tuple of full addresses.
+        Addresses of the nodes, as a sequence or as one text with commas. Stored as a tuple of full addresses.
     size : int, str or None
         As in `Remote`; None for as much memory as the nodes have free.
     key : str, optional
-        As in `Remote`; not shown in the spec's text.
+        As in `Remote`. The spec's ``repr`` does not show it.
     timeout : float
         As in `Remote`.
     transport : str

@@ -45,9 +45,10 @@ def usable(membership: Membership, tier: str) -> list[MemberInfo]:
 
 
 def find_address(channel: Channel, info: MemberInfo, timeout: float) -> None:
-    """Connect to a member with several addresses at the first address that works, if any works.
+    """Try the addresses of a member, except the last one, until the channel is connected.
 
-    Nothing happens if the member has only one address.
+    If no node answers there, the channel is left with the last address, to which the caller's next call connects. So
+    nothing happens if the member has only one address.
     """
     for _ in info.addresses[1:]:
         with contextlib.suppress(NodeError):
@@ -67,7 +68,7 @@ def refuse_twins(channels: Sequence[Channel], tier: str) -> None:
 
 
 class MemberPart(Part):
-    """One member's part of a tier. A move replaces channel and lease.
+    """One member's part of a tier. If the part moves to another node, its channel and lease are replaced.
 
     Parameters
     ----------
@@ -89,7 +90,7 @@ class MemberPart(Part):
         self.is_listed = True
         self.is_away = False
         self.address = channel.name
-        """The node's address, as errors of the port name it."""
+        """Address that errors of the port give for the node."""
 
     def is_on(self, info: MemberInfo) -> bool:
         """True if a list entry describes this part's node, by identity if the entry has one, else by address."""
@@ -99,7 +100,7 @@ class MemberPart(Part):
         return not own.isdisjoint(_addresses(info))
 
     def follow(self, info: MemberInfo) -> None:
-        """Replace the entry for the node by a newer one, which may have another address."""
+        """Replace the entry for the node by a newer one. If the entry has a new address, the channel moves there."""
         self.info, self.is_listed = info, True
         if self.channel.name not in _addresses(info):
             self.channel.move(info.addresses[0])
@@ -116,12 +117,13 @@ class Following(Contact):
 
     A node that has moved is found by its identity, and the tier then uses its part at the new address. The bytes of a
     member that drains or left the list are copied to another member: preferably to a member without a part, else to a
-    member that has room for a second part. If no member accepts the bytes, they stay, and the thread tries again.
+    member that has room for a second part. If no member accepts the bytes, they stay in place, and the thread
+    tries again later.
 
     Parameters
     ----------
     owner : object
-        As for `Contact`.
+        Object that needs the sessions, as for `Contact`.
     parts : sequence of MemberPart
         All parts of the tier.
     membership : Membership
@@ -149,7 +151,7 @@ class Following(Contact):
         self._tier = tier
         self._has_changed = False
         self._failure = ""
-        """Why the list could not be followed when it was last read; then the thread tries again."""
+        """Reason why the last attempt to follow the list failed; the thread then tries again. Empty if it succeeded."""
         self._retry_at = 0.0
         self._notes: dict[MemberPart, str] = {}
         super().__init__(owner, parts, timeout)
@@ -280,7 +282,7 @@ class Following(Contact):
         self._note(part, f"{about}, stay there, so keep that node running: no other member takes them ({why})")
 
     def _require_readable(self, part: MemberPart) -> None:
-        """Raise an error if the part cannot be read; otherwise another member would provide memory in vain."""
+        """Raise an error if the part cannot be read, before another member provides memory for it in vain."""
         buffer = bytearray(1)
         part.port.read(0, buffer_address(buffer), 1)
 
@@ -300,7 +302,7 @@ class Following(Contact):
         Raises
         ------
         ConfigError
-            The member cannot lend as much memory.
+            The member cannot be reached, cannot lend as much memory, or is the node that has the part.
         NodeError, TierError
             A node failed during the copy. The part stays at its old node.
         """
@@ -348,7 +350,7 @@ class Following(Contact):
 
 
 def _reach(channel: Channel, info: MemberInfo, timeout: float) -> None:
-    """Connect to a member if the channel is not connected; after a failure, select the member's next address."""
+    """Connect the channel if it is not connected. After a failure, select the member's next address and raise."""
     try:
         channel.connect(time.monotonic() + timeout)
     except NodeError as error:

@@ -47,7 +47,8 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
     """Borrow `nbytes` bytes from each node; if a node cannot lend them, no lease is kept.
 
-    This takes at most `timeout` seconds, and one more for each 512 MiB, because nodes back the bytes with memory first.
+    This takes at most `timeout` seconds, and one more for each 512 MiB that is borrowed, because a node backs the bytes
+    with memory before it answers.
 
     Raises
     ------
@@ -95,17 +96,18 @@ class Part:
 
 
 def port_to(channel: Channel, lease: Lease, tier: str, timeout: float) -> Port:
-    """Make the port through which a tier moves the bytes of a lease; `timeout` is in seconds for each piece."""
+    """Make the port through which a tier moves the bytes of a lease. Each piece may take `timeout` seconds."""
     if channel.one_sided is not None:
         return PythonPort(OneSidedLease(channel.one_sided, lease.id, timeout))
     return RemotePort(tier, lease.end(timeout), timeout=timeout)
 
 
 class Contact:
-    """A thread that keeps the program's sessions at its nodes alive: it reconnects soon after a connection broke.
+    """A thread that keeps the program's sessions at its nodes alive: it reconnects soon after a connection breaks.
 
-    A restarted node gives the memory that it had lent back to sessions that return within its grace period. Without
-    this thread, a program that computes for longer than the grace period between two transfers would return too late.
+    After a restart, a node returns the lent memory to each session that reconnects within the grace period. Without
+    this thread, a program that computes for longer than the grace period between two transfers would reconnect too
+    late.
 
     Parameters
     ----------
@@ -114,7 +116,7 @@ class Contact:
     parts : sequence of Part
         The parts whose nodes the thread connects to.
     timeout : float
-        Seconds that reaching a node may take.
+        Maximum time for an attempt to reach a node, in seconds.
     """
 
     def __init__(self, owner: object, parts: Sequence[Part], timeout: float) -> None:
@@ -134,7 +136,7 @@ class Contact:
         return ()
 
     def end(self) -> None:
-        """End the thread, after it has finished its present attempt to connect."""
+        """End the thread, and wait until it has finished its present attempt to connect."""
         self._ended = True
         self._woken.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Transfers of a remote tier over a one-sided fabric, called by the native port like a tier written in Python."""
+"""Transfers of a remote tier over a one-sided fabric. The native port calls them like a tier written in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OneSidedLease"]
 
 
 class OneSidedLease:
-    """One node's lease, which is read and written with one-sided operations; `timeout` is in seconds for a transfer."""
+    """One node's lease, read and written with one-sided operations. A transfer may take `timeout` seconds."""
 
     def __init__(self, memory: NodeMemory, lease: int, timeout: float) -> None:
         self._memory = memory

@@ -1,7 +1,7 @@
 """A read-only tier over an existing safetensors file, so that weights are read from their own file.
 
-The file begins with eight bytes that give the length of the header (little-endian); the header as JSON and then the
-data follow. The header maps each tensor's name to its dtype, its shape, and the offsets at which its bytes begin and
+The file begins with eight bytes that give the length of the header (little-endian). The header follows, as JSON, and
+then the data. The header maps each tensor's name to its dtype, its shape, and the offsets at which its bytes begin and
 end, counted from the first byte after the header.
 """
 
@@ -30,15 +30,15 @@ _NO_TENSORS: Mapping[str, TensorEntry] = MappingProxyType({})
 class SafetensorsFile(PortTier):
     """A read-only tier over a safetensors file.
 
-    The header is read and checked at open. Reads raise TierError after another program truncated the file or wrote to
-    it. If another file is renamed over this path, reads still return the old file's bytes.
+    The header is read and checked at open. Reads raise TierError if another program has since truncated the file or
+    written to it. If another file is renamed over this path, reads still return the old file's bytes.
 
     Parameters
     ----------
     path : str or path-like
         The file.
     name : str, optional
-        Name of the tier; the file's own name if left out.
+        Name of the tier; the name of the file if not given.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:

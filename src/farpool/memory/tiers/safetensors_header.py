@@ -50,9 +50,9 @@ class TensorEntry:
     dtype : str
         Element type as the format names it, for example ``BF16``.
     shape : tuple of int
-        Its dimensions; empty for a scalar.
+        The tensor's dimensions; empty for a scalar.
     extent : Extent
-        Its bytes, counted from the beginning of the file.
+        Position of the tensor's bytes, counted from the beginning of the file.
     """
 
     dtype: str
@@ -82,11 +82,11 @@ def parse_header(data: bytes, file_bytes: int, path: str) -> SafetensorsHeader:
     Parameters
     ----------
     data : bytes
-        The JSON, without the eight bytes of its length.
+        The JSON text, without the eight bytes before it that give its length.
     file_bytes : int
         Size of the whole file.
     path : str
-        Named in errors.
+        Path of the file, for errors.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from farpool.errors import TierFullError
 __all__ = ["CACHE_LINE_BYTES", "ExtentSpace"]
 
 CACHE_LINE_BYTES = 64
-"""Alignment in bytes of extents in memory; vector instructions and device copies need it to be fast."""
+"""Alignment in bytes of extents in memory. With less, vector instructions and device copies are slower."""
 
 
 class ExtentSpace:

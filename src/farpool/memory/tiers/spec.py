@@ -1,7 +1,7 @@
 """Specifications of tiers as plain values, for configurations that can be compared, stored and read from files.
 
-A tier holds resources and is equal only to itself. A `TierSpec` is plain data: two specs with the same settings are
-equal, whether they were written in Python, in TOML or as a short form, and each makes any number of tiers.
+A tier holds resources and is equal only to itself. A `TierSpec` is plain data, and can make any number of tiers. Two
+specs with the same settings are equal, even if one was written in Python and the other in TOML or as a short form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ThrottledSpec", "TierSpec", "TracedSpec"]
 
 
 class ThrottledSpec(Struct, frozen=True, kw_only=True):
-    """Settings of a `Throttled` wrapper, named like its parameters; rates become bytes per second."""
+    """Settings of a `Throttled` wrapper, named like its parameters. Rates are stored in bytes per second."""
 
     read_bandwidth: float | str | None = None
     write_bandwidth: float | str | None = None
@@ -42,7 +42,7 @@ class ThrottledSpec(Struct, frozen=True, kw_only=True):
 
 
 class TracedSpec(Struct, frozen=True, kw_only=True):
-    """Settings of a `Traced` wrapper that writes a file; the path becomes absolute."""
+    """Settings of a `Traced` wrapper that writes a file. The path is made absolute."""
 
     path: str
 
@@ -55,10 +55,10 @@ class TracedSpec(Struct, frozen=True, kw_only=True):
 
 
 class TierSpec(Struct, frozen=True, kw_only=True):
-    """Specification of a tier, which makes any number of equal tiers; each kind of tier has a subclass.
+    """Specification of a tier, from which any number of equal tiers can be made. Each kind of tier has a subclass.
 
-    A package adds a kind by a subclass that sets `kind` and defines :meth:`make_bare`, and offers it under the kind's
-    name as an entry point of the group ``farpool.tiers`` (docs/write-a-tier.md).
+    To add a kind, a package defines a subclass that sets `kind` and defines :meth:`make_bare`. The package offers the
+    subclass under the kind's name as an entry point of the group ``farpool.tiers`` (docs/write-a-tier.md).
 
     Attributes
     ----------
@@ -66,22 +66,22 @@ class TierSpec(Struct, frozen=True, kw_only=True):
         Name of the kind, a class variable.
     short_form : str
         Class variable: the attribute that the kind's short form sets, so that ``Pool(dram="64MiB")`` means
-        ``tiers=[DramSpec(size="64MiB")]``. It is ``size`` by default; with an empty one there is no short form.
+        ``tiers=[DramSpec(size="64MiB")]``. It is ``size`` by default. If it is empty, the kind has no short form.
     typical_latency : float
         Class variable: seconds that a small transfer typically takes. Used only to order tiers that are given in short
         form, because keyword arguments state no order. A kind that does not set it comes last.
     size : int, str or None
-        Capacity of the tier, which becomes bytes. None only for a kind of tier that can find out how much memory is
-        free.
+        Capacity of the tier, stored in bytes. None is allowed only for a kind of tier that can find out how much memory
+        is free.
     name : str
         Name of the tier; the name of the kind unless given.
     throttled : ThrottledSpec, optional
         Settings of a slower link through which all transfers of the tier go.
     traced : TracedSpec, optional
-        Settings for a record of all operations on the tier; times include the slower link.
+        Settings for a trace of all operations on the tier. The traced times include delays of the slower link.
     verified : bool
-        True to verify all reads by checksums, with a wrapper around the other two. A pool does so without this setting
-        for tiers whose bytes leave the process.
+        True to verify all reads by checksums, in a wrapper around the throttled and traced tier. A pool verifies a tier
+        whose bytes leave the process even if this is False.
 
     Raises
     ------
@@ -109,11 +109,11 @@ class TierSpec(Struct, frozen=True, kw_only=True):
         self.make()  # the constructor of a tier checks its arguments and does nothing else
 
     def make_bare(self) -> Tier:
-        """Make a new, closed tier without the wrappers."""
+        """Make a new tier that is not open, without the wrappers of `throttled`, `traced` and `verified`."""
         raise NotImplementedError
 
     def make(self) -> Tier:
-        """Make a new, closed tier with the wrappers."""
+        """Make a new tier that is not open, with the wrappers that the settings ask for."""
         tier = self.make_bare()
         if self.throttled is not None:
             tier = self.throttled.wrap(tier)

@@ -26,9 +26,9 @@ STRIPE = 1 << 20
 class Striped(WrapperTier):
     """Wrapper that spreads bytes over several tiers in stripes, so that a transfer uses all of them at the same time.
 
-    The tiers hold equally many bytes: as many whole stripes as fit into the smallest one. Losing one tier loses all
-    bytes. Works with any tiers, because each piece of an extent is an extent of its own in its inner tier. Works
-    natively, without the interpreter lock, if the inner tiers do.
+    Each inner tier holds the same number of whole stripes: as many as fit into the smallest inner tier. Losing one tier
+    loses all bytes. Any tiers can be striped, because the wrapper reserves a separate extent in an inner tier for each
+    piece of an extent. The wrapper works natively, without the interpreter lock, if the inner tiers do.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class Striped(WrapperTier):
         self._space.require(extent)
 
     def _cut(self, extent: Extent) -> Iterator[tuple[int, int]]:
-        """Cut an extent at the ends of stripes; return each piece as the number of its inner tier and its bytes."""
+        """Cut an extent at the ends of stripes. Yield, for each piece, the index of its inner tier and its bytes."""
         done = 0
         while done < extent.nbytes:
             stripe, inside = divmod(extent.offset + done, self._stripe)
@@ -172,7 +172,7 @@ class Striped(WrapperTier):
 def _together(rates: list[float | None]) -> float | None:
     """Return the bytes per second of all inner tiers together; None if a rate is unknown.
 
-    The slowest tier limits the others, because all tiers move equally many bytes.
+    The slowest tier limits the others, because all tiers move the same number of bytes.
     """
     known = [rate for rate in rates if rate is not None]
     return min(known) * len(rates) if len(known) == len(rates) else None

@@ -19,12 +19,12 @@ __all__ = ["Throttled"]
 
 
 class Throttled(WrapperTier):
-    """Wrapper that delays transfers so that none ends earlier than over a link of a given rate and latency.
+    """Wrapper that delays transfers, so that none ends earlier than it would on a link of a given rate and latency.
 
     A link carries one transfer after another, in the order in which they begin. A transfer occupies the link for its
-    bytes divided by the rate, and ends `latency` after that, so latencies of transfers from several threads overlap.
-    The inner tier really moves the bytes during that time; if it needs longer, the transfer ends when the inner tier
-    has finished.
+    bytes divided by the rate, and ends `latency` seconds after it has left the link. So the latencies of transfers from
+    several threads overlap. The inner tier moves the bytes during this time. If the inner tier needs longer, the
+    transfer ends when the inner tier has finished.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ class TraceRecord:
     time : float
         Time when the operation began, in seconds of the monotonic clock.
     duration : float
-        Seconds from begin to end.
+        Seconds from the beginning of the operation to its end.
     offset : int or None
         Offset of the extent; None if a reservation failed.
     nbytes : int
@@ -58,16 +58,16 @@ class TraceRecord:
 
 
 class Traced(WrapperTier):
-    """Wrapper that records each operation on a tier: in memory, for a callback, or in a file.
+    """Wrapper that records each operation on a tier in memory, and if asked also calls a callback or writes a file.
 
-    It records transfers in Python. So a pool needs the interpreter lock for each transfer, and everything is slower.
+    It records transfers in Python. So a pool needs the interpreter lock for each transfer, and runs slower.
 
     Parameters
     ----------
     inner : Tier
         The inner tier.
     callback : callable, optional
-        Called with each `TraceRecord`, in the thread that ends the operation. The callback must not use the tier. An
+        Called with each `TraceRecord`, in the thread of the operation. The callback must not use the tier. An
         exception in the callback is logged and does not affect the operation.
     path : str or path-like, optional
         File for the records, one JSON object a line. Overwritten when the tier is opened.

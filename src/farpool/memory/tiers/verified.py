@@ -15,11 +15,11 @@ __all__ = ["Verified"]
 
 
 class Verified(WrapperTier):
-    """Wrapper that computes the CRC32C of each extent when it is written and compares it when it is read.
+    """Wrapper that computes the CRC32C of each extent that is written, and compares it when the extent is read.
 
     A read raises ChecksumError if its bytes differ from the bytes that were written, or if the extent was never
-    written. The checksums are in this process's memory, where corruption inside the tier cannot change them. Works
-    natively, without the interpreter lock, if the inner tier does.
+    written. The checksums are in this process's memory, where corruption inside the tier cannot change them. The
+    wrapper works natively, without the interpreter lock, if the inner tier does.
 
     Parameters
     ----------

@@ -16,12 +16,12 @@ __all__ = ["WrapperTier"]
 
 
 class WrapperTier(PortTier):
-    """A tier over one or several inner tiers, which are opened and closed with it.
+    """A tier over one or several inner tiers, which it opens and closes together with itself.
 
-    By default the first inner tier carries out each operation; subclasses override the operations that they change. A
-    wrapper with a native data path overrides :meth:`_wrap`, and works without the interpreter lock if its inner tiers
-    do. Otherwise the pool's queue calls `read_into` and `write_from` of the wrapper, so that no transfer bypasses its
-    behaviour.
+    The first inner tier carries out each operation, unless a subclass overrides that operation. A wrapper with a native
+    data path overrides :meth:`_wrap`, and works without the interpreter lock if its inner tiers do. If a wrapper has no
+    native data path, the pool's queue calls the wrapper's `read_into` and `write_from`, so that no transfer bypasses
+    the wrapper's behaviour.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class WrapperTier(PortTier):
             self.inner.free(extent)
 
     def read_into(self, extent: Extent, into: memoryview) -> None:
-        # That port would call this method again, so we go to the inner tier ourselves.
+        # A `PythonPort` would call this method again, so we call the inner tier ourselves.
         if isinstance(self.port, PythonPort):
             self.inner.read_into(extent, into)
         else:

@@ -1,6 +1,6 @@
-"""Rules for operations that need special handling, one module for each family.
+"""Rules for operations that need special handling, one module for each family of operations.
 
-Importing this package registers all of them.
+Importing this package registers all rules.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ def rows_of_bags(indices: torch.Tensor, row_bytes: int, padding: int) -> Compact
 
 
 def renamed_padding(rows: Compact, padding: int) -> int:
-    """The number of the padding row in the small table; -1 if there is no padding row."""
+    """Row number of the padding row in the small table; -1 if there is no padding row."""
     return rows.place_of(padding) if padding >= 0 else padding
 
 
 def _rows_chosen(rows: Compact, chosen: torch.Tensor, bag_size: torch.Tensor) -> torch.Tensor:
-    """Translate the row numbers of the largest elements of bags from the small table to the large table."""
+    """Convert `chosen`, the row numbers of the largest elements of each bag, from the small table to the large one."""
     named = rows.names()[chosen].to(chosen.dtype)
     return torch.where((bag_size == 0).unsqueeze(1), chosen, named)  # an empty bag has no largest element
 

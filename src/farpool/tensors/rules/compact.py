@@ -38,7 +38,7 @@ class Compact(NamedTuple):
     Attributes
     ----------
     rows : torch.Tensor
-        Numbers of the touched rows, sorted and distinct.
+        Row numbers of the touched rows in the large table, sorted and distinct.
     places : torch.Tensor
         For each touched row, its row number in the small table; ascending.
     size : int
@@ -57,7 +57,7 @@ class Compact(NamedTuple):
         return self.rows.new_zeros(self.size).index_copy_(0, self.places, self.rows)
 
     def place_of(self, row: int) -> int:
-        """The row number in the small table of `row`, which must be a touched row of the large table."""
+        """Return the row number that `row`, a touched row of the large table, has in the small table."""
         return int(self.places[torch.searchsorted(self.rows, row)])
 
     def make(self, table: PagedTensor) -> torch.Tensor:

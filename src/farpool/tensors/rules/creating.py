@@ -1,4 +1,4 @@
-"""Rules for operations that make a tensor like a paged one, such as ``zeros_like``; optimizers make moments so."""
+"""Rules for operations that make a tensor like a paged one, such as ``zeros_like``. Optimizers use them for moments."""
 
 from __future__ import annotations
 

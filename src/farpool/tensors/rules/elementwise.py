@@ -1,4 +1,4 @@
-"""Elementwise arithmetic on tensors larger than the fast tier, as optimizers do on weights, gradients and moments.
+"""Elementwise arithmetic on tensors larger than the fast tier. Optimizers use it on weights, gradients and moments.
 
 Tensors that fit into the fast tier are not cut into pieces: they are pinned in one access, so if a transfer fails,
 nothing has changed, and the program can call the operation again. Functions from a library of vector functions

@@ -62,12 +62,14 @@ def _all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]], *, picked: bool) -> torch.Tensor:
-    """Multiply each group that has tokens with its expert. Several experts are pinned together if they fit well.
+    """Multiply each group that has tokens with its expert.
+
+    As many experts as fit into a quarter of the budget are pinned together, but at least one.
 
     Parameters
     ----------
     picked : bool
-        True if data picked the experts, so that the next call may need other experts.
+        True if the tokens decide which experts the call needs, so that the next call may need other experts.
     """
     tokens, experts, offsets, *options = args
     size, stride = (1, *experts.size()[1:]), experts.stride()

@@ -1,9 +1,8 @@
 """Rules for ``_foreach_*`` and ``_fused_*`` operations, whose arguments are lists of tensors.
 
-An *element* here is a tensor of a list, with the tensors at the same position of the other lists. Each large element is
-computed alone, and block by block if it does not fit into the fast tier. So for an optimizer step over a whole model,
-the fast tier must hold only a few blocks of each list. Consecutive small elements are computed together, which saves
-time.
+An *element* here consists of the tensors at one position of all lists. Each large element is computed alone, and block
+by block if it does not fit into the fast tier. So for an optimizer step over a whole model, the fast tier must hold
+only a few blocks of each list. Consecutive small elements are computed together, which saves time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 
 def _ask_for_the_largest(op: str, lists: Sequence[Sequence[Any]], count: int) -> None:
-    """Raise `BudgetError` with the budget that the largest element needs, which is enough for all elements."""
+    """Raise `BudgetError` if the largest element does not fit. The error names a budget that is enough for all."""
     elements = [[value[index] for value in lists if type(value[index]) is PagedTensor] for index in range(count)]
     largest = max(elements, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
     pool = largest[0]._storage.pool

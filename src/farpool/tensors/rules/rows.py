@@ -62,19 +62,19 @@ def plain(value: Any) -> Any:
 
 
 class _Touched(NamedTuple):
-    """The blocks in which sorted distinct rows begin, with one byte range for each block.
+    """The blocks in which touched rows begin, in order, with one byte range for each block.
 
     Attributes
     ----------
     uses : list of Use
         For each block, the bytes from the first to the last touched row that begins in the block.
     firsts : torch.Tensor
-        Number of the first row of each range.
+        Row number of the first touched row of each range.
     ends : list of int
-        For each range, the number of touched rows in this range and all ranges before.
+        For each range, the count of touched rows in this range and all ranges before it.
     blocks : list of int
-        For each range, the number of blocks that this range and all ranges before touch. A block that two ranges share
-        counts twice.
+        For each range, the count of blocks that this range and all ranges before it touch. A block that two ranges
+        share counts twice.
     """
 
     uses: list[Use]
@@ -83,7 +83,7 @@ class _Touched(NamedTuple):
     blocks: list[int]
 
     def group(self, first: int, limit: int) -> int:
-        """End of the group of ranges that begins with range `first` and touches at most `limit` blocks.
+        """Return the end index of a group of ranges that begins with range `first` and touches at most `limit` blocks.
 
         The group has at least one range, even if that range touches more blocks.
         """
@@ -164,7 +164,7 @@ def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: st
 
 
 def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, op: str) -> None:
-    """Replace rows of `table` along dimension 0.
+    """Overwrite the rows `rows` of `table` along dimension 0 with `values`.
 
     Parameters
     ----------
@@ -235,9 +235,9 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
 
 
 def named_once(indices: torch.Tensor) -> torch.Tensor:
-    """View an expanded tensor without its repetitions.
+    """Return a view of an expanded tensor. The view has each repeated element only once.
 
-    Callers expand their results again, because torch chooses a kernel by that.
+    A caller expands its own result again, because torch chooses another kernel for expanded indices.
     """
     for dim, stride in enumerate(indices.stride()):
         if stride == 0 and indices.size(dim) > 1:
@@ -254,8 +254,8 @@ def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Raise torch's own error for an index out of range: run the operation on a plain tensor of the table's shape.
 
-    The plain tensor takes little memory: only the failing operation writes to it, and the system provides only written
-    pages.
+    The plain tensor takes little memory: only the failing operation writes to it, and the operating system provides
+    memory only for written pages.
     """
     try:
         memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)

@@ -51,12 +51,12 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
     size, stride : sequence of int
         The geometry of a view.
     period : int
-        Elements of a cache line.
+        Number of elements in a cache line.
 
     Returns
     -------
     tuple of int or None
-        None if the view has an element at several positions that are not along an expanded dimension.
+        None if the view repeats an element in another way than along an expanded dimension.
     """
     narrow = [0] * len(size)
     contiguous = any(step == 1 and extent > 1 for extent, step in zip(size, stride, strict=True))
@@ -118,7 +118,7 @@ def _place(tensor: PagedTensor) -> tuple[Any, ...]:
 
 
 def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
-    """The copies to make, one for each distinct view. None if a copy is impossible or all need too much memory."""
+    """The copies to make, one for each distinct view. None if one is impossible, or if all need too much memory."""
     found: dict[tuple[Any, ...], _Copy] = {}
     for tensor in paged:
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():

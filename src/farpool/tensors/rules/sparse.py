@@ -1,7 +1,7 @@
-"""Rules for sparse gradients, which read and write only the rows of a table that they name.
+"""Rules for sparse gradients. The rules read and write only the rows that a gradient names in a table.
 
 torch adds each row of a sparse tensor with one call of a vector library. So the bits are the same if torch adds the
-sparse tensor to a small table of the named rows, in their order (see `farpool.tensors.rules.compact`).
+sparse tensor to a small table that has only the named rows, in the same order (see `farpool.tensors.rules.compact`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _names_rows(table: Any, sparse: Any) -> bool:
 
 
 def _compacted(table: PagedTensor, sparse: torch.Tensor) -> tuple[Compact, torch.Tensor]:
-    """The rows that a sparse tensor names, and a sparse tensor of the same values for the small table of the rows."""
+    """Return the rows that a sparse tensor names, and the sparse tensor with its indices changed to the small table."""
     rows = compact(sparse._indices()[0], table.stride(0) * table.itemsize)
     size = (rows.size, *sparse.size()[1:])
     small = torch.sparse_coo_tensor(

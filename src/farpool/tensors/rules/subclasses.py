@@ -1,9 +1,9 @@
-"""Rules for operations whose native code checks if an operand is a tensor subclass, and then computes in another way.
+"""Rules for operations whose native code computes in another way if an operand is a tensor subclass.
 
 If an operand is a subclass, torch avoids operations that some subclasses do not support: it does not read values on the
 host, and does not write to plain tensors that it has made. docs/subclasses.md lists all places in torch that check
-this. In most places both ways compute the same bits. In the places below they do not. There our rule replaces the
-operand by a plain copy before torch checks the operand, so torch computes as for plain tensors.
+this. In most places both ways compute the same bits. In the places below the bits differ, so our rule replaces the
+operand by a plain copy before torch checks the operand, and torch computes as for plain tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEAN_REDUCTION = 1
 
 @dataclass(frozen=True)
 class Branch:
-    """A place in torch that computes in another way, with other bits, if an operand is a tensor subclass."""
+    """A place in torch's code that computes other bits if an operand is a tensor subclass."""
 
     overloads: tuple[Any, ...]
     operand: int

@@ -1,9 +1,9 @@
 """Dense gradients of tables, written into the pool block by block, so that no plain copy of the table's size exists.
 
 torch's own backward pass of a lookup in a table makes a plain gradient as large as the table. So we replace the
-backward pass for lookups in a table whose gradient will be paged anyway: a leaf that spans several blocks and is of
-class "embedding" or larger than the fast tier. Our backward pass runs torch's kernel on a small table of the rows that
-were looked up, so that the gradients of a row are added in the same order, and writes each block of the large gradient
+backward pass if the gradient will be paged anyway: if the table is a leaf, spans several blocks, and is of class
+"embedding" or larger than the fast tier. Our backward pass runs torch's kernel on a small table of the rows that were
+looked up, so the kernel adds the gradients of a row in the same order. Then it writes each block of the large gradient
 once. Sparse gradients, gradients of gradients, forward-mode derivatives and ``torch.func`` use torch's own backward
 pass.
 """
@@ -41,7 +41,7 @@ class _Table:
     ----------
     pool : StorageOwner
     size : tuple of int
-        Number of rows, and the size of a row.
+        Shape of the table. Its first entry is the number of rows.
     row_bytes : int
     """
 
@@ -56,7 +56,7 @@ class _Table:
         self._name = storage.gradient_name
 
     def takes(self, grad: torch.Tensor) -> bool:
-        """Return True if the table's gradient can be computed row by row from `grad`, the result's gradient."""
+        """Return True if our backward pass can compute the table's gradient from `grad`, the gradient of the result."""
         return (
             type(grad) is torch.Tensor
             and grad.dtype is self._dtype
@@ -67,7 +67,7 @@ class _Table:
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
-        """Make the table's paged gradient, with the rows of the small table `values` and zeros in all other rows."""
+        """Make the table's paged gradient from `values`, a small table of the rows `rows`. All other rows are zero."""
         stride = contiguous_strides(self.size)
         grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
         width = math.prod(self.size[1:])
@@ -90,7 +90,7 @@ class _Table:
 
 
 class _Lookup(torch.autograd.Function):
-    """Autograd function of ``embedding`` whose dense gradient is written into the pool."""
+    """Autograd function of ``embedding`` that writes the dense gradient of the table into the pool."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Bags(torch.autograd.Function):
-    """Autograd function of ``_embedding_bag`` whose dense gradient is written into the pool."""
+    """Autograd function of ``_embedding_bag`` that writes the dense gradient of the table into the pool."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ class _Bags(torch.autograd.Function):
 
 
 class _Picked(torch.autograd.Function):
-    """Autograd function of ``index_select``, ``index`` and ``gather`` along the rows, with a paged dense gradient."""
+    """Like `_Lookup`, but for ``index_select``, ``index`` and ``gather`` along the rows of a table."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, func: Any, add: Add, table: PagedTensor, *indices: torch.Tensor | None) -> Any:
@@ -197,7 +197,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
-    """Translate row numbers of the large table to the small table. Any number results for bags without a chosen row."""
+    """Convert row numbers of the large table to the small table; arbitrary for a bag without a chosen row."""
     if rows.rows.numel() == 0:
         return torch.zeros_like(largest)
     found = torch.searchsorted(rows.rows, largest.long()).clamp_(max=rows.rows.numel() - 1)

@@ -1,4 +1,4 @@
-"""Rules for writes to rows of a table that indices name: only the blocks of those rows are read and written back.
+"""Rules for writes to the rows that indices name in a table: only the blocks of those rows are read and written back.
 
 The rows are copied to a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs on it, and
 the rows are copied back. So an operation that fails because of wrong shapes or an index out of range changes nothing in
@@ -71,7 +71,7 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Return True if torch leaves the rows that no index names unchanged, to the last bit and even in a NaN.
+    """Return True if torch keeps every bit of the rows that no index names, even in a NaN.
 
     torch may change such rows in two cases. A reduction to the mean divides all rows, most of them by one. In half
     precision, torch copies all rows to single precision for ``scatter_*``, and for ``index_add_`` with rows of one
@@ -121,7 +121,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tensor) -> bool:
-    """Return True if one mask covers each element of the table, and all selected elements get the same number."""
+    """Return True if the only index is a mask of the table's shape, and all selected elements get the same number."""
     mask = given[0]
     return (
         len(given) == 1
@@ -134,7 +134,7 @@ def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tenso
 
 
 def _fill_by_mask(func: Any, table: PagedTensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """Fill by mask, block by block and without the positions of the selected elements: each would take 16 bytes."""
+    """Set the elements that a mask selects, block by block. A list of their positions would take 16 bytes for each."""
     steps = list(pairwise(sorted(block_cuts([table], table._storage.pool.fast) | {0, table.numel()})))
     if type(mask) is not PagedTensor:
         truths = flat(mask)

@@ -20,7 +20,7 @@ class Done:
     id : int
         Number of the transfer.
     error : BaseException or None
-        The error with which it failed; None if it succeeded or was cancelled.
+        The error with which the transfer failed; None if it succeeded or was cancelled.
     cancelled : bool
         True if the transfer never started, because a transfer that it waited for had failed.
     start, end : float
@@ -42,7 +42,7 @@ class Executor(ABC):
 
     @property
     def trouble(self) -> Exception | None:
-        """The error because of which the executor cannot find out if transfers have ended; None if it can."""
+        """The error that keeps the executor from finding out if transfers have ended; None if there is none."""
         return None
 
     @abstractmethod
@@ -72,4 +72,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self, timeout: float) -> bool:
-        """Let running transfers end and drop the others; return False if one still runs after `timeout` seconds."""
+        """Let running transfers end, and drop the others. Return False if one still runs after `timeout` seconds."""

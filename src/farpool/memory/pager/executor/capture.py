@@ -1,8 +1,9 @@
 """Exempts farpool's threads from CUDA's capture checks, so that they do not break a CUDA graph that is being captured.
 
-While any thread captures a graph in the default mode, "global", CUDA refuses calls in all threads that may be unsafe
-then, such as asking if an event has passed. A refused call breaks the capture. In relaxed mode, CUDA does not refuse a
-thread's calls. Our threads may use relaxed mode, because none of their calls belongs to a stream that is captured.
+While any thread captures a graph in the default mode, "global", some calls may be unsafe, such as asking if an event
+has passed. CUDA refuses these calls in all threads, and a refused call breaks the capture. In relaxed mode, CUDA does
+not refuse a thread's calls. Our threads may use relaxed mode, because none of their calls belongs to a stream that is
+captured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Exchange = Callable[[Any], int]
 
 
 def exchange_function(folder: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Exchange | None:
-    """Find the function that exchanges a thread's capture mode; None if no library has it.
+    """Return the function that exchanges a thread's capture mode; None if no library has this function.
 
     We look in torch's own libraries first, because they lead to the CUDA runtime that torch uses, whether the runtime
     is linked into them or loaded with them. Otherwise we use the CUDA driver, which has the same function under another
@@ -72,7 +73,7 @@ def _warn(why: str) -> None:
     if _warned:
         return
     _warned = True
-    with suppress(FarpoolWarning):  # if warnings are errors, it must not end a thread: the pool itself works
+    with suppress(FarpoolWarning):  # if warnings are errors, this one must not end a thread: the pool itself works
         warnings.warn(
             f"capturing a CUDA graph of plain tensors while a pool transfers may fail ({why}); capture with "
             "torch.cuda.graph(..., capture_error_mode='thread_local') (this is said once)",

@@ -16,8 +16,8 @@ class Copy(Protocol):
     def done(self) -> bool:
         """Return True if the copy has ended.
 
-        Raises if the device cannot tell. Then the copy may still be under way: do not touch its memory, and call again
-        later.
+        Raises an error if the device cannot tell. The copy may still be under way then, so do not touch its memory, and
+        call this again later.
         """
         ...
 
@@ -57,11 +57,11 @@ class Device(Protocol):
         ...
 
     def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy:
-        """Start a copy into the arena; raises only if it has certainly not been started."""
+        """Start a copy into the arena. Raises an error only if the copy has certainly not been started."""
         ...
 
     def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy:
-        """Start a copy out of the arena; raises only if it has certainly not been started."""
+        """Start a copy out of the arena. Raises an error only if the copy has certainly not been started."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""Copies to and from CUDA devices, on a stream for each direction; they wait for events, and nothing synchronizes."""
+"""Copies to and from CUDA devices, on one stream for each direction.
+
+The copies wait for events of the program's streams. No call synchronizes the host with the device.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,8 @@ class CudaArena:
     kind = "hbm"
     page_locked = 0
     alignment = 512
-    """Alignment in bytes, the same as of torch's own memory. With another alignment, cuBLAS may choose kernels that
-    compute other bits."""
+    """Alignment in bytes, as torch aligns its own memory. With another alignment, cuBLAS may choose kernels whose
+    results differ in some bits."""
 
     def __init__(self, nbytes: int) -> None:
         if not torch.cuda.is_available():
@@ -74,11 +77,11 @@ class CudaArena:
 
     @property
     def touched(self) -> int:
-        """Bytes of device memory held."""
+        """Bytes of device memory that the arena holds."""
         return self.tensor.numel()
 
     def resize(self, nbytes: int) -> None:
-        """Change the bytes in use. The allocation stays as it is, so the arena cannot grow beyond the allocation.
+        """Change the number of bytes in use. The allocation keeps its size, so the arena cannot grow beyond it.
 
         Raises
         ------
@@ -96,11 +99,11 @@ class CudaArena:
         """Give the memory back. It is reused only after all work that is now queued on these streams has ended."""
         for stream in streams:
             self.tensor.record_stream(stream)
-        self.tensor.untyped_storage().resize_(0)  # views of it may live on, but hold nothing then
+        self.tensor.untyped_storage().resize_(0)  # views of the tensor may live on, but hold no memory then
 
 
 class CudaHost:
-    """The page-locked ranges of host memory of a GPU.
+    """The ranges of host memory that are page-locked for a GPU.
 
     Parameters
     ----------
@@ -145,7 +148,7 @@ class CudaHost:
             torch.cuda.cudart().cudaHostUnregister(address)  # fails only if the driver has been unloaded before
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """A tensor whose memory is part of one locked range."""
+        """Return a tensor whose memory is this part of one locked range."""
         start, memory = self._ranges[bisect_right(self._ranges, address, key=lambda item: item[0]) - 1]
         return memory[address - start : address - start + nbytes]
 
@@ -182,8 +185,8 @@ class CudaStaging:
         self.address = self._memory.address
         self.nbytes = nbytes
         try:
-            # A thread of its own, so that an error of the runtime is not raised later by the caller's next kernel
-            # launch.
+            # We lock in another thread, because CUDA keeps an error for the thread that made the call, and the next
+            # kernel launch of this thread would raise it.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(host.lock, self.address, nbytes).result()
         except OSError as error:
@@ -213,7 +216,7 @@ class _LostCopy:
         self._error = error
 
     def done(self) -> bool:
-        raise self._error.with_traceback(None)  # else it would grow with each look
+        raise self._error.with_traceback(None)  # otherwise the traceback would grow with each poll
 
 
 class CudaDevice:
@@ -253,7 +256,7 @@ class CudaDevice:
         Raises
         ------
         UnsupportedError
-            The current stream is being captured, so that work would become part of a CUDA graph.
+            A CUDA graph is being captured on the current stream. The work would become part of the graph.
         """
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -267,7 +270,7 @@ class CudaDevice:
         if stream.cuda_stream not in self._users:
             self._users[stream.cuda_stream] = stream
             if self._moved is not None:
-                stream.wait_event(self._moved)  # queued on the others when this one was not known yet
+                stream.wait_event(self._moved)  # the known streams already wait for this event
         return stream
 
     def _forget_capturing(self) -> None:
@@ -307,7 +310,7 @@ class CudaDevice:
     def fill(self, place: int, nbytes: int, pattern: bytes) -> None:
         """Fill a range with a pattern of two bytes, after the program's earlier work and before its later work.
 
-        The bounds of the range are even.
+        The bounds of the range must be even.
         """
         with self._in_order():
             words = self._arena.tensor[place : place + nbytes].view(torch.int16)
@@ -316,7 +319,7 @@ class CudaDevice:
     @contextmanager
     def _in_order(self) -> Iterator[None]:
         """Context in which queued work runs after the program's earlier work on the arena and before its later work."""
-        # Work on a stream that is captured would be done at each replay, and not now.
+        # Work on a stream that is being captured would be done at each replay of the graph, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():
             stream.wait_event(event)

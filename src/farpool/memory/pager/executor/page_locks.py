@@ -59,7 +59,7 @@ class _Space:
 
 
 class PageLocks:
-    """Page-locks the memory of tiers in its own thread: each chunk when a transfer first asks for it.
+    """Page-locks the memory of tiers in a thread of its own, chunk by chunk, up to the last byte that is asked for.
 
     Parameters
     ----------
@@ -89,7 +89,8 @@ class PageLocks:
     def parts(self, tier: int, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Split an extent into parts that are each inside one locked range; return address and bytes of each part.
 
-        If any byte of the extent is not locked yet, this returns None and has the extent locked later.
+        If any byte of the extent is not locked yet, this returns None and asks the thread to lock the extent. It also
+        returns None if the tier is not `Mapped`.
         """
         space = self._spaces.get(tier)
         if space is None:
@@ -121,7 +122,7 @@ class PageLocks:
         return True
 
     def _want(self, space: _Space, stop: int) -> None:
-        # No lock for this look: `wanted` only grows, and the staging thread asks again for each transfer.
+        # We read `wanted` without the lock: it only grows, and the staging thread asks again for each transfer.
         if space.refused or stop <= space.wanted:
             return
         with self._changed:
@@ -161,4 +162,4 @@ class PageLocks:
                 )
             return
         self._ledger.add(space.name, _OWNER, page_locked=nbytes)
-        space.locked += nbytes  # the last step: from now on it is copied from and to
+        space.locked += nbytes  # the last step: from now on, copies may use this chunk directly

@@ -1,13 +1,14 @@
 """Executor of transfers between tiers and a device that has its own memory.
 
-If the tier's memory is page-locked, the device copies directly between it and the arena. Otherwise a transfer has two
-steps, which we call *legs*, with page-locked staging memory between them: in the tier's leg, a native thread copies the
-bytes between tier and staging memory, and in the device's leg, the device copies them between staging memory and arena.
-Legs of different transfers run at the same time.
+If the tier's memory is page-locked, the device copies directly between that memory and the arena. Otherwise a transfer
+has two steps, which we call *legs*. In the tier's leg, a native thread copies the bytes between the tier and the
+page-locked staging memory. In the device's leg, the device copies the bytes between staging memory and arena. Legs of
+different transfers run at the same time.
 
 The target range of a fetch may still hold bytes that other transfers write to their tiers; `Transfer.after` names these
-transfers. Only the device's leg of the fetch waits for them, so its tier's leg may run before the range is free. It
-waits until they have ended on their tiers: if a tier refuses a write, the bytes have to be in the arena still.
+transfers. Only the device's leg of the fetch waits for these transfers; the tier's leg of the fetch may run before the
+range is free. The device's leg waits until the writes have ended on their tiers, because the bytes must still be in the
+arena if a tier refuses a write.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _TIER_INTERVAL_S = 0.2e-3
 _COPY_INTERVAL_S = 50e-6
 """Seconds between two polls of copies under way, because a device gives no signal when a copy has ended."""
 _COPY_BYTES_MAX = 32 << 20
-"""While copies of this many bytes are under way in one direction, only copies that an access waits for are started.
-These bytes keep the link busy from one poll to the next, and they are all that such a copy may have to wait for."""
+"""While copies of this many bytes are under way in one direction, only copies that an access waits for are started. The
+limit is large enough to keep the link busy from one poll to the next, and small enough that these urgent copies wait
+only briefly."""
 _TROUBLE_INTERVAL_S = 10e-3
 """Seconds between two polls of copies while the device raises errors when it is polled."""
 
@@ -56,15 +58,15 @@ class _Job:
     nbytes: int
     leg: _Leg = _Leg.WAITING
     parts: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(address in the host's memory, offset in the arena, bytes)`` of each copy of the device's leg; empty until they
-    are known."""
+    """``(address in the host's memory, offset in the arena, bytes)`` of each copy of the device's leg; empty until the
+    copies are planned."""
     staging: int = -1
     """Offset in the staging memory, -1 if the transfer does not use it."""
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
     """Started copies that have not ended."""
     trouble: Exception | None = None
-    """The error that the device raised at the last poll of a copy, so that we do not know if that copy has ended."""
+    """The error that the device raised at the last poll of a copy. We do not know if that copy has ended."""
     error: Exception | None = None
     """The error because of which a copy could not start. The job ends only after its started copies, because they use
     the host's memory."""
@@ -106,7 +108,7 @@ class StagedExecutor(Executor):
         """Jobs whose copies are under way, by direction, in the order in which the copies started and will end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """True if all jobs have to be checked again, because something has changed that a job may have waited for."""
+        """True if all jobs have to be checked again, because an event that a job may have waited for has occurred."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -186,8 +188,8 @@ class StagedExecutor(Executor):
                     # One job that advances may unblock others, so `_changed` stays True until a round advances none.
                     progressed = self._changed = self._advance_all()
                 copying = any(self._copying.values())
-                # Copies under way use host memory, so the thread stays until they end; tiers' legs are waited for by
-                # the queue.
+                # Copies under way use host memory, so the thread stays until they end. `close` itself waits for the
+                # tiers' legs.
                 if self._closing and not copying:
                     return
                 if not self._jobs:
@@ -262,7 +264,7 @@ class StagedExecutor(Executor):
             self._start_copies(job)
             return True
         if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
-            return False  # the transfers before it need staging memory first, or neither would ever go on
+            return False  # its predecessors must get staging memory first: if it took the memory, none could go on
         job.staging = self._space.alloc(job.nbytes)
         if job.staging < 0:
             return False
@@ -276,9 +278,9 @@ class StagedExecutor(Executor):
         return True
 
     def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies between the arena and the tier's own memory: host address, place in the arena, bytes.
+        """Return the copies between the arena and the tier's own memory: host address, place in the arena, bytes.
 
-        Empty if the tier's memory is not page-locked.
+        The list is empty if the tier's memory is not page-locked.
         """
         copies: list[tuple[int, int, int]] = []
         for piece in job.transfer.pieces:
@@ -292,7 +294,7 @@ class StagedExecutor(Executor):
         return copies
 
     def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies between arena and staging memory, one for each piece: host address, place in the arena, bytes."""
+        """Return a copy between arena and staging memory for each piece: host address, place in the arena, bytes."""
         copies = []
         address = self._address + job.staging
         for piece in job.transfer.pieces:
@@ -370,7 +372,7 @@ class StagedExecutor(Executor):
 
 
 def _rounded(nbytes: int) -> int:
-    """Bytes of a piece, rounded up so that the next piece in staging memory is aligned."""
+    """Return the bytes of a piece, rounded up so that the next piece in staging memory is aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

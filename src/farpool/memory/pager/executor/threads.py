@@ -14,7 +14,7 @@ _WRITE_BACK, _PREFETCH, _DEMAND = 0, 1, 2
 
 
 class ThreadExecutor(Executor):
-    """Executor with a queue and native threads for each tier and direction; they run without the interpreter lock.
+    """Executor with a queue and native threads for each tier and direction. The threads need no interpreter lock.
 
     Parameters
     ----------
