@@ -232,7 +232,8 @@ class BlockCache(Closing):
             For each key, writable contiguous memory of exactly the size of its payload. The buffers of a tuple together
             have that size.
         timeout : float or None
-            Seconds that the whole load may take; None for the cache's own timeout for each 64 MiB.
+            Seconds that the whole load may take; None for a limit that grows with the size: the cache's own
+            timeout for every 64 MiB.
 
         Returns
         -------
@@ -281,7 +282,8 @@ class BlockCache(Closing):
         values : sequence of buffer or tuple of buffers
             Payload of each block, which must not change during the call.
         timeout : float or None
-            Seconds that the whole save may take; None for the cache's own timeout for each 64 MiB.
+            Seconds that the whole save may take; None for a limit that grows with the size: the cache's own
+            timeout for every 64 MiB.
         cost : float
             Seconds that computing one of the blocks again takes; 0 if that is not known.
         parents : mapping of bytes to bytes, optional

@@ -270,7 +270,7 @@ class PrefixCache(Closing, OldCalls):
             memory for anything else until the load has ended.
         timeout : float or None
             Seconds that the whole load may take. None for the time that computing the same tokens is expected to take
-            or, if that is not known, the cache's own timeout for each 64 MiB.
+            or, if that is not known, a limit that grows with the size: the cache's own timeout for every 64 MiB.
         wait : bool
             If False, run in the background and return a `Call`.
 
@@ -476,7 +476,8 @@ class PrefixCache(Closing, OldCalls):
             are in use when `save` is called. Give the name if the engine may change its weights between computing and
             saving.
         timeout : float or None
-            Seconds that the whole save may take; None for the cache's own timeout for each 64 MiB.
+            Seconds that the whole save may take; None for a limit that grows with the size: the cache's own
+            timeout for every 64 MiB.
         wait : bool
             If False, run in the background and return a `Call`.
 

@@ -188,7 +188,10 @@ class EngineJudge:
         return run
 
     def asked_again(self, run: Run) -> None:
-        """Record that an engine looks up the blocks of a run again, so it has not begun to compute these blocks."""
+        """Record that an engine looks up the blocks of a run again.
+
+        The repeated lookup shows that the engine has not begun to compute them.
+        """
         with self._lock:
             if not run.computed:
                 run.since = self.clock()
@@ -296,8 +299,8 @@ class EngineJudge:
     def _computed(self, sample: _Sample) -> None:
         """Record a measured compute time.
 
-        The judge collects the first samples and then learns them in order, the slowest first. So it has an estimate
-        before it learns a sample that is far too short, and the estimate limits the effect of that sample
+        The judge collects the first samples, and then learns them from slowest to fastest. In this way an estimate
+        already exists when a sample that is far too short is learned, and limits the effect of that sample
         (`_SHARE_OF_ESTIMATE_MIN`).
         """
         if self._early is None:

@@ -96,7 +96,8 @@ class Eviction(Generic[Key]):
     capacity : int
         Maximum bytes of all blocks together.
     policy : str
-        One of `POLICIES` to use always, without shadow caches; empty to choose while the cache runs.
+        One of `POLICIES`, which is then always used; or empty, to select the policy at run time by means of shadow
+        caches.
 
     Raises
     ------

@@ -34,11 +34,11 @@ class Loop:
 
 
 def find_loop(entries: Sequence[int]) -> Loop | None:
-    """Find the period for which the most entries equal the entry one period earlier.
+    """Find the period at which the largest number of entries equal the entry one period before them.
 
-    If several periods are equally good, the result has the shortest of them. If a loop contains inner loops, an inner
-    loop is found as long as the outer loop has had few turns. The outer loop is found when more entries repeat at its
-    period than at the period of any inner loop.
+    If several periods are equally good, the result has the shortest of them. If a loop contains inner loops, the result
+    is an inner loop while the outer loop has been repeated only a few times. The result becomes the outer loop once
+    more entries repeat at its period than at any inner loop's period.
 
     Returns
     -------

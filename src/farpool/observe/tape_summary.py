@@ -76,7 +76,7 @@ class TapeSummary:
         Sums over all threads. Compute: from the grant of an access's operands to their release. Think: from a release
         to the thread's next request. Stall: from a request to its grant.
     loop : Loop or None
-        The loop at whose period the most accesses repeat; None if the accesses have no loop.
+        The loop whose period makes the most accesses repeat; None if the accesses have no loop.
     reuse : tuple of Reuse
     least_moved : tuple of LeastMoved
         Bytes moved with the recorded budget and with budgets that are shares of `peak_bytes`, sorted by budget. Budgets

@@ -60,7 +60,7 @@ class _Shared:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
-    """Yield the name of each parameter and buffer of a module, the tensor, and True if it is an embedding table.
+    """For each parameter and buffer of a module, yield its name, its tensor, and whether it is an embedding table.
 
     If several parts of the module have the same tensor, it is yielded once for each part.
     """

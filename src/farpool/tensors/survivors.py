@@ -1,8 +1,9 @@
 """Debug mode's search for survivors: real tensors over the arena that outlive the operation they were made for.
 
-After the access is released, the bytes that such a tensor views may be moved, evicted or overwritten. So we keep a weak
-reference to each storage and view of the arena that is made for an operation, and check after the operation that all of
-them are gone. Checking the storages also finds views that the operation itself has made of its operands.
+Each operation on paged tensors has an access, which pins the bytes of its operands in the arena. After the operation,
+the access is released. From then on the bytes that a survivor views may be moved, evicted or overwritten. So we keep a
+weak reference to each storage and view of the arena that is made for an operation, and check after the operation that
+all of them are gone. Checking the storages also finds views that the operation itself has made of its operands.
 """
 
 from __future__ import annotations

@@ -95,6 +95,9 @@ def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) 
 
 
 def stop_waiting(module: torch.nn.Module) -> None:
-    """Cancel the moves that the first forward passes of a module's parts would make."""
+    """Cancel the pending moves of a module.
+
+    Each part with a pending move would have been moved at its first forward pass with a shape for all its tensors.
+    """
     for part in module.modules():
         _remove(part)

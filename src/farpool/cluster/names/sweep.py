@@ -203,9 +203,10 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
 
 
 def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
-    """Return the marks of objects' copies, and the nodes that are away.
+    """Ask the nodes for the marks of objects' copies. Return the marks, and the nodes that are away.
 
-    If all nodes in `still_away` are still away, the result has no marks.
+    A mark is a number that a node changes whenever it keeps or releases the copy. `still_away` contains nodes that were
+    away in an earlier sweep. If none of them has come back, return no marks.
     """
     found, ordered = _Marks({}, set(), set()), sorted(keys)
     for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):

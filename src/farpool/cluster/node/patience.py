@@ -38,7 +38,11 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 class _Slices:
-    """Lets a timeout expire after a number of seconds, which it counts in slices."""
+    """Counts a timeout's seconds in short slices, and lets the timeout expire when the slices add up to these seconds.
+
+    If the process stands still during a slice, the slice still counts only its length. If the loop sees the end of the
+    last slice late, the timeout may get one more slice.
+    """
 
     def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()

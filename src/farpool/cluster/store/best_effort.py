@@ -228,9 +228,9 @@ class BestEffort:
         Returns
         -------
         sequence of Demotion, Exception or None
-            Outcome for each value; None if there is no value. If the copies of a value have different outcomes, the
-            outcome of a copy that stays in memory is returned, or else `Demotion.LOWER`. An error is returned only if
-            no copy has an outcome.
+            Outcome for each value; None if there is no value. If the copies of a value have different outcomes: the
+            outcome of a copy that stays in memory, if there is one; otherwise `Demotion.LOWER`. An error is returned
+            only if no copy has an outcome.
         """
         return self._attempt(
             len(keys),

@@ -66,15 +66,16 @@ class Probe(msgspec.Struct, gc=False):
 
 
 class Pause(msgspec.Struct, gc=False):
-    """Wait before the plan retries members that have failed or are busy.
+    """A pause before the plan retries members that have failed or are busy.
 
     Attributes
     ----------
     seconds : float
         Length of the pause.
     meets : bool
-        True if the plan continues with the members that are in the list after the pause; the call fails if none of them
-        can be reached. False if the plan asks the same members again, even if they have left the list.
+        True if the call meets the members of the list (learns their nodes' identities) after the pause. The plan then
+        continues with the members that are in the list at that time; the call fails if none of them can be reached.
+        False if the call meets no members: the plan asks the same members again, even if they have left the list.
     """
 
     seconds: float = RETRY_PAUSE_S
@@ -120,5 +121,8 @@ def is_away(failure: Exception) -> bool:
 
 
 def may_recover(failures: Iterable[Exception]) -> bool:
-    """Return True if another attempt may succeed, because no node refused this one or sent bad bytes."""
+    """Return True if another attempt may succeed.
+
+    That is so if, in the last attempt, no node refused the request and none sent bad bytes.
+    """
     return all(map(is_away, failures))

@@ -126,7 +126,7 @@ class Store(Closing):
     Raises
     ------
     ConfigError
-        A setting is wrong. Making a store asks no node.
+        A setting is wrong. The constructor contacts no node, so it does not raise if nodes are down.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Background upkeep: after a read, a thread marks the other copies of the object as used, and restores missing copies.
 
 A hit counts as a use on one node only. Without upkeep the other copies would look unused, their nodes would evict them,
-and the object would be lost with the first node.
+and the object would be lost if the node that serves the hits failed.
 """
 
 from __future__ import annotations

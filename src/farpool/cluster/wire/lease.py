@@ -75,7 +75,10 @@ class Lease:
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:
-    """Map the file of a lease. `call` asks the node for the file, and returns a list with its descriptor."""
+    """Map the file of a lease.
+
+    `call` asks the node for the file, and returns a list that contains the file's descriptor.
+    """
     files = call()
     try:
         if len(files) != 1:

@@ -504,10 +504,11 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         nbytes: int,
         request: str,
     ) -> list[Reason | None]:
-        """Load pages of one or several pools with one request. The judge measures the load.
+        """Load pages of one or several pools with one request.
 
-        A request may have pages of several pools for the same tokens, and the judge must count these tokens once. So
-        the judge receives only the outcomes of the pages of the first pool.
+        The judge, which decides whether loading is faster than computing, measures the time of the load. A request may
+        have pages of several pools for the same tokens, and the judge must count these tokens once. So the judge
+        receives only the outcomes of the pages of the first pool.
 
         Parameters
         ----------
@@ -540,7 +541,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         hashes: Sequence[str],
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> dict[str, list[bool]]:
-        """Look up pages of several pools with one request. Return a list by pool: True for each page that was found."""
+        """Look up pages of several pools with one request.
+
+        Return, for each pool, a list with one bool per page: True if the page was found.
+        """
         batches = [[] if pages.is_logical else pages.keys(self._blocks, wanted) for pages, wanted in asked]
         found = self._blocks.lookup([key for batch in batches for key in batch], request=_request(hashes, extra_info))
         answers = iter(found.found)
@@ -552,7 +556,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
     def _move_pools(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, saving: bool
     ) -> dict[str, list[bool]]:
-        """Save or load pages of several pools. Return a list by pool: True for each page that was moved."""
+        """Save or load pages of several pools.
+
+        Return, for each pool, a list with one bool per page: True if the page was moved.
+        """
         wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
         moved = self._move(wanted, extra_info, saving=saving)
         return {one.name: pages for one, pages in zip(transfers, moved, strict=True)}
@@ -564,9 +571,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not inst
         *,
         saving: bool,
     ) -> list[list[bool]]:
-        """Save or load pages of several pools with one request. Return a list for each pool: True for each moved page.
+        """Save or load pages of several pools with one request.
 
-        Pages that have no bytes of their own count as moved, and so do pages that another rank saves.
+        Return, for each pool, a list with one bool per page: True if the page was moved. Pages that have no
+        bytes of their own count as moved, and so do pages that another rank saves.
         """
         began = time.perf_counter()
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]

@@ -112,7 +112,7 @@ class FarpoolCache(Cache):
     ----------
     config : PreTrainedConfig or PreTrainedModel
         Configuration of the model, as for ``DynamicCache(config=...)``, or the model itself. Give the whole
-        configuration: the text part of a model for images does not show that the model sees images.
+        configuration: the text part of a multimodal model's configuration does not show that the model accepts images.
     pool : Pool
         Pool for the bytes, on the device that the model computes on.
     tokens_per_block : int, optional

@@ -423,7 +423,11 @@ def _left(until: float) -> float | None:
 
 
 def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:
-    """Divide the numbers of blocks of `nbytes` bytes into batches of at most `_BATCH_BYTES_MAX` bytes."""
+    """Split a list of block numbers into batches.
+
+    The blocks of one batch (`nbytes` bytes each) have at most `_BATCH_BYTES_MAX` bytes together. A larger block is a
+    batch of its own.
+    """
     step = max(1, _BATCH_BYTES_MAX // nbytes)
     for start in range(0, len(numbers), step):
         yield numbers[start : start + step]

@@ -1,4 +1,4 @@
-"""Access to an arena's bytes for debug mode: it poisons bytes, looks for changed poison, and computes checksums."""
+"""Access to an arena's bytes for debug mode: methods that poison bytes, find changed poison, and compute checksums."""
 
 from __future__ import annotations
 

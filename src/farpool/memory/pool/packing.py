@@ -25,7 +25,9 @@ _WAIT_SLICE_S = 0.1
 
 
 class Packing:
-    """Packs loose storages. Callers must not hold the pool's lock, because `pack` takes it.
+    """Packs loose storages: new storages that have not been used yet (see the top of this module).
+
+    Callers must not hold the pool's lock, because `pack` takes it.
 
     Parameters
     ----------

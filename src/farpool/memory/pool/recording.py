@@ -283,7 +283,10 @@ def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classe
 
 
 def _creates(pager: Pager, made: Made) -> list[Create]:
-    """Make records for blocks that exist already: one for each run of blocks with the same place of content."""
+    """Make creation records for blocks that exist already.
+
+    Consecutive blocks with the same `Content` share one record.
+    """
     members = range(made.first, made.first + made.count)
     creates = []
     for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):

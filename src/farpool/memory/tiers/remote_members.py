@@ -282,7 +282,10 @@ class Following(Contact):
         self._note(part, f"{about}, stay there, so keep that node running: no other member takes them ({why})")
 
     def _require_readable(self, part: MemberPart) -> None:
-        """Raise an error if the part cannot be read, before another member provides memory for it in vain."""
+        """Raise an error if the part cannot be read.
+
+        Called first, so that no other member provides memory for a part that cannot be copied.
+        """
         buffer = bytearray(1)
         part.port.read(0, buffer_address(buffer), 1)
 

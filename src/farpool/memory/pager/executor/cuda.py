@@ -222,7 +222,7 @@ class _LostCopy:
 class CudaDevice:
     """A CUDA device that copies on a stream for each direction.
 
-    A fence is a list of events, one on each stream of the program that has used the pool.
+    A fence is a list of events, one for each of the program's streams on which the pool has been used.
 
     Parameters
     ----------
