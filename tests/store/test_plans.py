@@ -165,6 +165,9 @@ class _Cluster:
     def view(self, deadline: float) -> Snapshot:
         return self.snapshot
 
+    def reachable(self, deadline: float) -> Snapshot:
+        return self.snapshot
+
     def wait(self, deadline: float, seconds: float) -> bool:
         self.pauses -= 1
         return self.pauses >= 0
@@ -251,6 +254,34 @@ def test_a_put_succeeds_only_if_enough_different_members_have_confirmed_it(seed:
     outcome = cluster.put(patient=chance.random() < 0.7)
     assert (outcome == PutOutcome.STORED) is (len(confirmed) >= copies)
     assert len(confirmed) <= copies
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_call_to_all_nodes_has_the_result_that_its_plan_alone_would_have(seed: int) -> None:
+    def result(*, planned: bool) -> tuple[Any, list[list[Ask]]]:
+        chance = random.Random(seed)
+        view, _ = made(chance.randint(1, 4), strangers=chance.choice([0, 0, 1]))
+        likely = chance.choice([[0, 0, 0, 0, 1, 2, 3], [0, 1]])
+        copies = chance.randint(1, 2)
+
+        def answer(ask: Ask) -> Any:
+            given = [reply(), reply(Status.MISSING), reply(Status.FULL, b"full"), AWAY][chance.choice(likely)]
+            if given is not AWAY:
+                given.serial = chance.choice([0, 7, 8])
+            return given
+
+        cluster: Any = _Cluster(view, 1, answer, pauses=chance.randint(0, 2))
+        try:
+            if planned:
+                plan = writing._everywhere(view, Op.TOUCH, [KEY], copies, None)
+                return driver.run(cluster, plan, 1e12, everyone=True), cluster.rounds
+            return writing.everywhere(cluster, Op.TOUCH, [KEY], 1e12, copies=copies), cluster.rounds
+        except NodeError as error:
+            return f"{type(error).__name__}: {error}", cluster.rounds
+
+    (planned, its_rounds), (made_at_once, rounds) = result(planned=True), result(planned=False)
+    assert made_at_once == planned
+    assert [len(asks) for asks in rounds] == [len(asks) for asks in its_rounds]
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["everywhere", "put", "targets"]
 
-_DONE, _PRESENT = Status.DONE, Status.PRESENT  # because each put would look up the members of the enum again
+_DONE, _PRESENT, _MISSING = (
+    Status.DONE,
+    Status.PRESENT,
+    Status.MISSING,
+)  # because each put would look up the members of the enum again
 
 
 @dataclass(slots=True)
@@ -259,13 +263,34 @@ def everywhere(
     """
     if not metas:  # no node needs to be reached
         return Touched([], True, [], [], frozenset())
-    plan = _everywhere(cluster.reachable(deadline), op, metas, copies, seen)
-    return run(cluster, plan, deadline, everyone=True)
+    view = cluster.reachable(deadline)
+    first: Sequence[Reply | Exception] | None = None
+    if seen is None and len(metas) == 1 and not view.strangers:
+        # Nearly all drops and touches end here, so no plan is made for them.
+        (meta,) = metas
+        first = cluster.ask([Ask(member, op, meta) for member in view.met], share_of(deadline, last=len(view.met) == 1))
+        found: dict[bytes, int] = {}
+        for member, answer in zip(view.met, first, strict=True):
+            if isinstance(answer, Exception):
+                break
+            if answer.status == _DONE:
+                found[member.identity] = answer.serial
+            elif answer.status != _MISSING:
+                break
+        else:
+            return Touched([len(found)], True, [found], [], _unmarked(view.met, found))
+    return run(cluster, _everywhere(view, op, metas, copies, seen, first), deadline, everyone=True)
 
 
 def _everywhere(
-    view: Snapshot, op: Op, metas: Sequence[bytes], copies: int, seen: Sequence[Mapping[bytes, int]] | None
+    view: Snapshot,
+    op: Op,
+    metas: Sequence[bytes],
+    copies: int,
+    seen: Sequence[Mapping[bytes, int]] | None,
+    first: Sequence[Reply | Exception] | None = None,
 ) -> Plan[Touched]:
+    """Send the requests until some node has answered about each object; `first` has the answers of a first attempt."""
     done, marks = [0] * len(metas), [dict[bytes, int]() for _ in metas]
     left = list(range(len(metas)))
     complete, refused, away = True, list[int](), set[str]()
@@ -277,7 +302,8 @@ def _everywhere(
             for number, some in zip(left, asked, strict=True)
             for member in some
         ]
-        answers: Sequence[Reply | Exception] = yield Send(asks, last=len(view.met) == 1)
+        answers: Sequence[Reply | Exception] = first or (yield Send(asks, last=len(view.met) == 1))
+        first = None
         pairs = iter(zip(asks, answers, strict=True))
         unknown, failures = [], []
         for number, some in zip(left, asked, strict=True):
@@ -300,9 +326,7 @@ def _everywhere(
                     silent |= {member.name for member in view.strangers}
                 complete = complete and not silent
                 away |= silent
-                # A mark of 0 comes from a node of an earlier release. It cannot say whether its copy has changed.
-                if 0 in marks[number].values():
-                    away.update(ask.member.name for ask, _ in replies if marks[number].get(ask.member.identity) == 0)
+                away |= _unmarked(view.met, marks[number])
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
@@ -312,6 +336,13 @@ def _everywhere(
                 raise failures[0]
             view = again
     return Touched(done, complete, marks, refused, frozenset(away))
+
+
+def _unmarked(members: Iterable[Member], marks: Mapping[bytes, int]) -> frozenset[str]:
+    """Return the names of the members whose mark is 0: nodes of an earlier release, which do not notice changes."""
+    if 0 not in marks.values():
+        return frozenset()
+    return frozenset([member.name for member in members if marks.get(member.identity) == 0])
 
 
 def _names(view: Snapshot, expected: Iterable[bytes], answered: Collection[Member]) -> set[str]:
