@@ -101,6 +101,39 @@ SocketGroup = Annotated[
         show_default=False,
     ),
 ]
+RegistryUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--registry",
+        metavar="URL",
+        help="Join the pool of this registry: a path, or etcd://HOST,HOST2/PREFIX.",
+        show_default=False,
+    ),
+]
+Label = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME=VALUE", help="A property of the member, for example rack=r1; repeatable.", show_default=False
+    ),
+]
+Weight = Annotated[
+    float, typer.Option(metavar="NUMBER", help="Share of the pool's new objects, relative to other members.")
+]
+Advertise = Annotated[
+    list[str],
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address at which the pool's programs reach the node; repeatable, the best first. Default: --listen.",
+        show_default=False,
+    ),
+]
+MemberTtl = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Time after which the pool counts a silent member as down.")
+]
+SlowStart = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Time over which the weight of a new, empty member grows; 0 for none."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
 
@@ -120,6 +153,12 @@ def node(
     tls: Tls = None,
     insecure_plaintext: InsecurePlaintext = False,
     socket_group: SocketGroup = "",
+    registry: RegistryUrl = None,
+    label: Label = [],  # noqa: B006 - as above
+    weight: Weight = 1.0,
+    advertise: Advertise = [],  # noqa: B006 - as above
+    member_ttl: MemberTtl = 3.0,
+    slow_start: SlowStart = 60.0,
     json: Json = False,
 ) -> None:
     """Lend memory of this host to programs on this host and others, until SIGTERM or SIGINT.
@@ -147,6 +186,12 @@ def node(
         tls=None if tls is None else CertificateFolder(tls, "--tls"),
         insecure_plaintext=insecure_plaintext,
         socket_group=socket_group,
+        registry=registry,
+        labels=_labels(label),
+        weight=weight,
+        advertise=tuple(parse_address(address, "--advertise", any_port=True) for address in advertise),
+        member_ttl=member_ttl,
+        slow_start=slow_start,
     )
     _allow_many_files()
     configure(json=json)
@@ -169,6 +214,18 @@ def _shares(given: list[str]) -> dict[int, int]:
             )
         shares[int(tenant)] = parse_size(size, f"--share of tenant {tenant}")
     return shares
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or name in labels:
+            raise ConfigError(
+                f"--label is {text!r}, expected NAME=VALUE, each name once, for example rack=r1", setting="labels"
+            )
+        labels[name] = value
+    return labels
 
 
 def _reload(running: Node, keys: Path | None) -> None:
@@ -209,6 +266,8 @@ def _ready_line(running: Node, *, json: bool) -> str:
         "capacity": running.capacity,
         "room": running.room,
         "pid": os.getpid(),
+        "identity": running.identity.hex(),
+        "registry": running.registry_address or None,
     }
     return msgspec.json.encode(event).decode() + "\n"
 

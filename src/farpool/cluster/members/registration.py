@@ -414,12 +414,14 @@ class Registration(Closing):
             self._thread.join(_STOP_TIMEOUT_S)
         self._registered = False
         # A start that failed leaves no member behind that never was there.
-        if self._held is not None and (not self._kept or (self._joined and not self._is_ready)):
+        for_good = not self._kept or (self._joined and not self._is_ready)
+        if for_good and self._held is not None:
             with suppress(RegistryError):
                 self._held.commit([], [Delete(self._record_key)], timeout=_STOP_TIMEOUT_S)
         self._let_go(_STOP_TIMEOUT_S)
-        if not self._kept:
-            self._path.unlink(missing_ok=True)
+        if for_good:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 def _place(descriptor: int) -> str:
