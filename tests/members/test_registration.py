@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from farpool.abc.membership import MemberInfo, MemberState
-from farpool.abc.registry import Condition, Delete, Put, Registry
+from farpool.abc.registry import Condition, Delete, Entry, Put, Registry
 from farpool.cluster.members import registration
 from farpool.cluster.members.records import (
     MEMBERS,
@@ -29,7 +29,8 @@ from farpool.cluster.members.records import (
 from farpool.cluster.members.registration import FILE, Registration
 from farpool.cluster.members.slow_start import STEPS, weight_at
 from farpool.cluster.registry import open_registry
-from farpool.errors import ConfigError
+from farpool.cluster.roles import HeldRole
+from farpool.errors import ConfigError, RegistryAwayError
 from tests.nodes import eventually
 from tests.registry.conftest import place, single
 
@@ -211,6 +212,26 @@ def test_a_registry_that_lost_everything_gets_the_record_again(make: Make, regis
     assert record(registry) == drained
 
 
+def test_a_record_that_could_not_be_written_again_is_not_taken_for_a_removed_one(
+    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = running(make())
+    write_record = made._write_record
+    failed = threading.Event()
+
+    def away_once(registry: Registry, held: HeldRole, entry: Entry | None) -> None:
+        if entry is None and not failed.is_set():
+            failed.set()
+            raise RegistryAwayError("away")
+        write_record(registry, held, entry)
+
+    monkeypatch.setattr(made, "_write_record", away_once)
+    registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries])
+    eventually(failed.is_set)
+    eventually(lambda: state(registry) is MemberState.ACTIVE and made.registered)
+    assert record(registry) == OWN
+
+
 def test_a_file_that_was_removed_is_made_again(make: Make, tmp_path: Path, log: Log) -> None:
     place = tmp_path / "own.sqlite"
     made = running(make(registry=str(place)))
@@ -265,7 +286,7 @@ def test_without_its_file_the_next_process_waits_for_the_lease(
 
 
 def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Registry, tmp_path: Path) -> None:
-    first = running(make(ttl=2.0))
+    first = running(make(ttl=5.0))
     shutil.copytree(tmp_path / "n", tmp_path / "copy")
     before = registry.range(MEMBERS).entries
     with pytest.raises(ConfigError, match=rf"process {os.getpid()} is already the member {IDENTITY.hex()} .*/identity"):

@@ -1,4 +1,4 @@
-"""What people do with the members of a registry: list them, drain them, remove them.
+"""Work of people on the members of a registry: they list them, drain them and remove them.
 
 A change is made on the condition that nothing has changed since the members were read: neither the member itself, nor
 the other member because of which the change is allowed. So of two people who each drain one of the last two members at

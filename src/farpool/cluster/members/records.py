@@ -46,7 +46,7 @@ _Record = TypeVar("_Record", bound="MemberRecord | AliveRecord")
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a member, whether its node is up or not.
+    """Record of a member, which stays while its node is down.
 
     Attributes
     ----------

@@ -41,7 +41,7 @@ FILE = "registration"
 START_TIMEOUT_S = 30.0
 """Seconds for which a node that starts waits for its registry."""
 _TURNS_PER_TTL = 3
-_TURN_S_MAX = 1.0
+_TURN_S_MAX = 5.0
 _CALL_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 2.0
 """Seconds that a node that stops waits for a registry that does not answer."""
@@ -125,6 +125,7 @@ class Registration(Closing):
         self._process = f"{socket.gethostname()}, process {os.getpid()}"
         self._is_ready = False
         self._joined = False  # the record did not exist before this start
+        self._has_record = False  # the record was there, or was written, since this process has the role
         self._removed = False  # a person removed the record while this process had the role
         self._last: MemberRecord | None = None  # the record as the registry last had it
         self._step = STEPS
@@ -307,8 +308,9 @@ class Registration(Closing):
                 other = self._name_other(registry)
                 self._tell("copied", "another process is this member", level=logging.ERROR, process=other)
                 return False
+            self._has_record = False
             self._note_lease(registry, held.lease)
-        elif record is None and self._last is not None:
+        elif record is None and self._has_record:
             self._removed = True
         if self._removed:
             self._tell("removed", "this member was removed; restart the node to join again", level=logging.WARNING)
@@ -337,11 +339,11 @@ class Registration(Closing):
             present = _present(entry)
             wanted = self._wanted(present)
             if present == wanted:
-                self._last = present
+                self._last, self._has_record = present, True
                 return
             condition = Condition(self._record_key, 0 if entry is None else entry.revision)
             if held.commit([condition], [Put(self._record_key, encode(wanted))]).succeeded:
-                self._last = wanted
+                self._last, self._has_record = wanted, True
                 return
             entry = registry.get(self._record_key)  # another program has changed it
 

@@ -33,7 +33,7 @@ _SLOW_START_MAX_S = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How a node joins a pool; without a registry it joins none. The parameters of `Node` have the meaning."""
+    """Settings of a node that joins a pool, as `Node` explains them. Without a registry the node joins none."""
 
     registry: Registry | str | os.PathLike[str] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
