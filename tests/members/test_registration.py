@@ -275,6 +275,21 @@ def test_the_next_process_of_a_killed_node_does_not_wait_for_its_lease(
     assert log.events == []
 
 
+def test_a_lease_that_another_program_has_by_now_is_not_ended(make: Make, registry: Registry, tmp_path: Path) -> None:
+    """As after another registry came to the address."""
+    killed(running(make(ttl=1.0)))
+    lease = registry.grant(3600.0)
+    registry.commit([], [Put("other", b"1", lease)])
+    with open(tmp_path / "n" / FILE, "r+b") as file:
+        noted = msgspec.json.decode(file.read())
+        noted["lease"] = lease
+        file.seek(0)
+        file.truncate()
+        file.write(msgspec.json.encode(noted))
+    running(make())
+    assert registry.get("other") is not None
+
+
 def test_without_its_file_the_next_process_waits_for_the_lease(
     make: Make, registry: Registry, tmp_path: Path, log: Log
 ) -> None:
@@ -366,7 +381,10 @@ def test_a_node_that_ends_for_good_takes_its_record_with_it(make: Make, registry
 def test_a_node_that_became_another_member_takes_its_old_record_away(make: Make, registry: Registry) -> None:
     killed(running(make()))
     running(make(b"\xff" * 16))
-    assert list(listed(registry)) == [b"\xff" * 16]
+    assert {entry.key for entry in registry.range(MEMBERS).entries} == {
+        record_key(b"\xff" * 16),
+        alive_key(b"\xff" * 16),
+    }
 
 
 def test_a_copy_that_became_another_member_leaves_the_originals_record(

@@ -229,13 +229,12 @@ class Registration(Closing):
         if former is None or former.registry != registry.address:
             return
         identity = bytes.fromhex(former.identity)
-        # We have the lock of the folder, so that process is gone. But only if its role has this lease is it certain
-        # that the lease is not another program's.
+        # We have the lock of the folder, so that process is gone. But the lease is certainly that process's only if its
+        # role has it: another registry may have come to this address.
         role = registry.get(alive_key(identity))
         if role is not None and role.lease == former.lease:
             registry.revoke(former.lease)
-            role = None
-        if identity != self._identity and role is None:
+        if identity != self._identity:
             registry.commit([Condition(alive_key(identity), 0)], [Delete(record_key(identity))])
 
     def _name_other(self, registry: Registry) -> str:
