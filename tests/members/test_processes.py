@@ -170,6 +170,19 @@ def test_a_member_drains_on_after_a_restart(place: str, registry: Registry) -> N
         assert state(registry, other) is MemberState.ACTIVE
 
 
+def test_a_node_that_waits_for_its_registry_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    options = ["--dram", "1MiB", "--listen", "127.0.0.1:0", "--folder", str(tmp_path / "n")]
+    with subprocess.Popen(
+        [*COMMAND, "node", *options, "--registry", "etcd://127.0.0.1:1/pool"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "waiting for the registry" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(120) == 0
+        assert "stopped during the start" in process.stderr.read()
+    assert not (tmp_path / "n").exists()
+
+
 @contextlib.contextmanager
 def own_etcd() -> Iterator[tuple[Cluster, str]]:
     with running_cluster(1) as cluster:

@@ -196,11 +196,27 @@ def node(
     _allow_many_files()
     configure(json=json)
     # Before the node opens, so a signal during the start is not lost.
-    wait = _wait_for_stop(partial(_reload, running, keys))
-    with running:
+    stopping = _watch_signals(partial(_reload, running, keys), running.cancel)
+    if not _start(running, stopping):
+        return
+    try:
         _announce(_ready_line(running, json=json))
-        wait()
+        stopping.wait()
         log("stopping")
+    finally:
+        running.stop()
+
+
+def _start(running: Node, stopping: threading.Event) -> bool:
+    """Start the node; return False if a signal ended the start."""
+    try:
+        running.start()
+    except ConfigError:
+        if not stopping.is_set():
+            raise
+        log("stopped during the start")
+        return False
+    return True
 
 
 def _shares(given: list[str]) -> dict[int, int]:
@@ -272,12 +288,12 @@ def _ready_line(running: Node, *, json: bool) -> str:
     return msgspec.json.encode(event).decode() + "\n"
 
 
-def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
-    """Catch SIGTERM, SIGINT and SIGHUP from now on; return a function that waits for SIGTERM or SIGINT.
+def _watch_signals(reload: Callable[[], object], cancel: Callable[[], object]) -> threading.Event:
+    """Catch SIGTERM, SIGINT and SIGHUP from now on; return an event that SIGTERM or SIGINT sets.
 
-    Each SIGHUP before that calls `reload`. A second SIGTERM or SIGINT ends the process at once. But if it arrives
-    within a second after the first, it is ignored, because `timeout` and similar programs signal the process and then
-    its whole group for one request to stop.
+    Each SIGHUP before that calls `reload`. SIGTERM or SIGINT also calls `cancel`. A second one ends the process at
+    once. But if it arrives within a second after the first, it is ignored, because `timeout` and similar programs
+    signal the process and then its whole group for one request to stop.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
@@ -293,6 +309,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
             reload()
         until = time.monotonic() + _SIGNAL_PAIR_S
         stopping.set()
+        cancel()
         while True:
             [number] = os.read(readable, 1)
             if number != signal.SIGHUP and time.monotonic() > until:
@@ -300,7 +317,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
                 os._exit(128 + number)
 
     threading.Thread(target=watch, name="farpool-signals", daemon=True).start()
-    return stopping.wait
+    return stopping
 
 
 def _allow_many_files() -> None:

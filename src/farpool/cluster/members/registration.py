@@ -154,19 +154,22 @@ class Registration(Closing):
 
     # The start
 
-    def begin(self, timeout: float = START_TIMEOUT_S) -> None:
+    def begin(self, timeout: float = START_TIMEOUT_S, cancelled: threading.Event | None = None) -> None:
         """Become the process that is this member, and write the record. The member is not ready yet.
 
         Parameters
         ----------
         timeout : float
             Maximum seconds to wait for a registry that does not answer.
+        cancelled : threading.Event, optional
+            Event that ends this wait.
 
         Raises
         ------
         ConfigError
             The registry did not answer in time or refused, or another process is this member.
         """
+        cancelled = cancelled or threading.Event()
         deadline = time.monotonic() + timeout
         self._call_timeout = min(_CALL_TIMEOUT_S, timeout)
         while True:
@@ -175,13 +178,12 @@ class Registration(Closing):
                 return
             except RegistryAwayError as error:
                 self._tell("away", "waiting for the registry", level=logging.WARNING, reason=str(error))
-                if time.monotonic() >= deadline:
+                if cancelled.wait(_PAUSE_S) or time.monotonic() >= deadline:
                     raise ConfigError(
                         f"--registry: {error}; start the registry, or leave out --registry: then the node serves "
                         "programs that name its address",
                         setting="registry",
                     ) from error
-                self._closed.wait(_PAUSE_S)
             except RegistryError as error:
                 raise ConfigError(f"--registry: {error}", setting="registry") from error
 

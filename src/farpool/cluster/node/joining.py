@@ -6,6 +6,7 @@ import ipaddress
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,15 @@ class Joining:
         return tuple(dict.fromkeys(addresses))
 
     def register(
-        self, identity: bytes, name: str, listening: Address, media: dict[str, int], folder: Path, *, kept: bool
+        self,
+        identity: bytes,
+        name: str,
+        listening: Address,
+        media: dict[str, int],
+        folder: Path,
+        cancelled: threading.Event,
+        *,
+        kept: bool,
     ) -> Registration:
         """Join the pool. The member is not ready yet.
 
@@ -112,6 +121,8 @@ class Joining:
             Bytes that the node lends, by medium.
         folder : Path
             The node's folder, which this process has locked.
+        cancelled : threading.Event
+            Event that ends the wait for a registry that does not answer.
         kept : bool
             False for a node that keeps nothing when it stops.
 
@@ -139,7 +150,7 @@ class Joining:
             self.registry, identity, record, folder, ttl=self.ttl, slow_start=self.slow_start, kept=kept, log=log
         )
         try:
-            made.begin()
+            made.begin(cancelled=cancelled)
         except BaseException:
             made.close()
             raise

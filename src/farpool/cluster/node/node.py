@@ -154,6 +154,7 @@ class Node:
         self._socket_group = socket_group
         self._joining = Joining(registry, dict(labels or {}), weight, advertise, member_ttl, slow_start)
         self._registration: Registration | None = None
+        self._cancelled = threading.Event()
         self._room = capacity
         self._last_reload = LastReload(time.time(), succeeded=True)
         self._control: ControlService | None = None
@@ -234,6 +235,10 @@ class Node:
                 dram=self._capacity,
                 room=self._room,
             )
+
+    def cancel(self) -> None:
+        """End a start that waits for the registry. `start` then raises `ConfigError`. Any thread may call this."""
+        self._cancelled.set()
 
     def reload(self, read_keys: Callable[[], Mapping[str, Grant] | None]) -> None:
         """Read the keys and the certificate again, and use them from now on.
@@ -388,7 +393,7 @@ class Node:
         if self._nvme is not None:
             media["nvme"] = self._nvme[1]
         return self._joining.register(
-            self.identity, self.name, self.address, media, folder.path, kept=not self._ephemeral
+            self.identity, self.name, self.address, media, folder.path, self._cancelled, kept=not self._ephemeral
         )
 
     def _server_in(self, folder: Folder) -> NodeServer:
