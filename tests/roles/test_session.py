@@ -77,6 +77,24 @@ def test_each_holder_has_a_higher_token_than_all_before(make: MakeSession) -> No
     assert tokens == sorted(set(tokens))
 
 
+def test_a_holder_that_replaces_its_value_holds_on_with_a_higher_token(make: MakeSession, registry: Registry) -> None:
+    ours, theirs = make(), make()
+    held = taken(ours, value=b"first")
+    first = held.token
+    held.replace(b"second")
+    holder = holder_of(registry, "r")
+    assert holder is not None
+    assert (holder.value, holder.token) == (b"second", held.token)
+    assert held.token > first
+    held.confirm()
+    assert theirs.take("r") is None
+    assert held.commit([], [Put("k", b"1")]).succeeded
+    registry.revoke(held.lease)
+    with pytest.raises(RegistryLeaseError, match="no longer holds the role"):
+        held.replace(b"third")
+    assert registry.get("r") is None
+
+
 def test_a_holder_commits_under_its_own_conditions(make: MakeSession, registry: Registry) -> None:
     held = taken(make())
     first = held.commit([Condition("k", 0)], [Put("k", b"1")])

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from farpool.cli import bench, certs, demo, kv, names, node, registry, store, tape
+from farpool.cli import bench, certs, demo, kv, members, names, node, registry, store, tape
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -33,6 +33,7 @@ app.command(name="why")(kv.why)
 app.add_typer(bench.app, name="bench")
 app.add_typer(certs.app, name="certs")
 app.add_typer(kv.app, name="kv")
+app.add_typer(members.app, name="members")
 app.add_typer(registry.app, name="registry")
 app.add_typer(store.app, name="store")
 app.add_typer(tape.app, name="tape")

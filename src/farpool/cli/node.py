@@ -101,6 +101,39 @@ SocketGroup = Annotated[
         show_default=False,
     ),
 ]
+RegistryUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--registry",
+        metavar="URL",
+        help="Join the pool of this registry: a path, or etcd://HOST,HOST2/PREFIX.",
+        show_default=False,
+    ),
+]
+Label = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME=VALUE", help="A property of the member, for example rack=r1; repeatable.", show_default=False
+    ),
+]
+Weight = Annotated[
+    float, typer.Option(metavar="NUMBER", help="Share of the pool's new objects, relative to other members.")
+]
+Advertise = Annotated[
+    list[str],
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address at which the pool's programs reach the node; repeatable, the best first. Default: --listen.",
+        show_default=False,
+    ),
+]
+MemberTtl = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Time after which the pool counts a silent member as down.")
+]
+SlowStart = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Time over which the weight of a new, empty member grows; 0 for none."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
 
@@ -120,6 +153,12 @@ def node(
     tls: Tls = None,
     insecure_plaintext: InsecurePlaintext = False,
     socket_group: SocketGroup = "",
+    registry: RegistryUrl = None,
+    label: Label = [],  # noqa: B006 - as above
+    weight: Weight = 1.0,
+    advertise: Advertise = [],  # noqa: B006 - as above
+    member_ttl: MemberTtl = 3.0,
+    slow_start: SlowStart = 60.0,
     json: Json = False,
 ) -> None:
     """Lend memory of this host to programs on this and other hosts, until SIGTERM or SIGINT.
@@ -147,15 +186,37 @@ def node(
         tls=None if tls is None else CertificateFolder(tls, "--tls"),
         insecure_plaintext=insecure_plaintext,
         socket_group=socket_group,
+        registry=registry,
+        labels=_labels(label),
+        weight=weight,
+        advertise=tuple(parse_address(address, "--advertise", any_port=True) for address in advertise),
+        member_ttl=member_ttl,
+        slow_start=slow_start,
     )
     _allow_many_files()
     configure(json=json)
     # Before the node opens, so a signal during the start is not lost.
-    wait = _wait_for_stop(partial(_reload, running, keys))
-    with running:
+    stopping = _watch_signals(partial(_reload, running, keys), running.cancel)
+    if not _start(running, stopping):
+        return
+    try:
         _announce(_ready_line(running, json=json))
-        wait()
+        stopping.wait()
         log("stopping")
+    finally:
+        running.stop()
+
+
+def _start(running: Node, stopping: threading.Event) -> bool:
+    """Start the node; return False if a signal ended the start."""
+    try:
+        running.start()
+    except ConfigError:
+        if not stopping.is_set():
+            raise
+        log("stopped during the start")
+        return False
+    return True
 
 
 def _shares(given: list[str]) -> dict[int, int]:
@@ -169,6 +230,18 @@ def _shares(given: list[str]) -> dict[int, int]:
             )
         shares[int(tenant)] = parse_size(size, f"--share of tenant {tenant}")
     return shares
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or name in labels:
+            raise ConfigError(
+                f"--label is {text!r}, expected NAME=VALUE, each name once, for example rack=r1", setting="labels"
+            )
+        labels[name] = value
+    return labels
 
 
 def _reload(running: Node, keys: Path | None) -> None:
@@ -209,16 +282,18 @@ def _ready_line(running: Node, *, json: bool) -> str:
         "capacity": running.capacity,
         "room": running.room,
         "pid": os.getpid(),
+        "identity": running.identity.hex(),
+        "registry": running.registry_address or None,
     }
     return msgspec.json.encode(event).decode() + "\n"
 
 
-def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
-    """Catch SIGTERM, SIGINT and SIGHUP from now on; return a function that waits for SIGTERM or SIGINT.
+def _watch_signals(reload: Callable[[], object], cancel: Callable[[], object]) -> threading.Event:
+    """Catch SIGTERM, SIGINT and SIGHUP from now on; return an event that SIGTERM or SIGINT sets.
 
-    Until then, each SIGHUP calls `reload`. After that, a second SIGTERM or SIGINT ends the process at once, unless it
-    arrives within a second after the first one. Such a signal is ignored, because `timeout` and similar programs send
-    two signals to request one stop: one to the process, and one to its whole group.
+    Until then, each SIGHUP calls `reload`. SIGTERM or SIGINT also calls `cancel`. After that, a second SIGTERM or SIGINT
+    ends the process at once, unless it arrives within a second after the first one. Such a signal is ignored, because
+    `timeout` and similar programs send two signals to request one stop: one to the process, and one to its whole group.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
@@ -234,6 +309,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
             reload()
         until = time.monotonic() + _SIGNAL_PAIR_S
         stopping.set()
+        cancel()
         while True:
             [number] = os.read(readable, 1)
             if number != signal.SIGHUP and time.monotonic() > until:
@@ -241,7 +317,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
                 os._exit(128 + number)
 
     threading.Thread(target=watch, name="farpool-signals", daemon=True).start()
-    return stopping.wait
+    return stopping
 
 
 def _allow_many_files() -> None:

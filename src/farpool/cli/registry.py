@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from farpool.cluster.registry import Registry
 
-__all__ = ["app"]
+__all__ = ["Timeout", "Where", "app", "open_existing"]
 
 app = typer.Typer(
     help="Back up, check and restore the registry of names.",
@@ -38,7 +38,7 @@ def backup(file: File, registry: Where = None, timeout: Timeout = 30.0) -> None:
     """Write a consistent snapshot of all names to a new file. Programs may keep using the registry."""
     from farpool.cluster.registry.backup import back_up
 
-    with _open(registry, timeout) as opened:
+    with open_existing(registry, timeout) as opened:
         typer.echo(f"{back_up(opened, file)} entries of {opened.address} written to {file}")
 
 
@@ -75,7 +75,7 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
     from farpool.cluster.names.check import check as checked_names
     from farpool.observe.tables import Table, show
 
-    with _open(registry, timeout) as opened:
+    with open_existing(registry, timeout) as opened:
         found = checked_names(opened)
     table = Table()
     table.add_names("entries")
@@ -90,7 +90,7 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
     typer.echo("no damage")
 
 
-def _open(where: str | None, timeout: float) -> Registry:
+def open_existing(where: str | None, timeout: float) -> Registry:
     """Open an existing registry; raise an error instead of creating a missing file."""
     from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError

@@ -73,6 +73,7 @@ class Folder:
         self.socket_path = self.path / _SOCKET
         self._group = group
         self._lock = -1
+        self._has_new_identity = self._forgets_identity = False
         self._is_own = self.path.parent == _base()
 
     def check(self, capacity: int) -> int:
@@ -222,7 +223,7 @@ class Folder:
         ----------
         kept : bool
             True to return the bytes that the node made at its first start and keeps in a file. False to return new
-            bytes and delete that file.
+            bytes; `settle` then deletes that file.
 
         Raises
         ------
@@ -233,13 +234,14 @@ class Folder:
         # An ephemeral node begins empty. With its old identity, programs would look here for the objects that it had.
         try:
             if not kept:
-                path.unlink(missing_ok=True)
+                self._forgets_identity = True
                 return os.urandom(_IDENTITY_BYTES)
             if not os.path.lexists(path):
                 made = path.with_suffix(".new")  # a node that is killed before the rename leaves no partial file
                 made.touch(mode=0o600)
                 made.write_bytes(os.urandom(_IDENTITY_BYTES))
                 made.rename(path)
+                self._has_new_identity = True
             path.chmod(0o600)
             identity = path.read_bytes()
         except OSError as error:
@@ -253,6 +255,23 @@ class Folder:
                 setting="folder",
             )
         return identity
+
+    def settle(self) -> None:
+        """Make the choice of `identity` final, now that the node's segments are open. Call `identity` before.
+
+        Raises
+        ------
+        ConfigError
+            The old identity's file cannot be deleted.
+        """
+        self._has_new_identity = False
+        if self._forgets_identity:
+            try:
+                (self.path / _IDENTITY).unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the node's identity {self.path / _IDENTITY} cannot be deleted: {error.strerror}", setting="folder"
+                ) from error
 
     def listen(self, backlog: int) -> socket.socket:
         """Return a socket that listens at `socket_path`. Call `take` first, so that no other node uses this path.
@@ -285,6 +304,8 @@ class Folder:
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
+            if self._has_new_identity:  # the start failed before the node had anything
+                (self.path / _IDENTITY).unlink()
             # Removed before the lock is given up. Otherwise we could remove the file that the next node has locked.
             (self.path / _LOCK).unlink()
             if self._is_own:

@@ -76,6 +76,11 @@ _GAUGES = {
     "sessions": ("sessions", "Programs that hold something or are connected"),
     "half_open": ("half_open_connections", "Connections whose handshake is under way"),
 }
+_POOL_GAUGES = {
+    "registered": ("registered", "1 if the registry had the node as a member when it last answered, else 0"),
+    "registry_silence": ("registry_silence_seconds", "Seconds since the registry last answered"),
+}
+"""Metrics of a node that is a member of a pool."""
 _TENANT_GAUGES = {
     "objects": ("objects", "Published objects of a tenant"),
     "used": ("used_bytes", "Bytes that a tenant uses for objects, their tables and leases"),
@@ -138,7 +143,9 @@ class NodeCollector(Collector):
         stats = self._source.stats()
         if not stats:  # the node is starting or stopping
             return
-        for name, (metric, text) in _GAUGES.items():
+        for name, (metric, text) in {**_GAUGES, **_POOL_GAUGES}.items():
+            if name in _POOL_GAUGES and name not in stats:
+                continue
             gauge = GaugeMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
             gauge.add_metric([self._node], stats[name])
             yield gauge

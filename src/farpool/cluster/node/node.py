@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farpool._native import NodeServer, tls_available
+from farpool.abc.registry import Registry
 from farpool.available import available_memory
 from farpool.checks import require_package, require_seconds
 from farpool.cluster.node.access import NodeAccess
 from farpool.cluster.node.control import ControlService
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.folder import Folder, check_name, default_folder
+from farpool.cluster.node.joining import Joining
 from farpool.cluster.node.listener import Listener
 from farpool.cluster.node.logs import log
 from farpool.cluster.node.reloads import LastReload
@@ -34,6 +36,9 @@ from farpool.cluster.wire.handshake import Identity
 from farpool.cluster.wire.host import host_id
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
+
+if TYPE_CHECKING:
+    from farpool.cluster.members.registration import Registration
 
 __all__ = ["Node"]
 
@@ -80,11 +85,26 @@ class Node:
     socket_group : str
         Name or number of a group. Its members may use the UNIX socket with a key, and map memory read-only. Empty to
         allow this only to the node's own user.
+    registry : Registry or str or path-like or None
+        Registry of a pool, or its address. The node is a member of this pool while it runs.
+    labels : mapping of str to str, or None
+        Properties of the member, such as its rack.
+    weight : float
+        Share of the pool's new objects that the member gets, relative to the weights of other members.
+    advertise : tuple of Address
+        Addresses at which the pool's programs reach the node; by default the one at which it listens. Port 0 stands for
+        the port at which it listens.
+    member_ttl : float
+        Seconds after which the pool counts the node as down if the registry hears nothing from it.
+    slow_start : float
+        Seconds over which the weight grows if the node is new in the pool and empty; 0 for the full weight at once.
 
     Attributes
     ----------
     address : Address
         Address at which the node listens; before the start, the parameter `listen`.
+    identity : bytes
+        The 16 bytes that identify the node, once started.
     name : str
         The node's name; before the start, the parameter `name`.
     metrics_address : Address or None
@@ -109,8 +129,15 @@ class Node:
         tls: CertificateFolder | None = None,
         insecure_plaintext: bool = False,
         socket_group: str = "",
+        registry: Registry | str | os.PathLike[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        weight: float = 1.0,
+        advertise: tuple[Address, ...] = (),
+        member_ttl: float = 3.0,
+        slow_start: float = 60.0,
     ) -> None:
         self.address = listen
+        self.identity = b""
         self.name = name
         self.metrics_address = metrics
         self._capacity = capacity
@@ -125,6 +152,9 @@ class Node:
         self._tls = tls
         self._insecure_plaintext = insecure_plaintext
         self._socket_group = socket_group
+        self._joining = Joining(registry, dict(labels or {}), weight, advertise, member_ttl, slow_start)
+        self._registration: Registration | None = None
+        self._cancelled = threading.Event()
         self._room = capacity
         self._last_reload = LastReload(time.time(), succeeded=True)
         self._control: ControlService | None = None
@@ -149,6 +179,12 @@ class Node:
     def socket_path(self) -> str:
         """Path of the UNIX socket; empty before the start."""
         return str(self._folder.socket_path) if self._folder else ""
+
+    @property
+    def registry_address(self) -> str:
+        """Address of the registry without secrets; empty without a registry, and before the start."""
+        registration = self._registration
+        return "" if registration is None else registration.address
 
     def start(self) -> None:
         """Check all settings, then open the node.
@@ -181,6 +217,7 @@ class Node:
                 setting="socket_group",
             )
         target = self._resolved()
+        self._joining.check(target[1][0])
         # Without a name and a port, the folder is named after the port that the system gives us below.
         folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
         with ExitStack() as undo:
@@ -198,6 +235,10 @@ class Node:
                 dram=self._capacity,
                 room=self._room,
             )
+
+    def cancel(self) -> None:
+        """End a start that waits for the registry. `start` then raises `ConfigError`. Any thread may call this."""
+        self._cancelled.set()
 
     def reload(self, read_keys: Callable[[], Mapping[str, Grant] | None]) -> None:
         """Read the keys and the certificate again, and use them from now on.
@@ -234,19 +275,23 @@ class Node:
         """
         self._undo.close()
         # These objects hold the segments' descriptors.
-        self._server = self._listener = self._control = None
+        self._server = self._listener = self._control = self._registration = None
 
     def stats(self) -> dict[str, int | float]:
         """Return the node's counters by name; empty unless the node runs."""
         # Read once, because a thread of the metrics may ask while the node stops.
-        server, listener = self._server, self._listener
+        server, listener, registration = self._server, self._listener, self._registration
         if server is None or listener is None:
             return {}
+        in_pool: dict[str, int | float] = {}
+        if registration is not None:
+            in_pool = {"registered": int(registration.registered), "registry_silence": registration.silence}
         return {
             **server.stats(),
             "process": _own_memory(),
             "refused": listener.refused,
             "half_open": listener.half_open,
+            **in_pool,
         }
 
     def tenants(self) -> dict[int, dict[str, int]]:
@@ -320,7 +365,13 @@ class Node:
         # Locked before the segments are opened, because another node may use them.
         folder.take()
         undo.callback(folder.close)
+        self.identity = folder.identity(kept=not self._ephemeral)
+        if self._joining.registry is not None:
+            # Before the segments are opened: that may take long, and no other process may have the identity.
+            self._registration = self._registered_in(folder)
+            undo.callback(self._registration.close)
         server = self._server_in(folder)
+        folder.settle()
         undo.callback(server.stop)
         # A reload waits for this, because the parts made here would keep the keys from before it.
         with self._using_keys:
@@ -328,8 +379,8 @@ class Node:
             local = undo.enter_context(folder.listen(_BACKLOG_CONNECTIONS))
             undo.callback(folder.socket_path.unlink, missing_ok=True)
             server.start()
-            own = folder.identity(kept=not self._ephemeral)
-            identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
+            instance = os.urandom(16)
+            identity = Identity(self.name, instance, self.identity, self._capacity, host_id(), str(folder.socket_path))
             access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
             control = ControlService(server, self.stats, exposures)
             undo.callback(control.close)
@@ -339,6 +390,18 @@ class Node:
         listener.start()
         # Registered last, so it ends first: no client may come while the rest is taken down.
         undo.callback(listener.stop)
+        if self._registration is not None:
+            self._registration.ready(empty=server.stats()["objects"] == 0)
+            # Even before the listener ends: programs then know that the node is down and does not only answer late.
+            undo.callback(self._registration.close)
+
+    def _registered_in(self, folder: Folder) -> Registration:
+        media = {"dram": self._capacity}
+        if self._nvme is not None:
+            media["nvme"] = self._nvme[1]
+        return self._joining.register(
+            self.identity, self.name, self.address, media, folder.path, self._cancelled, kept=not self._ephemeral
+        )
 
     def _server_in(self, folder: Folder) -> NodeServer:
         path, nvme_capacity = self._nvme or ("", 0)

@@ -215,7 +215,8 @@ def running_node(
         Seconds that a start or an end may take.
     **options
         Further options of ``farpool node``: ``grace=1`` is ``--grace 1``, ``ephemeral=True`` is ``--ephemeral``,
-        ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``. Options that are None or False are left out.
+        ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``, ``label=["a=1", "b=2"]`` is ``--label a=1 --label
+        b=2``. Options that are None or False are left out.
 
     Yields
     ------
@@ -227,11 +228,12 @@ def running_node(
     for name, value in options.items():
         if value is None or value is False:
             continue
-        given.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, tuple):
-            given += [str(part) for part in value]
-        elif value is not True:
-            given.append(str(value))
+        for one in value if isinstance(value, list) else [value]:
+            given.append(f"--{name.replace('_', '-')}")
+            if isinstance(one, tuple):
+                given += [str(part) for part in one]
+            elif one is not True:
+                given.append(str(one))
     folder = tempfile.mkdtemp(prefix="farpool-test-", dir=_SHARED_MEMORY)
     node = RunningNode(folder, given, listen=listen, environment=environment, timeout=timeout)
     try:

@@ -304,7 +304,7 @@ class Session(Closing):
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else timeout
 
-    def close(self) -> None:
+    def close(self, *, timeout: float | None = None) -> None:
         """End the lease now, and with it all entries that are bound to it. Idempotent."""
         with self._lock:
             self._closed = True
@@ -314,7 +314,7 @@ class Session(Closing):
         # Outside the lock, because the registry may take long to answer.
         if lease:
             with suppress(RegistryError):  # the lease ends by itself; an error would hide the program's own
-                self._registry.revoke(lease)
+                self._registry.revoke(lease, timeout=self._seconds(timeout))
 
 
 class HeldRole(Closing):
@@ -385,6 +385,30 @@ class HeldRole(Closing):
             # The condition that failed may be the role's own; then this raises.
             self.confirm(timeout=timeout)
         return done
+
+    def replace(self, value: bytes, *, timeout: float | None = None) -> None:
+        """Write another value of the role, which `holder_of` returns from then on. The holder gets a higher token.
+
+        No other thread may use this object during the call, because the old token ends with the old value.
+
+        Parameters
+        ----------
+        value : bytes
+            Information about the holder, as for `Session.take`.
+        timeout : float, optional
+            Seconds that each call of the registry may take.
+
+        Raises
+        ------
+        RegistryLeaseError
+            This holder has lost the role.
+        RegistryAwayError
+            The registry did not answer. If `uncertain` is True, this holder may have lost the role, and
+            `Session.take` takes it again.
+        """
+        done = self.commit([], [Put(self.role, value, self.lease)], timeout=timeout)
+        self.token = done.revision
+        self.condition = Condition(self.role, done.revision)
 
     def confirm(self, *, timeout: float | None = None) -> None:
         """Ask the registry, and raise an error unless this holder still has the role.

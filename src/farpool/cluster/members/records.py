@@ -1,0 +1,236 @@
+"""Records and keys of members in the registry. ID is a node's identity, as 32 hexadecimal digits.
+
+========================= ===========================================================================================
+``members/record/ID``     what is known of the member (`MemberRecord`); stays while the node is down, until a person or
+                          the manager removes the member
+``members/alive/ID``      the role of the process that is this member (`AliveRecord`); bound to the process's lease, so
+                          the registry deletes it once the process has ended or is cut off
+========================= ===========================================================================================
+
+The node writes both, and changes its record only under its role, so a process that was stopped past its lease changes
+nothing. Others change a record on the condition that it still has the revision that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from farpool.abc.membership import MemberInfo, MemberState
+from farpool.abc.registry import Entry
+from farpool.errors import RegistryDamagedError
+
+__all__ = [
+    "ALIVE",
+    "MEMBERS",
+    "RECORD",
+    "AliveRecord",
+    "MemberRecord",
+    "alive_key",
+    "decode",
+    "encode",
+    "member_of",
+    "read_members",
+    "record_key",
+]
+
+MEMBERS = "members/"
+RECORD = "members/record/"
+ALIVE = "members/alive/"
+_FORMAT = 1
+_IDENTITY_BYTES = 16
+_Record = TypeVar("_Record", bound="MemberRecord | AliveRecord")
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a member, which stays while its node is down.
+
+    Attributes
+    ----------
+    addresses : tuple of str
+        Addresses at which clients reach the node, at least one; the best first.
+    name : str
+        The node's name, for people.
+    labels : dict of str to str
+        Properties that the node's owner gave, such as its rack.
+    weight : float
+        Share of the new objects that the member gets now, relative to other members.
+    full_weight : float
+        Weight that the member will have once it has been filled slowly.
+    media : dict of str to int
+        Bytes that the node lends, by medium: ``dram``, ``nvme``.
+    draining : bool
+        True if the member is about to leave.
+    joined : float
+        Time at which the member joined, in seconds since 1970, by the node's clock; only for people.
+    version : str
+        Version of farpool that the node runs.
+    features : int
+        Bits of what the node can do beyond `format`; none are defined yet.
+    format : int
+        Version of the record's format.
+    """
+
+    addresses: tuple[str, ...]
+    name: str = ""
+    labels: dict[str, str] = {}
+    weight: float = 1.0
+    full_weight: float = 1.0
+    media: dict[str, int] = {}
+    draining: bool = False
+    joined: float = 0.0
+    version: str = ""
+    features: int = 0
+    format: int = _FORMAT
+
+
+class AliveRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of the role of the process that is a member.
+
+    Attributes
+    ----------
+    ready : bool
+        False while the node opens its memory and does not serve yet.
+    process : str
+        Host and process number, for the error that a second process with the same identity gets.
+    format : int
+        Version of the record's format.
+    """
+
+    ready: bool = False
+    process: str = ""
+    format: int = _FORMAT
+
+
+def record_key(identity: bytes) -> str:
+    """Return the key of a member's record."""
+    return RECORD + identity.hex()
+
+
+def alive_key(identity: bytes) -> str:
+    """Return the key of the role of the process that is a member."""
+    return ALIVE + identity.hex()
+
+
+def encode(record: MemberRecord | AliveRecord) -> bytes:
+    """Encode a record as JSON, so that people can read the registry."""
+    return msgspec.json.encode(record)
+
+
+def decode(entry: Entry, kind: type[_Record]) -> _Record:
+    """Decode an entry's record.
+
+    Raises
+    ------
+    RegistryDamagedError
+        The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
+    """
+    try:
+        record = msgspec.json.decode(entry.value, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+        raise RegistryDamagedError(
+            f"the registry's entry {entry.key!r} is not a {kind.__name__}: {error}; remove the member with "
+            "'farpool members remove', and its node registers again",
+            key=entry.key,
+        ) from error
+    if record.format > _FORMAT or (isinstance(record, MemberRecord) and not record.addresses):
+        raise RegistryDamagedError(
+            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with at least "
+            "one address; a later release of farpool has written it, so update this program",
+            key=entry.key,
+        )
+    return record
+
+
+def member_of(identity: bytes, record: MemberRecord, alive: AliveRecord | None) -> MemberInfo:
+    """Return the list's entry for a member.
+
+    Parameters
+    ----------
+    identity : bytes
+        The node's identity.
+    record : MemberRecord
+        Its record.
+    alive : AliveRecord or None
+        The value of its role; None if no process has the role now.
+    """
+    if record.draining:
+        state = MemberState.DRAINING
+    elif alive is None:
+        # Clients still ask it: they find out by themselves whether it answers, and perhaps only its way to the
+        # registry is cut.
+        state = MemberState.SUSPECT
+    else:
+        state = MemberState.ACTIVE if alive.ready else MemberState.JOINING
+    return MemberInfo(record.addresses, identity, state, record.weight, dict(record.labels))
+
+
+def read_members(
+    entries: Iterable[Entry], before: Mapping[bytes, MemberInfo]
+) -> tuple[dict[bytes, MemberInfo], list[RegistryDamagedError]]:
+    """Make the list of members from the registry's entries.
+
+    Parameters
+    ----------
+    entries : iterable of Entry
+        All present entries under `MEMBERS`.
+    before : mapping of bytes to MemberInfo
+        The list before. A member whose record cannot be read keeps its entry of before, if it had one.
+
+    Returns
+    -------
+    members : dict of bytes to MemberInfo
+        The members by identity. If two records have the same address, the member with the living process has it, else
+        the member whose record is the latest; a member without any address left is not in the list.
+    errors : list of RegistryDamagedError
+        An error for each entry that cannot be read.
+    """
+    records: dict[bytes, Entry] = {}
+    alive: dict[bytes, Entry] = {}
+    errors: list[RegistryDamagedError] = []
+    for entry in entries:
+        for prefix, found in ((RECORD, records), (ALIVE, alive)):
+            if entry.key.startswith(prefix):
+                identity = _identity(entry.key.removeprefix(prefix))
+                if identity is None:
+                    errors.append(
+                        RegistryDamagedError(
+                            f"the registry's key {entry.key!r} has no identity of {_IDENTITY_BYTES} bytes; delete it",
+                            key=entry.key,
+                        )
+                    )
+                else:
+                    found[identity] = entry
+    members: dict[bytes, MemberInfo] = {}
+    # Living members first, and then the latest record: a node that lost its data comes back at its old address as a new
+    # member, and that address must not lead to the old member any more.
+    taken: set[str] = set()
+    for identity in sorted(records, key=lambda one: (one in alive, records[one].revision), reverse=True):
+        try:
+            role = alive.get(identity)
+            info = member_of(
+                identity,
+                decode(records[identity], MemberRecord),
+                None if role is None else decode(role, AliveRecord),
+            )
+        except RegistryDamagedError as error:
+            errors.append(error)
+            if identity not in before:
+                continue
+            info = before[identity]
+        own = tuple(address for address in info.addresses if address not in taken)
+        if own:
+            members[identity] = replace(info, addresses=own)
+            taken.update(own)
+    return members, errors
+
+
+def _identity(text: str) -> bytes | None:
+    try:
+        identity = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return identity if len(identity) == _IDENTITY_BYTES and identity.hex() == text else None

@@ -1,0 +1,447 @@
+"""A node's own entry in the list of members of a registry: the node writes it, and keeps it alive while it runs.
+
+At each *turn*, the node reads its record and its role (`farpool.cluster.members.records`), compares them with what they
+are to be, and writes what differs. So it makes no difference why an entry is missing or old: a lease that ended while
+the process was stopped, a registry that was restored from a backup or replaced, or a slow start that is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from farpool.abc.registry import Condition, Delete, Entry, Put, Registry
+from farpool.closing import Closing
+from farpool.cluster.members.records import AliveRecord, MemberRecord, alive_key, decode, encode, record_key
+from farpool.cluster.members.slow_start import STEPS, step_of, weight_at
+from farpool.cluster.registry.location import open_registry
+from farpool.cluster.roles.session import HeldRole, Session
+from farpool.cluster.wire.host import host_id
+from farpool.errors import (
+    ConfigError,
+    RegistryAwayError,
+    RegistryDamagedError,
+    RegistryError,
+    RegistryLeaseError,
+    RegistryReplacedError,
+)
+
+__all__ = ["FILE", "Registration"]
+
+FILE = "registration"
+"""Name of the file in the node's folder that says which lease the node had last."""
+START_TIMEOUT_S = 30.0
+"""Seconds for which a node that starts waits for its registry."""
+_TURNS_PER_TTL = 3
+_TURN_S_MAX = 5.0
+_CALL_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 2.0
+"""Seconds that a node that stops waits for a registry that does not answer."""
+_ATTEMPTS = 3
+"""Number of attempts in one turn to write a record that other programs change at the same time."""
+_PAUSE_S = 0.2
+"""Pause in seconds between two attempts to reach the registry at the start."""
+_LEASE_END_MARGIN_S = 2.0
+"""Seconds that the registry may take to end a lease whose time is over. etcd looks for them every half second."""
+
+_Log = Callable[..., None]
+
+
+class _Former(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `FILE`: the lease that the node had when it last ran.
+
+    Attributes
+    ----------
+    registry : str
+        Address of the registry, without secrets.
+    lease : int
+        Number of the lease.
+    identity : str
+        The node's identity, in hexadecimal digits.
+    place : str
+        The host and the file itself, so that a copy of the file is recognized: the lease belongs to the node with the
+        original, which may run.
+    """
+
+    registry: str
+    lease: int
+    identity: str
+    place: str
+
+
+class Registration(Closing):
+    """Membership of a running node. Call `begin`, then `ready`, and at the end `close`.
+
+    Parameters
+    ----------
+    registry : Registry or str or path-like
+        The registry, or its address. A registry that is given as an address is opened and closed here, and opened again
+        after it was replaced.
+    identity : bytes
+        The node's identity.
+    record : MemberRecord
+        The node's record as its settings have it, with the full weight.
+    folder : path-like
+        The node's folder, which this process has locked.
+    ttl : float
+        Seconds after which the registry counts the node as down if it hears nothing.
+    slow_start : float
+        Seconds over which the weight of an empty node that joins grows; 0 for the full weight at once.
+    kept : bool
+        False for a node that ends for good when it stops: `close` then deletes its record.
+    log : callable
+        Function that logs an event with its `level` and its fields.
+    """
+
+    def __init__(
+        self,
+        registry: Registry | str | os.PathLike[str],
+        identity: bytes,
+        record: MemberRecord,
+        folder: str | os.PathLike[str],
+        *,
+        ttl: float,
+        slow_start: float,
+        kept: bool,
+        log: _Log,
+    ) -> None:
+        self._where = None if isinstance(registry, Registry) else registry
+        self._registry = registry if isinstance(registry, Registry) else None
+        self._identity, self._own = identity, record
+        self._path = Path(folder) / FILE
+        self._ttl, self._slow_start, self._kept, self._log = ttl, slow_start, kept, log
+        self._record_key, self._alive_key = record_key(identity), alive_key(identity)
+        self._call_timeout = _CALL_TIMEOUT_S
+        self._session: Session | None = None
+        self._held: HeldRole | None = None
+        self._process = f"{socket.gethostname()}, process {os.getpid()}"
+        self._is_ready = False
+        self._joined = False  # the record did not exist before this start
+        self._has_record = False  # the record was there, or was written, since this process has the role
+        self._removed = False  # a person removed the record while this process had the role
+        self._last: MemberRecord | None = None  # the record as the registry last had it
+        self._step = STEPS
+        self._next_step = 0.0
+        self._lease = 0  # as written into the file
+        self._registered = False
+        self._reached = time.monotonic()
+        self._trouble = ""  # the kind of trouble that the log has told already
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of the registry without secrets; empty before `begin`."""
+        return "" if self._registry is None else self._registry.address
+
+    @property
+    def registered(self) -> bool:
+        """True if the registry had this node as its member when it was last asked, and answered."""
+        return self._registered
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the registry last answered."""
+        return time.monotonic() - self._reached
+
+    # The start
+
+    def begin(self, timeout: float = START_TIMEOUT_S, cancelled: threading.Event | None = None) -> None:
+        """Become the process that is this member, and write the record. The member is not ready yet.
+
+        Parameters
+        ----------
+        timeout : float
+            Maximum seconds to wait for a registry that does not answer.
+        cancelled : threading.Event, optional
+            Event that ends this wait.
+
+        Raises
+        ------
+        ConfigError
+            The registry did not answer in time or refused, or another process is this member.
+        """
+        cancelled = cancelled or threading.Event()
+        deadline = time.monotonic() + timeout
+        self._call_timeout = min(_CALL_TIMEOUT_S, timeout)
+        while True:
+            try:
+                self._join(max(_PAUSE_S, deadline - time.monotonic()))
+                return
+            except RegistryAwayError as error:
+                self._tell("away", "waiting for the registry", level=logging.WARNING, reason=str(error))
+                if cancelled.wait(_PAUSE_S) or time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"--registry: {error}; start the registry, or leave out --registry: then the node serves "
+                        "programs that name its address",
+                        setting="registry",
+                    ) from error
+            except RegistryError as error:
+                raise ConfigError(f"--registry: {error}", setting="registry") from error
+
+    def _join(self, patience: float) -> None:
+        registry, session = self._opened()
+        self._end_former(registry)
+        lease = session.lease()
+        self._note_lease(registry, lease)
+        # A copied folder, or the lease of an earlier process of this node that has not ended yet.
+        wait = _seconds_of_other(registry.get(self._alive_key), registry, lease)
+        if wait:
+            self._log("waiting for the end of an earlier process of this node", seconds=round(wait, 1))
+        held = self._take(session, wait=min(wait, patience))
+        if held is None:
+            raise ConfigError(
+                f"{self._name_other(registry)} is already the member {self._identity.hex()} of the registry "
+                f"{registry.address}, so this node's folder is a copy of that one's; stop that process, or delete "
+                f"{self._path.parent}/identity, and this node becomes another member",
+                setting="folder",
+            )
+        self._note_lease(registry, held.lease)
+        entry = registry.get(self._record_key)
+        present = _present(entry)
+        # Not at another attempt, because this one may have written the record already.
+        self._joined = self._joined or entry is None
+        if self._slow_start > 0 and self._joined:
+            self._step = 0
+        elif self._slow_start > 0 and present is not None:
+            self._step = step_of(present.weight, present.full_weight)
+        self._write_record(registry, held, entry)
+        self._reached = time.monotonic()
+        self._trouble = ""
+
+    def _opened(self) -> tuple[Registry, Session]:
+        if self._registry is None:
+            assert self._where is not None
+            self._registry = open_registry(self._where, timeout=self._call_timeout)
+        if self._session is None:
+            self._session = Session(self._registry, self._ttl, timeout=self._call_timeout)
+        return self._registry, self._session
+
+    def _end_former(self, registry: Registry) -> None:
+        """End the lease of this node's last process, and delete the record of a member that it no longer is."""
+        former = self._read_file()
+        if former is None or former.registry != registry.address:
+            return
+        identity = bytes.fromhex(former.identity)
+        # We have the lock of the folder, so that process is gone. But the lease is certainly that process's only if its
+        # role has it: another registry may have come to this address.
+        role = registry.get(alive_key(identity))
+        if role is not None and role.lease == former.lease:
+            registry.revoke(former.lease)
+        if identity != self._identity:
+            registry.commit([Condition(alive_key(identity), 0)], [Delete(record_key(identity))])
+
+    def _name_other(self, registry: Registry) -> str:
+        role = registry.get(self._alive_key)
+        with suppress(RegistryDamagedError):
+            return "another process" if role is None else (decode(role, AliveRecord).process or "another process")
+        return "another process"
+
+    def ready(self, *, empty: bool) -> None:
+        """Tell the registry that the node serves now, and keep the member alive from now on.
+
+        Parameters
+        ----------
+        empty : bool
+            True if the node has no objects. If it also is new in this registry, its weight grows slowly.
+        """
+        self._is_ready = True
+        self._call_timeout = _CALL_TIMEOUT_S
+        if self._joined and not empty:
+            self._step = STEPS
+        self._next_step = time.monotonic() + self._slow_start / STEPS
+        self._try_turn()
+        self._thread = threading.Thread(target=self._keep, name="farpool-registration", daemon=True)
+        self._thread.start()
+
+    # While the node runs
+
+    def _keep(self) -> None:
+        while not self._closed.wait(self._pause()):
+            self._try_turn()
+
+    def _pause(self) -> float:
+        pause = min(_TURN_S_MAX, self._ttl / _TURNS_PER_TTL)
+        return pause if self._step >= STEPS else max(0.01, min(pause, self._next_step - time.monotonic()))
+
+    def _try_turn(self) -> None:
+        """Make one turn; log an error if it is of another kind than the last turn's."""
+        try:
+            self._registered = self._turn()
+        except RegistryLeaseError:  # the role was lost during the turn; the next one takes it again
+            self._registered = False
+        except RegistryReplacedError as error:
+            self._registered = False
+            self._tell("replaced", "the registry was replaced", level=logging.ERROR, reason=str(error))
+            self._reopen()
+        except RegistryAwayError as error:
+            self._registered = False
+            self._tell(
+                "away", "the registry does not answer; the node goes on", level=logging.WARNING, reason=str(error)
+            )
+        except Exception as error:  # this thread must not end, or the node would be missing from the list for good
+            self._registered = False
+            self._tell(type(error).__name__, "not registered", level=logging.ERROR, reason=str(error))
+        else:
+            self._reached = time.monotonic()
+            if self._registered and self._trouble:
+                self._trouble = ""
+                self._log("registered again", registry=self.address)
+
+    def _turn(self) -> bool:
+        """Write what differs from what is to be in the registry; return False if this node is no member now."""
+        registry, session = self._opened()
+        snapshot = registry.range(self._record_key, self._alive_key)
+        entries = {entry.key: entry for entry in snapshot.entries}
+        role, record = entries.get(self._alive_key), entries.get(self._record_key)
+        held = self._held
+        if held is None or held.lost or role is None or role.revision != held.token:
+            held = self._take(session)
+            if held is None:
+                other = self._name_other(registry)
+                self._tell("copied", "another process is this member", level=logging.ERROR, process=other)
+                return False
+            self._has_record = False
+            self._note_lease(registry, held.lease)
+        elif record is None and self._has_record:
+            self._removed = True
+        if self._removed:
+            self._tell("removed", "this member was removed; restart the node to join again", level=logging.WARNING)
+            return False
+        if self._step < STEPS and time.monotonic() >= self._next_step:
+            self._step += 1
+            self._next_step = time.monotonic() + self._slow_start / STEPS
+        # The record first: when the member becomes ready, its record is the present one.
+        self._write_record(registry, held, record)
+        if role is None or role.revision != held.token or role.value != self._alive():
+            held.replace(self._alive())
+        return True
+
+    def _take(self, session: Session, wait: float = 0.0) -> HeldRole | None:
+        """Return the role, which may have to be taken first; None if another process has it."""
+        if self._held is not None:
+            with suppress(RegistryLeaseError):  # the session then knows that it has lost the role
+                self._held.confirm()
+                return self._held
+        self._held = session.take(self._alive_key, self._alive(), wait=wait)
+        return self._held
+
+    def _write_record(self, registry: Registry, held: HeldRole, entry: Entry | None) -> None:
+        """Write the record unless it is as it is to be; `entry` is the present one."""
+        for _ in range(_ATTEMPTS):
+            present = _present(entry)
+            wanted = self._wanted(present)
+            if present == wanted:
+                self._last, self._has_record = present, True
+                return
+            condition = Condition(self._record_key, 0 if entry is None else entry.revision)
+            if held.commit([condition], [Put(self._record_key, encode(wanted))]).succeeded:
+                self._last, self._has_record = wanted, True
+                return
+            entry = registry.get(self._record_key)  # another program has changed it
+
+    def _wanted(self, present: MemberRecord | None) -> MemberRecord:
+        """Return the record as it is to be: the node's own settings, and what others have written."""
+        weight = weight_at(self._own.full_weight, self._step)
+        known = present or self._last  # a registry that was replaced has no record, but the member still drains
+        if known is None:
+            return msgspec.structs.replace(self._own, weight=weight)
+        return msgspec.structs.replace(self._own, weight=weight, draining=known.draining, joined=known.joined)
+
+    def _alive(self) -> bytes:
+        return encode(AliveRecord(ready=self._is_ready, process=self._process))
+
+    def _reopen(self) -> None:
+        if self._where is not None:
+            self._let_go(0.0)
+
+    def _let_go(self, timeout: float) -> None:
+        """Close the session, and the registry if it was opened here."""
+        if self._session is not None:
+            self._session.close(timeout=timeout)
+            self._session = self._held = None
+        if self._where is not None and self._registry is not None:
+            self._registry.close()
+            self._registry = None
+
+    def _tell(self, trouble: str, event: str, *, level: int, **fields: object) -> None:
+        """Log trouble once, until it has ended or another kind of trouble follows it."""
+        if self._trouble != trouble:
+            self._trouble = trouble
+            self._log(event, level=level, registry=self.address or str(self._where), **fields)
+
+    # The file
+
+    def _read_file(self) -> _Former | None:
+        """Read the file; None if there is none, or if it was copied here from another folder."""
+        with suppress(OSError, msgspec.MsgspecError, ValueError), open(self._path, "rb") as file:
+            former = msgspec.json.decode(file.read(), type=_Former)
+            bytes.fromhex(former.identity)
+            if former.place == _place(file.fileno()):
+                return former
+        return None
+
+    def _note_lease(self, registry: Registry, lease: int) -> None:
+        if lease == self._lease:
+            return
+        made = self._path.with_suffix(".new")
+        try:
+            with open(made, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                os.fchmod(file.fileno(), 0o600)
+                place = _place(file.fileno())
+                identity = self._identity.hex()
+                file.write(
+                    msgspec.json.encode(_Former(registry=registry.address, lease=lease, identity=identity, place=place))
+                )
+            made.rename(self._path)
+            self._lease = lease
+        except OSError as error:  # the next start then waits for the end of this lease
+            self._log("the lease cannot be noted", level=logging.WARNING, reason=error.strerror or str(error))
+
+    # The end
+
+    def close(self) -> None:
+        """Give the role up, so that the member counts as down at once. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+        self._registered = False
+        # A start that failed leaves no member behind that never was there.
+        for_good = not self._kept or (self._joined and not self._is_ready)
+        if for_good and self._held is not None:
+            with suppress(RegistryError):
+                self._held.commit([], [Delete(self._record_key)], timeout=_STOP_TIMEOUT_S)
+        self._let_go(_STOP_TIMEOUT_S)
+        if for_good:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+def _place(descriptor: int) -> str:
+    state = os.fstat(descriptor)
+    return f"{host_id()} {state.st_dev}:{state.st_ino}"
+
+
+def _present(entry: Entry | None) -> MemberRecord | None:
+    if entry is not None:
+        with suppress(RegistryDamagedError):  # it is written again
+            return decode(entry, MemberRecord)
+    return None
+
+
+def _seconds_of_other(role: Entry | None, registry: Registry, lease: int) -> float:
+    """Return the seconds after which another lease's role is free unless that lease is renewed; 0 if it is free."""
+    if role is not None and role.lease != lease:
+        with suppress(RegistryLeaseError):  # it has just ended
+            return registry.remaining(role.lease) + _LEASE_END_MARGIN_S
+    return 0.0
