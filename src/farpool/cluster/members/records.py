@@ -46,7 +46,7 @@ _Record = TypeVar("_Record", bound="MemberRecord | AliveRecord")
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a member, whether its node is up or not.
+    """Properties of a member, which stay in the registry while its node is down.
 
     Attributes
     ----------

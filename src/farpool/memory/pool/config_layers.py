@@ -27,7 +27,7 @@ _PREFIX = "FARPOOL_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Environment variable that names the TOML file."""
 _TABLE = "pool"
-_OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "registry", "tls"})
+_OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "pool", "registry", "tls"})
 """Variables ``FARPOOL_...`` that are not settings of a pool, so they give no kind of tier with that name either."""
 
 
