@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool import Pool, RegistryMembers, Store
+from farpool import AsyncStore, Pool, RegistryMembers, Store
 from farpool.cluster.members.named import NODES_VARIABLES, NamedNodes, named_nodes
 from farpool.cluster.names.records import checked_name, name_key
 from farpool.cluster.node.process import RunningNode, running_node
@@ -24,6 +25,7 @@ from farpool.memory.tiers.remote import RemoteSpec
 from tests.cli.here import command
 from tests.kv.test_prefix import BLOCK, Made, check, target
 from tests.members.registered import joined, write
+from tests.nodes import eventually
 
 AWAY = "etcd://user:secret@127.0.0.1:1/pool"
 MIB = 1 << 20
@@ -217,6 +219,31 @@ def test_caches_over_a_registry_save_and_load(pool: str) -> None:
     check(layers, asked, into, usable)
     cache.close()
     assert threads_of_lists() == before
+
+
+def test_a_cache_follows_the_registry(registry: Registry, place: str, node: RunningNode) -> None:
+    layers = [Layer(512)] * 2
+    with Store(node.address) as store:
+        identity = bytes.fromhex(store.nodes()[0].identity)
+    where = place if "://" in place else f"sqlite://{place}"
+    cache = PrefixCache(where, layers, model="m", weights_id="2", dtype="float16", block=BLOCK, hold_out=False)
+    tokens = [7, *range(2 * BLOCK)]
+    try:
+        assert cache.save(tokens, Made(layers, tokens, 2 * BLOCK).computed()) == 0
+        write(registry, *joined(node.address, identity=identity))
+        eventually(lambda: cache.save(tokens, Made(layers, tokens, 2 * BLOCK).computed()) == 2)
+        assert cache.lookup(tokens).tokens == 2 * BLOCK
+    finally:
+        cache.close()
+
+
+def test_an_asynchronous_store_takes_a_registry(pool: str) -> None:
+    async def work() -> bytes | None:
+        async with AsyncStore(pool) as store:
+            await store.put("asynchronous", b"v")
+            return await store.get("asynchronous")
+
+    assert asyncio.run(work()) == b"v"
 
 
 def test_a_cache_whose_registry_is_away_misses_without_waiting_and_a_store_is_refused() -> None:

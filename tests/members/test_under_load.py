@@ -68,9 +68,12 @@ def nodes_of(store: Store) -> set[str]:
 
 def test_a_store_works_while_its_registry_is_away_and_then_follows_it_again(fleet: Fleet) -> None:
     fleet.join()
-    with Store(fleet.where, timeout=PATIENCE) as store:
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(Store(fleet.where, timeout=PATIENCE))
         store.put("before", b"v")
+        tier = stack.enter_context(Remote(fleet.where, size="2MiB"))
         fleet.kill_registry()
+        eventually(lambda: any("did not answer" in note for note in tier.notes))
         for number in range(20):
             store.put(f"while {number}", b"v")
         assert store.get_many([f"while {number}" for number in range(20)]) == [b"v"] * 20
@@ -80,6 +83,7 @@ def test_a_store_works_while_its_registry_is_away_and_then_follows_it_again(flee
         fleet.drain(fleet.nodes[0])
         eventually(lambda: MemberState.DRAINING in {node.state for node in store.nodes()})
         assert store.get("before") == b"v"
+        eventually(lambda: tier.nodes == (other.address,) and tier.notes == ())
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ class RegistryMembers(Membership, Closing):
 
 
 class _Follower:
-    """Follows a registry's members in a thread. The thread alone calls the methods below the mark.
+    """Follows a registry's members in a thread, which `RegistryMembers` owns only through this object.
 
     Parameters
     ----------
@@ -165,8 +165,6 @@ class _Follower:
         self._warned: set[str] = set()
         self._damage: tuple[str, ...] = ()
         self._pause = _FIRST_PAUSE_S
-
-    # Called by any thread
 
     def begin(self, *, required: bool) -> None:
         """Read the list for the first time and start the thread.
@@ -223,7 +221,7 @@ class _Follower:
         if self._where is not None:
             self._registry.close()
 
-    # The thread
+    # Only the thread calls the methods below, except that `begin` reads the list before the thread starts.
 
     def _follow(self, ended: threading.Event) -> None:
         wait = 0.0

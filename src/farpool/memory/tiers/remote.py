@@ -18,6 +18,7 @@ from msgspec.structs import force_setattr
 from farpool._native import ReplaceablePort, StripedPort, VerifiedPort
 from farpool.abc.membership import MemberInfo, Membership
 from farpool.abc.tier import Extent, Tier, TierInfo
+from farpool.cluster.members import RegistryMembers
 from farpool.cluster.members.named import named_nodes
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
@@ -152,8 +153,15 @@ class Remote(PortTier):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each part that should move to another member but cannot; `Pool.explain` shows them."""
-        return tuple(note for contact in self._contacts for note in contact.notes)
+        """One sentence for each part that cannot move, or reason why the list may be old; `Pool.explain` shows them.
+
+        A part should move if its member drains or has left the list, and cannot if no other member has room.
+        """
+        listed = self._membership
+        return (
+            *[note for contact in self._contacts for note in contact.notes],
+            *(listed.notes if isinstance(listed, RegistryMembers) else ()),
+        )
 
     @property
     def mapped(self) -> tuple[bool, ...]:
