@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -143,6 +144,17 @@ def test_a_store_over_a_registry_finds_the_nodes_and_ends_the_list_with_itself(p
     with pytest.raises(ConfigError, match="replicas"):
         Store(pool, replicas=0)
     assert threads_of_lists() == before
+
+
+def test_the_list_of_a_store_or_tier_that_was_dropped_ends(pool: str) -> None:
+    before = threads_of_lists()
+    store, tier = Store(pool), Remote(pool, size="2MiB")
+    tier.open()
+    store.put("dropped", b"v")
+    assert threads_of_lists() == before + 2
+    del store, tier
+    gc.collect()
+    eventually(lambda: threads_of_lists() == before)
 
 
 def test_a_list_of_the_caller_stays_open(pool: str) -> None:

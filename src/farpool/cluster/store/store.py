@@ -158,11 +158,10 @@ class Store(Closing):
         copies, timeout = redundancy_of(redundancy, replicas), checked_timeout(timeout)
         membership = named.open(timeout)
         try:
-            self._start(membership, connect, copies, timeout, registry)
+            self._start(membership, connect, copies, timeout, registry, lambda: named.close(membership))
         except BaseException:
             named.close(membership)
             raise
-        self._close_members = lambda: named.close(membership)
 
     def _start(
         self,
@@ -171,6 +170,7 @@ class Store(Closing):
         redundancy: Redundancy,
         timeout: float,
         registry: Registry | str | os.PathLike[str] | None = None,
+        close_members: Callable[[], None] = lambda: None,
     ) -> None:
         parts = redundancy.parts
         # Other lists may grow until there are enough members.
@@ -186,7 +186,7 @@ class Store(Closing):
         self.registry = registry
         self._names: Names | None = None
         self._naming = threading.Lock()
-        self._close_members: Callable[[], None] = lambda: None
+        self._close_members = close_members
         _STORES.add(self)
         forks.begin_again(self)
 
