@@ -15,7 +15,7 @@ if not sys.platform.startswith("linux"):
 
 from farpool import _renamed
 from farpool._native import tls_available
-from farpool.cluster.members import StaticMembers
+from farpool.cluster.members import RegistryMembers, StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
 from farpool.cluster.redundancy import Copies
@@ -126,6 +126,7 @@ __all__ = [
     "RegistryDeniedError",
     "RegistryError",
     "RegistryLeaseError",
+    "RegistryMembers",
     "RegistryReplacedError",
     "RegistryUnwritableError",
     "Remote",

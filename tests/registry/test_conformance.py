@@ -152,6 +152,19 @@ def test_a_watch_reports_each_change_once_and_in_order(fresh: Fresh) -> None:
     assert resumed == told[10:]
 
 
+def test_calls_that_do_not_wait_report_changes_that_are_there(fresh: Fresh) -> None:
+    registry, other = fresh(), fresh()
+    with registry.watch("w/", registry.range("w/").revision) as watch:
+        for number in range(3):
+            put(other, "w/x", str(number).encode())
+            until, told = time.monotonic() + LONG, list[Entry]()
+            while not told:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+                told += watch.next(0.0).entries
+            assert [entry.value for entry in told] == [str(number).encode()]
+
+
 def test_a_change_wakes_a_waiting_watch(fresh: Fresh) -> None:
     registry, other = fresh(), fresh()
     start = registry.range("w/").revision

@@ -17,7 +17,13 @@ import pytest
 from farpool.cluster.registry import Condition, Delete, Put
 from farpool.cluster.registry import sqlite as module
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryLeaseError
+from farpool.errors import (
+    RegistryAwayError,
+    RegistryDeniedError,
+    RegistryError,
+    RegistryLeaseError,
+    RegistryReplacedError,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,3 +224,16 @@ with SqliteRegistry({str(path)!r}) as registry:
         first.commit([], [Put("c", b"3")])
         seen = in_another_program(opened + "print(*(one.key for one in registry.range('').entries))")
         assert seen == "a b c"
+
+
+def test_a_removed_file_is_not_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "a folder?with #signs%20" / "registry.sqlite"
+    with SqliteRegistry(path) as registry:
+        registry.commit([], [Put("k", b"v")])
+        path.unlink()
+        registry._idle.pop().close()  # so the next call needs a new connection
+        with pytest.raises(RegistryReplacedError, match="was removed"):
+            registry.get("k")
+        with pytest.raises(RegistryReplacedError, match="was removed"):
+            registry.commit([], [Put("k", b"v")])
+        assert not path.exists()

@@ -33,7 +33,8 @@ RegistryOption = Annotated[
         metavar="URL",
         envvar="FARPOOL_REGISTRY",
         show_envvar=True,
-        help="The registry of names: a path, or etcd://HOST,HOST2/PREFIX. Default: your own file on this host.",
+        help="The registry of names: a path, or etcd://HOST,HOST2/PREFIX. Default: the registry of the nodes, or your "
+        "own file on this host.",
     ),
 ]
 Expect = Annotated[
@@ -187,7 +188,8 @@ def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:
     """Open the names in a registry. `store` may be None for commands that need no objects."""
-    return Names(store, registry or None, hold=hold, timeout=timeout)
+    # Without an option, names are in the registry of the nodes, if that is how the nodes were named.
+    return Names(store, registry or (None if store is None else store.registry), hold=hold, timeout=timeout)
 
 
 def _tell(versions: list[NameInfo], json: bool) -> None:

@@ -291,9 +291,9 @@ def _ready_line(running: Node, *, json: bool) -> str:
 def _watch_signals(reload: Callable[[], object], cancel: Callable[[], object]) -> threading.Event:
     """Catch SIGTERM, SIGINT and SIGHUP from now on; return an event that SIGTERM or SIGINT sets.
 
-    Until then, each SIGHUP calls `reload`. SIGTERM or SIGINT also calls `cancel`. After that, a second SIGTERM or SIGINT
-    ends the process at once, unless it arrives within a second after the first one. Such a signal is ignored, because
-    `timeout` and similar programs send two signals to request one stop: one to the process, and one to its whole group.
+    Until then, each SIGHUP calls `reload`. The first SIGTERM or SIGINT also calls `cancel`. A second one ends the
+    process at once, unless it arrives within a second after the first one. Such a signal is ignored, because `timeout`
+    and similar programs send two signals to request one stop: one to the process, and one to its whole group.
     """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)

@@ -15,6 +15,7 @@ import typer
 from farpool.checks import require_package
 from farpool.cli.files import as_shown, open_source, read_parts, write_whole
 from farpool.cli.progress import Told, progress_bars
+from farpool.cluster.members.named import default_nodes
 from farpool.cluster.store import ObjectInfo, Store
 from farpool.cluster.store.arguments import ttl_of
 from farpool.errors import ConfigError
@@ -33,7 +34,10 @@ app = typer.Typer(
 Node = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", metavar="ADDRESS", help="A node, tcp://HOST:PORT; repeatable. Default: the nodes in FARPOOL_NODES."
+        "--node",
+        metavar="ADDRESS",
+        help="A node, tcp://HOST:PORT; repeatable. Or the registry of the nodes, etcd://HOST:PORT. Default: those in "
+        "FARPOOL_NODES, or else FARPOOL_POOL.",
     ),
 ]
 Replicas = Annotated[
@@ -44,11 +48,12 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.
 
 
 def open_store(node: list[str] | None, replicas: int, timeout: float) -> Store:
-    """Open a store on the nodes of the option --node, or without this option on the nodes in FARPOOL_NODES."""
-    nodes = node or os.environ.get("FARPOOL_NODES", "").replace(",", " ").split()
-    if not nodes:
-        raise ConfigError("no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES", setting="node")
-    return Store(*nodes, replicas=replicas, timeout=timeout)
+    """Open the store on the nodes from the options; without any, on the nodes that the environment names."""
+    if not (node or default_nodes()):
+        raise ConfigError(
+            "no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES or FARPOOL_POOL", setting="node"
+        )
+    return Store(*(node or ()), replicas=replicas, timeout=timeout)
 
 
 def _missing(key: str) -> typer.Exit:

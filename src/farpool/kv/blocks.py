@@ -69,9 +69,9 @@ class BlockCache(Closing):
 
     Parameters
     ----------
-    nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes; or an open store; or the objects of a pool. The cache does not close a store or objects
-        that it was given, and a forked child cannot use them.
+    nodes : str, sequence of str, Store or PoolObjects
+        Addresses of the nodes, the address of their registry, or a store or objects in a pool. If the caller passes a
+        store or objects, the cache does not close them, and a forked child cannot use them.
     namespace : Namespace
         Everything on which readers and writers have to agree.
     replicas : int
@@ -98,7 +98,7 @@ class BlockCache(Closing):
 
     def __init__(
         self,
-        nodes: Sequence[str] | Objects,
+        nodes: str | Sequence[str] | Objects,
         namespace: Namespace,
         *,
         replicas: int = 1,
@@ -119,7 +119,7 @@ class BlockCache(Closing):
         self._probe: Gate | None = None
         self._format = BlockFormat(namespace)
         store = partial(Store, replicas=replicas, key=access_key, timeout=timeout, transport=transport)
-        self._link = Link(nodes, store)
+        self._link = Link(nodes, store, timeout)
         self._descriptions = Descriptions()
         self._pieces = Pieces(self._link, self._format, self._descriptions, timeout)
         self._threads = Threads(threads)

@@ -110,9 +110,9 @@ class PrefixCache(Closing, OldCalls):
 
     Parameters
     ----------
-    nodes : sequence of str, Store or PoolObjects
-        Addresses of the nodes; or an open store; or the objects of a pool. The cache does not close a store or objects
-        that it was given.
+    nodes : str, sequence of str, Store or PoolObjects
+        Addresses of the nodes, the address of their registry, or a store or objects in a pool. If the caller passes a
+        store or objects, the cache does not close them.
     layers : sequence of Layer
         Layers whose KV is kept: all layers of the model, or the layers of this rank.
     settings : PrefixSettings, optional
@@ -138,7 +138,7 @@ class PrefixCache(Closing, OldCalls):
 
     def __init__(
         self,
-        nodes: Sequence[str] | Objects,
+        nodes: str | Sequence[str] | Objects,
         layers: Sequence[Layer],
         settings: PrefixSettings | None = None,
         *,

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from farpool.cluster.members.named import NamedNodes, named_nodes
 from farpool.cluster.store import Store
-from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
+from farpool.errors import FarpoolError, NodeTimeoutError, StoreClosedError
 
 if TYPE_CHECKING:
+    from farpool.abc.membership import Membership
     from farpool.abc.objects import ObjectCalls, Objects
 
 __all__ = ["Link", "closed_error"]
@@ -26,11 +28,14 @@ class Link:
 
     Parameters
     ----------
-    nodes : sequence of str, Store or PoolObjects
-        Addresses of nodes, a store, or the objects in a pool. This class does not close a store or objects that the
-        caller passes.
+    nodes : str, sequence of str, Store or PoolObjects
+        Addresses of nodes or of their registry, or a store or objects in a pool. If the caller passes a store or
+        objects, this class does not close them.
     open_store : callable
-        Opens a store on the nodes with these addresses.
+        Opens a store on a list of members.
+    timeout : float
+        Seconds within which a registry must answer. If it does not, the list of members begins empty, and fills when
+        the registry answers.
 
     Raises
     ------
@@ -38,21 +43,25 @@ class Link:
         A setting of the store is wrong. The nodes are not contacted yet.
     """
 
-    def __init__(self, nodes: Sequence[str] | Objects, open_store: Callable[..., Store]) -> None:
-        if isinstance(nodes, str):
-            raise ConfigError(f"nodes is {nodes!r}, expected a list of addresses", setting="nodes")
+    def __init__(
+        self, nodes: str | Sequence[str] | Objects, open_store: Callable[[Membership], Store], timeout: float
+    ) -> None:
         self._given = None if isinstance(nodes, Sequence) else nodes
-        self._addresses = tuple(nodes) if isinstance(nodes, Sequence) else ()
+        self._named = named_nodes(nodes) if isinstance(nodes, Sequence) else NamedNodes()
         self._open_store = open_store
+        self._timeout = timeout
         self._refuses = False
-        if self._given is None:
-            open_store(*self._addresses).close()  # refuses wrong settings now
         self.begin_in_child()
+        if self._given is None:  # refuse wrong settings now
+            store, membership = self._open_nodes()
+            store.close()
+            self._named.close(membership)
 
     def begin_in_child(self) -> None:
         """Start without connections in the child of a fork, which cannot use its parent's connections."""
         self._lock = threading.Lock()
         self._opened: tuple[Objects, ObjectCalls] | None = None
+        self._membership: Membership | None = None
 
     def calls(self, seconds: float = math.inf) -> ObjectCalls:
         """Return the calls of the store. If the store is not open in this process, open it first.
@@ -85,9 +94,19 @@ class Link:
             if self._refuses:
                 raise closed_error()
             if self._opened is None:
-                objects = self._given or self._open_store(*self._addresses)
+                objects = self._given
+                if objects is None:
+                    objects, self._membership = self._open_nodes()
                 self._opened = objects, objects.best_effort()
             return self._opened
+
+    def _open_nodes(self) -> tuple[Store, Membership]:
+        membership = self._named.open(self._timeout, required=False)
+        try:
+            return self._open_store(membership), membership
+        except BaseException:
+            self._named.close(membership)
+            raise
 
     def is_mapped(self) -> bool:
         """Return True if lookups read memory of this host and send no request to a node."""
@@ -107,3 +126,4 @@ class Link:
         opened, self._opened = self._opened, None
         if opened is not None and isinstance(store := opened[0], Store) and self._given is None:
             store.close()
+            self._named.close(self._membership)

@@ -59,13 +59,13 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 2
     hold_out: bool = True
 
-    def blocks(self, nodes: Sequence[str] | Objects, namespace: Namespace, judge: Judge) -> BlockCache:
+    def blocks(self, nodes: str | Sequence[str] | Objects, namespace: Namespace, judge: Judge) -> BlockCache:
         """Make a `BlockCache` with these settings.
 
         Parameters
         ----------
-        nodes : sequence of str, Store or PoolObjects
-            Addresses of the nodes, or a store, or objects in a pool.
+        nodes : str, sequence of str, Store or PoolObjects
+            Addresses of the nodes, the address of their registry, or a store or objects in a pool.
         namespace : Namespace
             Everything on which readers and writers have to agree.
         judge : Judge
@@ -94,11 +94,12 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes
     ----------
-    nodes : list of str
-        Addresses of the nodes.
+    nodes : str or list of str
+        Addresses of the nodes, or the address of their registry; empty for those that the environment names
+        (``FARPOOL_NODES``, or else ``FARPOOL_POOL``).
     """
 
-    nodes: list[str]
+    nodes: str | list[str] = []
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Self:

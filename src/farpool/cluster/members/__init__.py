@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from farpool.abc.membership import MemberInfo, Membership, MemberState
+from farpool.cluster.members.registry_members import RegistryMembers
 from farpool.cluster.members.static import StaticMembers
 
-__all__ = ["MemberInfo", "MemberState", "Membership", "StaticMembers"]
+__all__ = ["MemberInfo", "MemberState", "Membership", "RegistryMembers", "StaticMembers"]

@@ -360,6 +360,7 @@ class _EtcdWatch(Watch):
                 self._gateway.pause(rounds, deadline)
                 rounds += 1
                 continue
+            line = None
             try:
                 line = stream.line(min(deadline, self._heard + _SILENCE_S))
                 # A member that is cut off from the others sends nothing, and keeps the connection open.
@@ -375,7 +376,7 @@ class _EtcdWatch(Watch):
                     raise
                 self._gateway.failed(stream.endpoint, str(error) or type(error).__name__)
                 self._close_stream()
-            if time.monotonic() >= deadline and self._stream is not None:
+            if line is None and time.monotonic() >= deadline and self._stream is not None:
                 return Changes(self._after, ())
 
     def _begin(self, deadline: float) -> Stream:
@@ -407,11 +408,21 @@ class _EtcdWatch(Watch):
         raise ConnectionError
 
     def _ask(self, stream: Stream, deadline: float) -> None:
-        """Read one key from the stream's member; raise ConnectionError if that member does not reach the majority."""
+        """Read one key from the stream's member; raise ConnectionError if it does not reach the majority.
+
+        The revision shows if the etcd was recreated. The stream does not show it: its member waits for the revision
+        that the watch asked for.
+        """
         limit = max(ANSWER_TIMEOUT_S / 10, min(2 * ANSWER_TIMEOUT_S, deadline - time.monotonic()))
         request = RangeRequest(self._prefix, limit=1)
-        if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
+        reply = self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit)
+        if reply is None:
             raise ConnectionError(stream.endpoint.why)
+        try:
+            header = msgspec.json.decode(reply, type=RangeReply, strict=False).header
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(f"it sent a reply that no etcd sends: {error}") from error
+        self._registry.check_header(header, self._after)
         self._heard = time.monotonic()
 
     def _read(self, line: bytes, stream: Stream) -> Changes | None:

@@ -161,14 +161,13 @@ class Gateway:
             self.pause(rounds, deadline)
             rounds += 1
 
-    def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bool:
-        """Return True if this one endpoint answers within `limit` seconds."""
+    def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bytes | None:
+        """Return this one endpoint's reply; None if there is none within `limit` seconds."""
         try:
-            self._ask(endpoint, path, msgspec.json.encode(request), limit)
+            return self._ask(endpoint, path, msgspec.json.encode(request), limit)[0]
         except _FailedError as failure:
             self.failed(endpoint, str(failure))
-            return False
-        return True
+            return None
 
     def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
         """Send a request to one endpoint; return its reply, which is an endless stream of lines.
@@ -425,13 +424,11 @@ class Stream:
                 return line
             if len(self._data) > _LINE_BYTES_MAX:
                 raise ConnectionError(f"it sent a line of more than {_LINE_BYTES_MAX} bytes")
-            left = until - time.monotonic()
-            if left <= 0:
-                return None
-            self._socket.settimeout(left)
+            # Also after that time, read the bytes that are already there.
+            self._socket.settimeout(max(0.0, until - time.monotonic()))
             try:
                 got = self._socket.recv(1 << 16)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
                 return None
             if not got:
                 raise ConnectionError("it has ended the watch")

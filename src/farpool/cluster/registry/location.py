@@ -14,20 +14,38 @@ from farpool.errors import ConfigError
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["default_registry", "open_registry"]
+__all__ = ["default_registry", "is_registry", "open_registry", "without_password"]
 
 _EXPECTED = "expected a path, sqlite:///PATH, or etcd://HOST:PORT,HOST:PORT/PREFIX (docs/registry.md)"
 _ENDPOINT = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_](?:[A-Za-z0-9._-]*)))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
+_SCHEMES = ("etcd://", "sqlite://")
 _OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
 
 
+def is_registry(text: str) -> bool:
+    """Return True if a text that may be a node's address is a registry's."""
+    return text.startswith(_SCHEMES)
+
+
+def without_password(text: str) -> str:
+    """Return a registry's address without its password, for errors, which end up in logs."""
+    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+
+
 def default_registry() -> str:
-    """Return the address in ``FARPOOL_REGISTRY``; if that is not set, the path of a file in the user's state folder."""
+    """Return the address of the registry that a program uses if it names none.
+
+    This is the address in ``FARPOOL_REGISTRY``; else the one in ``FARPOOL_POOL``, if that variable names a registry;
+    else a file's path in the user's state folder.
+    """
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
+    pool = os.environ.get("FARPOOL_POOL", "").strip()
+    if is_registry(pool):
+        return pool
     state = os.environ.get("XDG_STATE_HOME", "")
     return str((Path(state) if state else Path.home() / ".local" / "state") / "farpool" / "registry.sqlite")
 
@@ -41,7 +59,7 @@ def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float
         A SQLite file, which all processes of this host can share: a path, or ``sqlite:///PATH``. An etcd cluster:
         ``etcd://[USER[:PASSWORD]@]HOST[:PORT],.../[PREFIX][?OPTIONS]``. Options, joined with ``&``: ``ca=FILE``,
         ``cert=FILE`` and ``key=FILE`` for TLS, ``tls=1`` for TLS with the system's authorities, ``password_file=FILE``.
-        None stands for the address in ``FARPOOL_REGISTRY``; if that is not set, for a file in the user's state folder.
+        None stands for the address that `default_registry` returns.
     timeout : float
         Seconds that a call may take, unless the call has a `timeout` of its own.
 
@@ -145,6 +163,6 @@ def _read(path: str, option: str) -> str:
 
 
 def _wrong(text: str, why: str) -> ConfigError:
-    # Errors end up in logs, so they must not show the password.
-    hidden = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
-    return ConfigError(f"the registry's address {hidden!r} is wrong: {why}; {_EXPECTED}", setting="registry")
+    return ConfigError(
+        f"the registry's address {without_password(text)!r} is wrong: {why}; {_EXPECTED}", setting="registry"
+    )

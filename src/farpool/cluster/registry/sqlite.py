@@ -217,8 +217,12 @@ class SqliteRegistry(Registry):
                 raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
             connection = self._idle.pop() if self._idle else None
         if connection is None:
-            # Connections move between threads, but only one thread at a time uses a connection (`_borrow`).
-            connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            self._check_place()
+            # Without the mode, a file that was removed in the meantime would be made again, empty. Connections move
+            # between threads, but only one thread at a time uses a connection.
+            connection = sqlite3.connect(
+                f"{self._path.as_uri()}?mode=rw", uri=True, isolation_level=None, check_same_thread=False
+            )
             # In write-ahead-log mode, NORMAL could lose the last commits if the host loses power.
             connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA busy_timeout = {_milliseconds_left(deadline)}")

@@ -48,7 +48,8 @@ class AsyncStore:
     Parameters
     ----------
     *nodes : str or Membership
-        Addresses of the nodes, or a list of members that may change. All other parameters of `Store` are accepted, too.
+        Addresses of the nodes, the address of their registry, or a list of members that may change. All other
+        parameters of `Store` are accepted, too.
     """
 
     def __init__(

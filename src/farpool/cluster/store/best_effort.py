@@ -54,9 +54,12 @@ class BestEffort:
         """Return `call(cluster, deadline)`. If it fails, or no node was ever reached, return an error `count` times."""
         cluster = self._opened()
         view = cluster.snapshot
-        if not view.met and view.members and all(member.is_failing for member in view.members):
-            dark = NodeError("no node has been reached yet; all are being probed", node=view.members[0].name)
-            return [dark] * count  # a call would only wait
+        if not view.met and all(member.is_failing for member in view.members):  # a call would only wait
+            if view.members:
+                dark = NodeError("no node has been reached yet; all are being probed", node=view.members[0].name)
+            else:
+                dark = cluster.no_members()
+            return [dark] * count
         try:
             return call(cluster, time.monotonic() + timeout)
         except (FarpoolError, OSError) as error:
@@ -68,7 +71,7 @@ class BestEffort:
         Lookups then send requests only for keys that have no value in the mapped memory.
         """
         view = self._opened().snapshot
-        return not view.strangers and all(member.channel.reader is not None for member in view.members)
+        return view.is_settled and all(member.channel.reader is not None for member in view.members)
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
         """Look up which keys have a value, and the size of each value.

@@ -18,6 +18,7 @@ from farpool.abc.redundancy import Redundancy
 from farpool.checks import require_seconds
 from farpool.closing import Closing
 from farpool.cluster.members import StaticMembers
+from farpool.cluster.members.named import named_nodes
 from farpool.cluster.names import Names
 from farpool.cluster.redundancy import redundancy_of
 from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
@@ -95,8 +96,10 @@ class Store(Closing):
     Parameters
     ----------
     *nodes : str or Membership
-        Addresses like ``tcp://10.0.0.7:7471``, or one `Membership`, such as `farpool.StaticMembers`, whose members may
-        join, leave and move while the store is open. Every program names the same nodes, in any order.
+        Addresses like ``tcp://10.0.0.7:7471``; or the address of the registry in which the nodes register, like
+        ``etcd://10.0.0.1:2379``; or one `Membership`, such as `farpool.StaticMembers`. Members of a registry or a
+        `Membership` may join, leave and move while the store is open. Every program names the same nodes, in any order.
+        Without any, the environment names them (``FARPOOL_NODES``, or else ``FARPOOL_POOL``).
     replicas : int
         Number of nodes that must confirm a put. Each object then survives the loss of all but one of its nodes. A short
         form of ``redundancy=Copies(replicas)``.
@@ -116,17 +119,21 @@ class Store(Closing):
         Seconds for which a wait polls a socket before it blocks; 0 saves processor time.
     registry : Registry, str or path, optional
         Registry of names, opened when a name is used for the first time; None for the registry of the environment
-        (``FARPOOL_REGISTRY``), or else a file of this user on this host.
+        (``FARPOOL_REGISTRY``), or else the registry of the nodes, or else a file of this user on this host.
 
     Attributes
     ----------
     replicas : int
         Number of copies that each object has.
+    registry : Registry, str, path or None
+        Registry of names; None for the registry of the environment or of this user.
 
     Raises
     ------
     ConfigError
         A setting is wrong. The constructor contacts no node, so it does not raise if nodes are down.
+    RegistryError
+        The registry of the nodes cannot be read.
     """
 
     def __init__(
@@ -140,7 +147,7 @@ class Store(Closing):
         spin: float = SPIN_S,
         registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
-        membership = _membership_of(nodes)
+        named = named_nodes(nodes)
         transport = checked_transport(transport)
         require_seconds(spin, "spin")
         access = client_key(key)
@@ -148,7 +155,15 @@ class Store(Closing):
         def connect(address: str) -> Channel:
             return Channel(parse_address(address), key=access, transport=transport, spin=spin)
 
-        self._start(membership, connect, redundancy_of(redundancy, replicas), timeout, registry)
+        if registry is None and not os.environ.get("FARPOOL_REGISTRY"):
+            registry = named.registry or None
+        copies, timeout = redundancy_of(redundancy, replicas), checked_timeout(timeout)
+        membership = named.open(timeout)
+        try:
+            self._start(membership, connect, copies, timeout, registry, lambda: named.close(membership))
+        except BaseException:
+            named.close(membership)
+            raise
 
     def _start(
         self,
@@ -157,6 +172,7 @@ class Store(Closing):
         redundancy: Redundancy,
         timeout: float,
         registry: Registry | str | os.PathLike[str] | None = None,
+        close_members: Callable[[], None] = lambda: None,
     ) -> None:
         parts = redundancy.parts
         # Other lists may grow until there are enough members.
@@ -169,9 +185,10 @@ class Store(Closing):
         if self._upkeep is not None:
             self._cluster.on_read = self._upkeep.note
         self._why = "was closed"
-        self._registry = registry
+        self.registry = registry
         self._names: Names | None = None
         self._naming = threading.Lock()
+        self._close_members = close_members
         _STORES.add(self)
         forks.begin_again(self)
 
@@ -593,7 +610,7 @@ class Store(Closing):
         # Two threads must not open the registry twice, and `close` must find the names that one of them opens.
         with self._naming:
             if self._names is None:
-                self._names = Names(self, self._registry, timeout=self._open().timeout)
+                self._names = Names(self, self.registry, timeout=self._open().timeout)
             return self._names
 
     def rotate_tenant(self) -> Rotation:
@@ -652,17 +669,10 @@ class Store(Closing):
                     # Before the connections are closed, because the last hits still need them.
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
+                self._close_members()
 
     def __reduce__(self) -> str:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
-
-
-def _membership_of(nodes: tuple[str | Membership, ...]) -> Membership:
-    """Return the given membership, or make a membership from the given addresses."""
-    given = [node for node in nodes if isinstance(node, Membership)]
-    if given and len(nodes) > 1:
-        raise ConfigError(f"nodes is {nodes!r}, expected addresses or one Membership", setting="nodes")
-    return given[0] if given else StaticMembers(*cast("tuple[str, ...]", nodes))
 
 
 def _each_once(copies: Iterable[tuple[Member, ObjectInfo]]) -> Iterator[ObjectInfo]:

@@ -32,6 +32,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetad
 from lmcache.v1.platform import create_event_notifier
 
 from farpool.checks import require_seconds, require_whole
+from farpool.cluster.members.named import named_nodes
 from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.engines.connector import Connector
@@ -46,7 +47,7 @@ __all__ = ["FarpoolL2", "FarpoolL2Config", "L2Settings"]
 _LOG = logging.getLogger(__name__)
 
 _RELEASE = version("lmcache")
-_REQUIRED = ("nodes", "weights_id")
+_DESCRIBED = ("nodes", "weights_id")
 _CHAIN_BYTES = 32
 _NAMESPACES_MAX = 4096
 """Maximum number of namespaces that are kept in memory. If there are more, the least recently used ones are made again
@@ -137,9 +138,10 @@ class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
         """Return the text with which LMCache describes the settings to users."""
         return (
             "farpool L2 adapter config fields (docs/kv-lmcache.md):\n"
-            "- nodes (list of str): addresses of the nodes, such as tcp://10.0.0.7:7471 (required)\n"
+            "- nodes (list of str): addresses of the nodes, such as tcp://10.0.0.7:7471, or of their registry, such as "
+            "etcd://10.0.0.1:2379 (required, unless FARPOOL_POOL names them)\n"
             "- weights_id (str): exact name of the weights that make the KV (required)\n"
-            f"- optional: {', '.join(name for name in L2Settings.__struct_fields__ if name not in _REQUIRED)}"
+            f"- optional: {', '.join(name for name in L2Settings.__struct_fields__ if name not in _DESCRIBED)}"
         )
 
 
@@ -330,7 +332,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             "is_healthy": not self._closed and probe.error is None,
             "probe": str(probe.reason or ""),
             "type": type(self).__name__,
-            "nodes": list(self._settings.nodes),
+            "nodes": list(named_nodes(self._settings.nodes).shown),
             "weights_id": self._settings.weights_id,
             **self._connector.stats(),
         }

@@ -6,9 +6,10 @@ the bytes that are read. So neither the network nor the node's memory can change
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -17,6 +18,8 @@ from msgspec.structs import force_setattr
 from farpool._native import ReplaceablePort, StripedPort, VerifiedPort
 from farpool.abc.membership import MemberInfo, Membership
 from farpool.abc.tier import Extent, Tier, TierInfo
+from farpool.cluster.members import RegistryMembers
+from farpool.cluster.members.named import named_nodes
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.channel import Channel, Transport
@@ -46,16 +49,18 @@ class Remote(PortTier):
     restart loses the bytes, and reading them is an error. The tier verifies its reads, so a pool does not wrap it in
     `Verified`.
 
-    A tier that is made with a `Membership` follows its list of members while the tier is open. A member that gets a new
-    address keeps its part. If a member drains or leaves, its part is copied to another member while transfers go on,
-    and `nodes` then shows the new member. If no member has room for the part, the part stays, and `notes` and a warning
-    report that. A new member receives only the parts of members that leave: the tier keeps its size and its number of
-    parts until it is closed.
+    A tier over a registry or a `Membership` follows the list of members while the tier is open. A member that gets a
+    new address keeps its part. If a member drains or leaves, its part is copied to another member while transfers go
+    on, and `nodes` then shows the new member. If no member has room for the part, the part stays, and `notes` and a
+    warning report that. A new member receives only the parts of members that leave: the tier keeps its size and its
+    number of parts until it is closed.
 
     Parameters
     ----------
     *nodes : str or Membership
-        Addresses, for example ``"tcp://10.0.0.7:7471"``, or one `Membership`, such as `farpool.StaticMembers`.
+        Addresses, for example ``"tcp://10.0.0.7:7471"``; or the address of the registry in which the nodes register,
+        like ``"etcd://10.0.0.1:2379"``; or one `Membership`, such as `farpool.StaticMembers`. Without any, the
+        environment names them (``FARPOOL_NODES``, or else ``FARPOOL_POOL``).
     size : int or str, optional
         Bytes on all nodes together, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. With None,
         each node lends the same number of bytes: as many as are free on the node with the least free memory. The tier
@@ -90,15 +95,18 @@ class Remote(PortTier):
     ) -> None:
         super().__init__()
         self._name = _checked_name(name)
-        self._membership = _membership_in(nodes)
-        self._addresses = () if self._membership else node_addresses(cast("tuple[str, ...]", nodes), name)
+        self._named = named = named_nodes(nodes, f"nodes of {name}")
+        self._follows = bool(named.registry) or named.membership is not None
+        self._membership = named.membership
+        """The list that the tier follows; the list of a registry only while the tier is open."""
+        self._addresses = () if self._follows else node_addresses(named.addresses, name)
         self._size = None if size is None else _checked_size(size, name)
         self._timeout = checked_timeout(timeout, f"timeout of {name}")
         self._transport = checked_transport(transport, f"transport of {name}")
         self._key = None if key is None else client_key(key)
         self._known: TierInfo | None = None
-        if self._size is not None and self._membership is None:
-            self._known = self._info_of(_share(self._size, len(nodes)), len(nodes))
+        if self._size is not None and not self._follows:
+            self._known = self._info_of(_share(self._size, len(self._addresses)), len(self._addresses))
         self._space: ExtentSpace | None = None
         self._parts: list[Part] = []
         self._contacts: list[Contact] = []
@@ -121,7 +129,8 @@ class Remote(PortTier):
             # Another thread may have asked the nodes while this one waited for the lock.
             if self._known is not None:
                 return self._known
-            members = self._present()
+            with self._list() as membership:
+                members = self._present(membership)
             if self._size is not None:  # not remembered, because the list may change before the tier is opened
                 return self._info_of(_share(self._size, len(members)), len(members))
             channels = self._ways(members)
@@ -139,12 +148,22 @@ class Remote(PortTier):
         When the address of a draining member is not listed here any more, that member may be stopped.
         """
         parts = self._parts
-        return tuple(part.channel.name for part in parts) or tuple(info.addresses[0] for info in self._present())
+        if parts:
+            return tuple(part.channel.name for part in parts)
+        with self._list() as membership:
+            return tuple(info.addresses[0] for info in self._present(membership))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each part that should move to another member but cannot; `Pool.explain` shows them."""
-        return tuple(note for contact in self._contacts for note in contact.notes)
+        """One sentence for each part that cannot move, or reason why the list may be old; `Pool.explain` shows them.
+
+        A part should move if its member drains or has left the list, and cannot if no other member has room.
+        """
+        listed = self._membership
+        return (
+            *[note for contact in self._contacts for note in contact.notes],
+            *(listed.notes if isinstance(listed, RegistryMembers) else ()),
+        )
 
     @property
     def mapped(self) -> tuple[bool, ...]:
@@ -201,7 +220,17 @@ class Remote(PortTier):
                 self._verified.forget(extent.offset)
 
     def _open_port(self) -> Port:
-        members = self._present()
+        membership = self._named.open(self._timeout) if self._follows else None
+        try:
+            port = self._borrow_from(self._present(membership), membership)
+        except BaseException:
+            self._named.close(membership)
+            raise
+        self._membership = membership
+        return port
+
+    def _borrow_from(self, members: list[MemberInfo], membership: Membership | None) -> Port:
+        """Borrow a part from each of these members, or from none, and make the tier's port over them."""
         channels = self._ways(members)
         leases: list[Lease] = []
         contacts: list[Contact] = []
@@ -211,8 +240,8 @@ class Remote(PortTier):
             parts = self._parts_of(members, channels, leases)
             port = StripedPort(self._name, [part.port for part in parts], stripe=STRIPE, share=share)
             contacts.append(Contact(self, parts, self._timeout))
-            if self._membership is not None:
-                contacts.append(self._following(parts, self._membership))
+            if membership is not None:
+                contacts.append(self._following(parts, membership))
         except BaseException:
             for contact in contacts:
                 contact.end()
@@ -231,12 +260,12 @@ class Remote(PortTier):
         parts: list[Part] = []
         for info, channel, lease in zip(members, channels, leases, strict=True):
             port = port_to(channel, lease, self._name, self._timeout)
-            if self._membership is None:
+            if not self._follows:
                 parts.append(Part(channel, lease, port))
             else:
                 movable = ReplaceablePort(self._name, port, nbytes=lease.nbytes, chunk=STRIPE)
                 parts.append(MemberPart(channel, lease, movable, info))
-        if self._membership is not None:
+        if self._follows:
             refuse_twins(channels, self._name)
         return parts
 
@@ -249,11 +278,14 @@ class Remote(PortTier):
         parts, self._parts = self._parts, []
         self._verified = self._space = None
         self._high = 0
+        membership, self._membership = self._membership, self._named.membership
         if os.getpid() != self._owner:
+            self._named.close(membership)
             return  # threads, leases and connections belong to the parent process
         # The threads end first, because they may connect again or move a part to a new lease.
         for contact in reversed(contacts):
             contact.end()
+        self._named.close(membership)
         give_back([part.lease for part in parts], time.monotonic() + self._timeout)
         for part in parts:
             part.channel.close()
@@ -266,10 +298,25 @@ class Remote(PortTier):
             raise ValueError(f"{self._name}: no extent is reserved, because the tier is not open")
         return self._space
 
-    def _present(self) -> list[MemberInfo]:
-        """The nodes that may lend memory now, as entries of a list of members."""
-        if self._membership is not None:
-            return usable(self._membership, self._name)
+    @contextlib.contextmanager
+    def _list(self) -> Iterator[Membership | None]:
+        """Provide the list of members in the block; None over addresses.
+
+        A closed tier opens the registry for the time of the block.
+        """
+        if self._membership is not None or not self._follows:
+            yield self._membership
+            return
+        membership = self._named.open(self._timeout)
+        try:
+            yield membership
+        finally:
+            self._named.close(membership)
+
+    def _present(self, membership: Membership | None) -> list[MemberInfo]:
+        """Return the nodes that may lend memory now, as entries of a list of members."""
+        if membership is not None:
+            return usable(membership, self._name)
         return [MemberInfo((str(address),)) for address in self._addresses]
 
     def _connect(self) -> Callable[[str], Channel]:
@@ -280,7 +327,7 @@ class Remote(PortTier):
     def _ways(self, members: Sequence[MemberInfo]) -> list[Channel]:
         connect = self._connect()
         channels = [connect(info.addresses[0]) for info in members]
-        if self._membership is not None:
+        if self._follows:
             for channel, info in zip(channels, members, strict=True):
                 channel.expected = info.identity
                 find_address(channel, info, self._timeout)
@@ -300,13 +347,6 @@ class Remote(PortTier):
 
     def _info_of(self, share: int, parts: int) -> TierInfo:
         return TierInfo(self._name, "remote", share * parts, CACHE_LINE_BYTES)
-
-
-def _membership_in(nodes: tuple[str | Membership, ...]) -> Membership | None:
-    given = [node for node in nodes if isinstance(node, Membership)]
-    if given and len(nodes) > 1:
-        raise ConfigError(f"nodes is {nodes!r}, expected addresses or one Membership", setting="nodes")
-    return given[0] if given else None
 
 
 def _channel_to(key: AccessKey | None, transport: Transport, address: str) -> Channel:
@@ -357,7 +397,8 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     Attributes
     ----------
     nodes : sequence of str or str
-        Addresses of the nodes, as a sequence or as one text with commas. Stored as a tuple of full addresses.
+        Addresses of the nodes, as a sequence or as one text with commas, which becomes a tuple of full addresses; or
+        the address of their registry.
     size : int, str or None
         As in `Remote`; None for as much memory as the nodes have free.
     key : str, optional
@@ -379,8 +420,9 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     transport: Transport = "auto"
 
     def __post_init__(self) -> None:
-        nodes = self.nodes.replace(",", " ").split() if isinstance(self.nodes, str) else self.nodes
-        addresses = node_addresses(nodes, self.name or self.kind)
+        name = self.name or self.kind
+        named = named_nodes(self.nodes, f"nodes of {name}")
+        addresses = (named.registry,) if named.registry else node_addresses(named.addresses, name)
         force_setattr(self, "nodes", tuple(str(address) for address in addresses))
         super().__post_init__()
 
@@ -398,4 +440,5 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
         return f"RemoteSpec({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        return [(name, value) for name, value in super().__rich_repr__() if name != "key"]
+        shown = {"nodes": named_nodes(self.nodes).shown}
+        return [(name, shown.get(name, value)) for name, value in super().__rich_repr__() if name != "key"]
