@@ -102,6 +102,11 @@ class Membership(ABC):
     def members(self) -> Sequence[MemberInfo]:
         """Return the present members."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each reason why the list may be out of date; empty if there is none."""
+        return ()
+
     @abstractmethod
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Subscribe to changes: `changed` is called after each one. Return a function that ends the subscription.

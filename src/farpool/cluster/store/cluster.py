@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from farpool._native import TenantEpoch, exchange
 from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.abc.redundancy import Redundancy
-from farpool.cluster.members import RegistryMembers
 from farpool.cluster.store.member import Member, may_be_stale
 from farpool.cluster.store.messages import Ask, object_head
 from farpool.cluster.store.plan import RETRY_PAUSE_S, may_recover, share_of
@@ -278,9 +277,7 @@ class Cluster:
 
     def no_members(self) -> NodeError:
         """Return the error of a call while no member may be asked."""
-        listed = self._membership
-        where = f": no node in {listed.address} is ready" if isinstance(listed, RegistryMembers) else ""
-        return NodeError(f"the store has no members{where}; expected at least one node")
+        return NodeError(f"the store has no members: no node in {self._membership!r} is ready; expected one or more")
 
     def _follow(self, *, introduce: bool) -> None:
         """Update the members from the list; with `introduce`, contact new members in the background."""

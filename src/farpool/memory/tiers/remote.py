@@ -18,7 +18,6 @@ from msgspec.structs import force_setattr
 from farpool._native import ReplaceablePort, StripedPort, VerifiedPort
 from farpool.abc.membership import MemberInfo, Membership
 from farpool.abc.tier import Extent, Tier, TierInfo
-from farpool.cluster.members import RegistryMembers
 from farpool.cluster.members.named import named_nodes
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
@@ -162,7 +161,7 @@ class Remote(PortTier):
         listed = self._membership
         return (
             *[note for contact in self._contacts for note in contact.notes],
-            *(listed.notes if isinstance(listed, RegistryMembers) else ()),
+            *(() if listed is None else listed.notes),
         )
 
     @property
