@@ -16,6 +16,7 @@ from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.abc.redundancy import Redundancy
 from farpool.cluster.store.member import Member, may_be_stale
 from farpool.cluster.store.messages import Ask, object_head
+from farpool.cluster.store.pace import Paces
 from farpool.cluster.store.plan import RETRY_PAUSE_S, may_recover, share_of
 from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import Op
@@ -79,6 +80,7 @@ class Cluster:
         # Protects the members that left, and each replacement of the snapshot. Calls read the snapshot without it.
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        self._paces = Paces(self, self._closing)
         # Weak, because the list of members may outlive a store that the program dropped without closing it.
         own = weakref.ref(self)
 
@@ -239,6 +241,13 @@ class Cluster:
         if self.epoch.value != before:
             self.ask(asks, share_of(deadline, last=False))
 
+    def reorder(self) -> None:
+        """Replace the snapshot if other members are slow now."""
+        with self._lock:
+            snapshot = self.snapshot
+            if not self._closing.is_set() and snapshot.slow != tuple([one for one in snapshot.met if one.pace.is_slow]):
+                self._replace(snapshot.members)
+
     def close(self) -> None:
         """Close all connections, including the ones to members that have left."""
         # Set first, so that no change of the list adds members, and calls that wait for a node end.
@@ -249,6 +258,7 @@ class Cluster:
         # Outside the lock: closing waits for the thread that probes a node, and that may need the lock in `_met`.
         for member in members:
             member.close()
+        self._paces.join()
 
     def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
         """Try to meet all strangers; if no member at all has been met, try again until the deadline.
@@ -301,7 +311,9 @@ class Cluster:
         channel = self._connect(info.addresses[0])
         # One epoch for all nodes: a reply of one shows that another is behind.
         channel.epoch = self.epoch
-        return Member(channel, self._met, info)
+        member = Member(channel, self._met, info)
+        self._paces.watch(member)
+        return member
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:
         """Iterate over the members with an identity.
@@ -323,7 +335,7 @@ class Cluster:
                 self._left.add(member)
         self._left.difference_update(members)
         # Replaced as a whole, so a call keeps the members with which it began.
-        self.snapshot = Snapshot(members)
+        self.snapshot = Snapshot(members, self.redundancy.parts)
 
     def _met(self, member: Member, identity: bytes) -> None:
         """Record the identity of a member's node, which decides the member's order for each key.

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from farpool.abc.membership import MemberInfo
+from farpool.cluster.store.pace import Pace
 from farpool.cluster.wire.frames import Op
 from farpool.errors import AccessDeniedError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
 
@@ -72,6 +73,8 @@ class Member:
         True while calls do not ask the node because it has failed.
     is_probed : bool
         True while a thread tries to reach the node.
+    pace : Pace
+        Record of whether the node answers slowly.
     unmet : NodeError or None
         Error of the last attempt to meet the node.
     """
@@ -84,6 +87,7 @@ class Member:
         self.pool = channel.pool
         self.is_failing = False
         self.is_probed = False
+        self.pace = Pace()
         self.unmet: NodeError | None = None
         self._met = met
         # Type and text of the error. The error itself would keep the buffers of the call alive that it ended.
@@ -159,6 +163,7 @@ class Member:
             if is_back:
                 # A probe from before keeps the old event, and ends.
                 self._ending = threading.Event()
+                self.pace = Pace()
             if is_moved:
                 self._move(info.addresses[0])
             if is_back or is_moved:

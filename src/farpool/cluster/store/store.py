@@ -72,6 +72,11 @@ class NodeStatus:
         Its identity in hexadecimal; empty before the first contact.
     state : str
         Its state in the list of members: ``active``, ``suspect`` or ``draining``.
+    slow : float
+        Seconds that the node takes to answer, if that is so much longer than other nodes take that this store reads
+        last from it; 0.0 otherwise.
+    times_slow : int
+        How often this store has begun to read last from the node.
     """
 
     node: str
@@ -81,6 +86,8 @@ class NodeStatus:
     stats: dict[str, Any] | None
     identity: str = ""
     state: str = "active"
+    slow: float = 0.0
+    times_slow: int = 0
 
 
 class Store(Closing):
@@ -627,7 +634,10 @@ class Store(Closing):
             failing, why = member.status()
             mapped, identity = member.channel.reader is not None, member.identity.hex()
             state = str(member.info.state)
-            statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, identity, state))
+            pace = member.pace
+            slow = member.pool.times.seconds if pace.is_slow else 0.0
+            known = (identity, state, slow, pace.times_slow)
+            statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, *known))
         return statuses
 
     def close(self) -> None:
