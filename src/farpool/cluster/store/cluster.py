@@ -16,7 +16,6 @@ from farpool.abc.membership import MemberInfo, Membership, MemberState
 from farpool.abc.redundancy import Redundancy
 from farpool.cluster.store.member import Member, may_be_stale
 from farpool.cluster.store.messages import Ask, object_head
-from farpool.cluster.store.pace import Paces
 from farpool.cluster.store.plan import RETRY_PAUSE_S, may_recover, share_of
 from farpool.cluster.store.snapshot import Snapshot
 from farpool.cluster.wire.frames import Op
@@ -60,6 +59,8 @@ class Cluster:
         Packed properties of an object that never expires.
     on_read : callable or None
         Is called with each key that was read and the member that returned its value.
+    on_late : callable or None
+        Is called with each member that was late for many answers in a row, and the smallest time of these answers.
     has_warned : bool
         True once the program was warned that an object was put with a different number of copies than this store makes.
     """
@@ -71,6 +72,7 @@ class Cluster:
         self.timeout = timeout
         self.head = object_head(0, redundancy.parts)
         self.on_read: Callable[[bytes, Member], None] | None = None
+        self.on_late: Callable[[Member, float], None] | None = None
         self.has_warned = False
         self.epoch = TenantEpoch()
         self.snapshot = Snapshot(())
@@ -80,7 +82,6 @@ class Cluster:
         # Protects the members that left, and each replacement of the snapshot. Calls read the snapshot without it.
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._paces = Paces(self, self._closing)
         # Weak, because the list of members may outlive a store that the program dropped without closing it.
         own = weakref.ref(self)
 
@@ -258,7 +259,6 @@ class Cluster:
         # Outside the lock: closing waits for the thread that probes a node, and that may need the lock in `_met`.
         for member in members:
             member.close()
-        self._paces.join()
 
     def _meet(self, deadline: float, *, everyone: bool) -> Snapshot:
         """Try to meet all strangers; if no member at all has been met, try again until the deadline.
@@ -312,7 +312,15 @@ class Cluster:
         # One epoch for all nodes: a reply of one shows that another is behind.
         channel.epoch = self.epoch
         member = Member(channel, self._met, info)
-        self._paces.watch(member)
+        # Weak, because the pool of connections must not keep them alive.
+        own, weakly = weakref.ref(self), weakref.ref(member)
+
+        def late(seconds: float) -> None:
+            cluster, member = own(), weakly()
+            if cluster is not None and member is not None and cluster.on_late is not None:
+                cluster.on_late(member, seconds)
+
+        member.pool.on_late(late)
         return member
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:

@@ -24,6 +24,7 @@ from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_pref
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.messages import Lookup, ObjectInfo, object_head, results, seconds_left
+from farpool.cluster.store.pacing import Pacing
 from farpool.cluster.store.pin import Pin, Pins, pin_all
 from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_one
 from farpool.cluster.store.repair import Repaired, repair
@@ -173,6 +174,8 @@ class Store(Closing):
         self._upkeep = Upkeep(self._cluster) if parts > 1 else None
         if self._upkeep is not None:
             self._cluster.on_read = self._upkeep.note
+        self._pacing = Pacing(self._cluster)
+        self._cluster.on_late = self._pacing.late
         self._why = "was closed"
         self._registry = registry
         self._names: Names | None = None
@@ -658,6 +661,7 @@ class Store(Closing):
                     # Before the connections are closed, because the last hits still need them.
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
+                self._pacing.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
