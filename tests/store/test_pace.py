@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from farpool import Store
 from farpool._native import LATE_ANSWER_S, LATE_ANSWERS, AnswerTimes, Ranking
 from farpool.cluster.redundancy import Copies
+from farpool.cluster.store.member import Member as StoreMember
 from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.metrics import StoreCollector
 from farpool.cluster.store.pace import Pace
 from farpool.cluster.store.plan import Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
@@ -248,8 +254,7 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
     with store_over(local(1)) as store:
         store.put("small", b"value")
         store.put("large", large)
-        assert store._cluster is not None
-        (member,) = store._cluster.members
+        (member,) = store._open().members
         times = member.pool.times
 
         def is_measured(act: Callable[[], object]) -> bool:
@@ -267,30 +272,50 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
         assert not is_measured(lambda: store.drop("another"))
 
 
+def scraped(collector: StoreCollector) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels["node"]): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+
+
 def make_late(member: Any) -> None:
     """Have the connections report the member as late after its next request."""
+    times = member.pool.times
+    for number in range(100):
+        times.add(PROMPT, float(number))  # answers so far may have been late, because the machine is busy
     for _ in range(2):
-        # Taken once, because the smoothed time was rising during these answers.
-        member.pool.times.take_late()
+        times.take_late()  # at first the smoothed time was rising
         for number in range(3 * LATE_ANSWERS):
-            member.pool.times.add(10 * LATE, float(number))
+            times.add(10 * LATE, float(number))
+
+
+def slow_member(store: Store) -> StoreMember:
+    """Make a member of the store late, and wait until it counts as slow."""
+    cluster = store._open()
+    member = cluster.members[0]
+    make_late(member)
+    cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+    eventually(lambda: member in cluster.snapshot.slow)
+    return member
 
 
 def test_a_member_that_is_late_is_read_last_until_it_has_answered_many_probes(local: Nodes) -> None:
     nodes = local(3)
     with store_over(nodes, replicas=2) as store:
         store.put_many((key, b"value") for key in KEYS)
-        cluster = store._cluster
-        assert cluster is not None
+        cluster = store._open()
         before = cluster.snapshot
-        member = before.first(KEYS[0])
-        make_late(member)
-        cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
-        eventually(lambda: member in cluster.snapshot.slow)
+        member = slow_member(store)
         assert cluster.snapshot.slow == (member,)
         assert cluster.snapshot.members == before.members
         (status,) = [one for one in store.nodes() if one.slow]
         assert (status.node, status.times_slow) == (member.name, 1)
+        found = scraped(StoreCollector(cache=store))
+        assert found["farpool_store_node_slow_seconds", member.name] > 0
+        assert found["farpool_store_node_slowed_total", member.name] == 1
+        assert sum(found.values()) == 1 + found["farpool_store_node_slow_seconds", member.name]
         assert all(cluster.snapshot.first(key) is not member for key in KEYS)
         assert all(cluster.snapshot.places(key) == before.places(key) for key in KEYS)
         assert store.get_many(KEYS) == [b"value"] * len(KEYS)
@@ -298,3 +323,34 @@ def test_a_member_that_is_late_is_read_last_until_it_has_answered_many_probes(lo
         assert all(cluster.snapshot.order(key) == before.order(key) for key in KEYS)
         assert [one.times_slow for one in store.nodes() if one.node == member.name] == [1]
         assert not any(one.slow for one in store.nodes())
+        assert scraped(StoreCollector(cache=store))["farpool_store_node_slow_seconds", member.name] == 0
+    assert scraped(StoreCollector(cache=store)) == {}
+
+
+def test_a_store_that_is_dropped_while_a_member_is_slow_leaves_no_thread(local: Nodes) -> None:
+    store = store_over(local(2), replicas=2)
+    store.put("key", b"value")
+    slow_member(store)
+    known = weakref.ref(store._open())
+    del store
+
+    def is_gone() -> bool:
+        gc.collect()
+        return known() is None and not any(thread.name == "farpool-store-pace" for thread in threading.enumerate())
+
+    eventually(is_gone)
+
+
+def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) -> None:
+    nodes = local(2)
+    with store_over(nodes, replicas=2) as store:
+        store.put("key", b"value")
+        member = slow_member(store)
+        nodes[0].kill()
+        assert store.get("key") == b"value"
+        cluster = store._open()
+        cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+        assert member.is_failing
+        nodes[0].restart()
+        eventually(lambda: not member.is_failing and not member.pace.is_slow)
+        assert store.get("key") == b"value"

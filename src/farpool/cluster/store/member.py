@@ -240,6 +240,10 @@ class Member:
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
+    def slow(self) -> float:
+        """Return the seconds that the node takes to answer if it counts as slow, or else 0.0."""
+        return self.pool.times.seconds if self.pace.is_slow else 0.0
+
     def absence(self) -> NodeError:
         """Return the error that says why a call cannot ask the node; only for a node without any contact so far."""
         return self.unmet or NodeError(

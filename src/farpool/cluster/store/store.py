@@ -637,9 +637,7 @@ class Store(Closing):
             failing, why = member.status()
             mapped, identity = member.channel.reader is not None, member.identity.hex()
             state = str(member.info.state)
-            pace = member.pace
-            slow = member.pool.times.seconds if pace.is_slow else 0.0
-            known = (identity, state, slow, pace.times_slow)
+            known = (identity, state, member.slow(), member.pace.times_slow)
             statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, *known))
         return statuses
 
