@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from tests.nodes import eventually
 from tests.store.local_nodes import Nodes, store_over
 from tests.store.test_plans import AWAY, KEY, Member, asked, reply, to_end
 
+DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 PROMPT, LATE, MIDDLE = 0.0002, 0.02, 0.0015
 KEYS = [b"key %d" % number for number in range(200)]
 
@@ -354,3 +357,9 @@ def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) 
         nodes[0].restart()
         eventually(lambda: not member.is_failing and not member.pace.is_slow)
         assert store.get("key") == b"value"
+
+
+def test_all_metrics_of_a_store_are_documented() -> None:
+    documented = re.findall(r"^\| `(farpool_store_\w+)\{", DOCS.read_text(), re.MULTILINE)
+    made = [metric.name + ("_total" if metric.type == "counter" else "") for metric in StoreCollector().collect()]
+    assert documented == made
