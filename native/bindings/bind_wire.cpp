@@ -9,6 +9,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/interpreter_exit.hpp"
 #include "bindings/slices.hpp"
+#include "wire/answer_times.hpp"
 #include "wire/connection.hpp"
 #include "wire/exchange.hpp"
 #include "wire/looked_up.hpp"
@@ -16,6 +17,7 @@
 #include "wire/remote_port.hpp"
 #include "wire/stream.hpp"
 
+using farpool::AnswerTimes;
 using farpool::Connection;
 using farpool::ErrorKind;
 using farpool::ObjectReader;
@@ -237,8 +239,10 @@ public:
 
     // Counts a new connection among those that are lent.
     nb::object lend(nb::object connection) {
+        auto& lent = nb::cast<Connection&>(connection);
+        lent.measure(times_);
         if (closed_) {
-            nb::cast<Connection&>(connection).shut_down();
+            lent.shut_down();
         }
         lent_.push_back(connection);
         return connection;
@@ -246,13 +250,8 @@ public:
 
     // Takes a lent connection back, whatever state it is in.
     void give(const nb::object& lent) {
-        std::erase_if(lent_, [&](const nb::object& one) { return one.is(lent); });
-        Connection& connection = nb::cast<Connection&>(lent);
-        if (closed_ || connection.broken() || connection.unanswered() > 0) {
-            connection.close();
-        } else {
-            idle_.push_back(lent);
-        }
+        put_back(lent);
+        tell_if_late();
     }
 
     // Sends one request over an idle connection and returns its reply, or the error in its place; None, and sends nothing, if
@@ -262,11 +261,13 @@ public:
         if (lent.is_none()) {
             return nb::none();
         }
-        const Returned returned{*this, lent};
-        Asks asks(nb::cast<Connection&>(lent), op, meta, serial, 0, payload, into);
-        asks.exchange(deadline);
-        return answer(asks, 0);
+        nb::object answered = ask_over(lent, op, meta, serial, payload, into, deadline);
+        tell_if_late();
+        return answered;
     }
+
+    std::shared_ptr<AnswerTimes> times() const { return times_; }
+    void on_late(nb::object callback) { on_late_ = std::move(callback); }
 
     void close() {
         closed_ = true;
@@ -283,9 +284,42 @@ private:
     struct Returned {
         ConnectionPool& pool;
         const nb::object& lent;
-        ~Returned() { pool.give(lent); }
+        ~Returned() { pool.put_back(lent); }
     };
 
+    nb::object ask_over(const nb::object& lent, int op, const nb::bytes& meta, std::uint64_t serial, nb::handle payload,
+                        nb::handle into, double deadline) {
+        const Returned returned{*this, lent};
+        Asks asks(nb::cast<Connection&>(lent), op, meta, serial, 0, payload, into);
+        asks.exchange(deadline);
+        return answer(asks, 0);
+    }
+
+    void put_back(const nb::object& lent) {
+        std::erase_if(lent_, [&](const nb::object& one) { return one.is(lent); });
+        Connection& connection = nb::cast<Connection&>(lent);
+        if (closed_ || connection.broken() || connection.unanswered() > 0) {
+            connection.close();
+        } else {
+            idle_.push_back(lent);
+        }
+    }
+
+    void tell_if_late() {
+        if (!times_->late() || closed_ || !on_late_.is_valid()) {
+            return;
+        }
+        if (const double seconds = times_->take_late(); seconds > 0) {
+            try {
+                on_late_(seconds);
+            } catch (nb::python_error& error) {
+                error.discard_as_unraisable("ConnectionPool.on_late");  // the request itself has its answer
+            }
+        }
+    }
+
+    const std::shared_ptr<AnswerTimes> times_ = std::make_shared<AnswerTimes>();
+    nb::object on_late_;
     std::vector<nb::object> idle_;
     std::vector<nb::object> lent_;
     bool closed_ = false;
@@ -584,8 +618,32 @@ the UNIX socket of a node on this host, large payloads are put through memory th
         .def("shut_down", &Connection::shut_down, "Make what another thread waits for on this connection fail with NodeError.")
         .def("close", &Connection::close);
 
-    nb::class_<ConnectionPool>(m, "ConnectionPool", "Pool of a program's connections to one node: idle ones and lent ones.")
+    nb::class_<AnswerTimes>(
+        m, "AnswerTimes",
+        "Times of a node's answers to small requests, and if it has been late for many answers in a row. Thread-safe.")
         .def(nb::init<>())
+        .def("add", &AnswerTimes::add, nb::arg("seconds"), nb::arg("now"),
+             "Add the time of an answer that came at `now`, by the monotonic clock.")
+        .def_prop_ro("seconds", &AnswerTimes::seconds, "Smoothed seconds of an answer; 0.0 before the first.")
+        .def_prop_ro("last", &AnswerTimes::last, "Seconds of the last answer.")
+        .def(
+            "take_late", &AnswerTimes::take_late,
+            R"(If the node was late for many answers in a row, return the smallest smoothed time during them and begin to count again;
+otherwise return 0.0.)");
+    m.attr("LATE_ANSWER_S") = farpool::late_answer_seconds;
+    m.attr("LATE_ANSWERS") = farpool::late_answers;
+
+    nb::class_<ConnectionPool>(m, "ConnectionPool",
+                               R"(Pool of a program's connections to one node: idle ones and lent ones.
+
+It measures how long the node takes to answer over them.)")
+        .def(nb::init<>())
+        .def_prop_ro("times", &ConnectionPool::times, "Times of the node's answers.")
+        .def(
+            "on_late", &ConnectionPool::on_late, nb::arg("callback"),
+            nb::sig("def on_late(self, callback: collections.abc.Callable[[float], object]) -> None"),
+            R"(Call this after each request for which the node has been late for many answers in a row, with `AnswerTimes.take_late()`. The
+callback must not refer to the pool, because the garbage collector does not see this reference.)")
         .def("take", &ConnectionPool::take, nb::sig("def take(self) -> Connection | None"),
              "Lend an idle connection; None if there is none.")
         .def("lend", &ConnectionPool::lend, nb::arg("connection"),

@@ -12,8 +12,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/error.hpp"
+#include "wire/answer_times.hpp"
 #include "wire/frame.hpp"
 #include "wire/parts.hpp"
 #include "wire/publish_area.hpp"
@@ -104,6 +106,9 @@ public:
     // Events to poll for if no bytes can be received yet.
     short receives_on() const noexcept;
     const Settings& settings() const noexcept { return settings_; }
+    // Has exchange() add the times of answers here; null, as at first, for nowhere.
+    void measure(std::shared_ptr<AnswerTimes> times) noexcept { times_ = std::move(times); }
+    AnswerTimes* times() const noexcept { return times_.get(); }
 
     void close() noexcept;
     // Makes a call that waits in another thread fail. No other thread may be in `close` at the same time.
@@ -146,6 +151,7 @@ private:
     Stream stream_;
     const std::string node_;
     const Settings settings_;
+    std::shared_ptr<AnswerTimes> times_;
     bool broken_ = false;
     bool half_open_ = false;  // the node takes no more requests, but its last replies can be read
     std::uint64_t requests_ = 0;

@@ -21,6 +21,35 @@ constexpr std::size_t shared_nbytes = 4096;  // minimum size of a payload whose 
 // Checksums by payload: a caller that sends the same bytes to two nodes passes the same pieces twice.
 using Sums = std::map<const iovec*, PayloadSum>;
 
+// Measures how long nodes take to answer: from the time when all requests have been sent to the head of a node's first reply.
+class Stopwatch {
+public:
+    explicit Stopwatch(std::span<const Ask> asks) noexcept {
+        for (const Ask& ask : asks) {
+            nbytes_ += ask.request.meta.size() + ask.request.nbytes;
+        }
+    }
+
+    void start(double now) noexcept { began_ = began_ > 0 ? began_ : now; }
+
+    // Notes the head of a reply, the first one over its connection or a later one.
+    void heard(const Ask& ask, bool first) noexcept {
+        nbytes_ += ask.head.nbytes;
+        AnswerTimes* const times = ask.connection->times();
+        if (first && times != nullptr && nbytes_ <= measured_nbytes && tells(ask.request.op)) {
+            const double now = monotonic_seconds();
+            times->add(began_ > 0 ? now - began_ : 0, now);  // 0 if it was there when the last request had been sent
+        }
+    }
+
+private:
+    // True for operations for which a node waits for nothing but its own work: no other program, no room.
+    static bool tells(Op op) noexcept { return op == Op::get || op == Op::lookup || op == Op::stat || op == Op::ping; }
+
+    std::size_t nbytes_ = 0;
+    double began_ = 0;
+};
+
 // One connection and its share of the requests.
 class Lane {
 public:
@@ -33,10 +62,10 @@ public:
     Connection& connection() const noexcept { return connection_; }
 
     // Sends and receives all bytes that it can without waiting.
-    void advance(std::span<Ask> asks, Sums& sums, const Place& place, bool alone) {
+    void advance(std::span<Ask> asks, Sums& sums, const Place& place, Stopwatch& watch, bool alone) {
         try {
             send(asks, sums, alone);
-            while (open() && received_ < sent_ && receive(asks, place)) {
+            while (open() && received_ < sent_ && receive(asks, place, watch)) {
                 send(asks, sums, alone);
             }
         } catch (const PortFailure& failure) {
@@ -86,7 +115,7 @@ private:
     }
 
     // Receives one reply; false if it has not arrived yet.
-    bool receive(std::span<Ask> asks, const Place& place) {
+    bool receive(std::span<Ask> asks, const Place& place, Stopwatch& watch) {
         const std::size_t number = asks_[received_];
         Ask& ask = asks[number];
         if (!has_head_) {
@@ -94,6 +123,7 @@ private:
                 return false;
             }
             has_head_ = true;
+            watch.heard(ask, received_ == 0);
             into_ = {};
             if (ask.head.nbytes > 0) {
                 try {
@@ -167,6 +197,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
         (lane == lanes.end() ? lanes.emplace_back(*connection) : *lane).add(number);
     }
     Sums sums;
+    Stopwatch watch(asks);
     // If several nodes run on this host, they need the cores to copy and verify. So no second thread computes checksums; this
     // thread does it while the sockets are full.
     const bool alone = lanes.size() == 1;
@@ -178,7 +209,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
             bool sending = false;
             for (Lane& lane : lanes) {
                 if (lane.open()) {
-                    lane.advance(asks, sums, place, alone);
+                    lane.advance(asks, sums, place, watch, alone);
                     open = open || lane.open();
                     sending = sending || (lane.open() && lane.sending());
                 }
@@ -187,6 +218,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 return;
             }
             const double now = monotonic_seconds();
+            watch.start(now);
             if (const std::uint64_t bytes = moved(lanes); attempt == 1 || bytes != before) {
                 before = bytes;
                 spin_until = std::min(now + lanes.front().connection().settings().spin, deadline);

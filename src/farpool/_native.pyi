@@ -548,10 +548,46 @@ class Connection:
 
     def close(self) -> None: ...
 
-class ConnectionPool:
-    """Pool of a program's connections to one node: idle ones and lent ones."""
+class AnswerTimes:
+    """Times of a node's answers to small requests, and if it has been late for many answers in a row. Thread-safe."""
 
     def __init__(self) -> None: ...
+    def add(self, seconds: float, now: float) -> None:
+        """Add the time of an answer that came at `now`, by the monotonic clock."""
+
+    @property
+    def seconds(self) -> float:
+        """Smoothed seconds of an answer; 0.0 before the first."""
+
+    @property
+    def last(self) -> float:
+        """Seconds of the last answer."""
+
+    def take_late(self) -> float:
+        """If the node was late for many answers in a row, return the smallest smoothed time during them and begin to count again;
+        otherwise return 0.0.
+        """
+
+LATE_ANSWER_S: float = 0.002
+
+LATE_ANSWERS: int = 16
+
+class ConnectionPool:
+    """Pool of a program's connections to one node: idle ones and lent ones.
+
+    It measures how long the node takes to answer over them.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def times(self) -> AnswerTimes:
+        """Times of the node's answers."""
+
+    def on_late(self, callback: Callable[[float], object]) -> None:
+        """Call this after each request for which the node has been late for many answers in a row, with `AnswerTimes.take_late()`. The
+        callback must not refer to the pool, because the garbage collector does not see this reference.
+        """
+
     def take(self) -> Connection | None:
         """Lend an idle connection; None if there is none."""
 
@@ -680,22 +716,33 @@ class Ranking:
     """Rendezvous order of members for keys. Immutable.
 
     The first `takers` of the members take new objects; the others only return the objects that they have, and rank behind.
+
+    An object is on the first `copies` members. Programs read from them in the order of their ranks, but last from the ones
+    whose indexes are in `slow`.
     """
 
-    def __init__(self, members: tuple[Any, ...], seeds: Sequence[int], weights: Sequence[float], takers: int) -> None:
+    def __init__(
+        self,
+        members: tuple[Any, ...],
+        seeds: Sequence[int],
+        weights: Sequence[float],
+        takers: int,
+        copies: int = 1,
+        slow: Sequence[int] = (),
+    ) -> None:
         """Rank members by the hash of key and seed. A member's share of the keys is proportional to its weight."""
 
     def first(self, key: bytes) -> Any:
-        """Return the member of highest rank for a key; ValueError if there is none."""
+        """Return the member to read from first; ValueError if there is none."""
 
     def order(self, key: bytes) -> list[Any]:
-        """Return all members, the highest rank for a key first."""
+        """Return all members, in the order in which to read from them."""
 
     def places(self, key: bytes) -> list[Any]:
         """Return the members that take new objects, the highest rank for a key first."""
 
     def by_first(self, keys: list[bytes]) -> dict[Any, Sequence[int]]:
-        """Group keys by the member of highest rank for each; return the numbers of its keys for each member that has some."""
+        """Group keys by the member to read each from first; return the numbers of its keys for each member that has some."""
 
 class Mode(enum.IntEnum):
     """Access mode: read, change or overwrite the bytes."""

@@ -1,4 +1,4 @@
-"""A TCP proxy before a node that flips bits of what passes."""
+"""TCP proxies before a node, which delay or damage the bytes that pass."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import random
 import selectors
 import socket
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 from farpool.cluster.wire.address import parse_address
 from tests.faults.flips import flipped
 
-__all__ = ["FlippingProxy"]
+__all__ = ["FlippingProxy", "Proxy"]
 
 _EVERY = 200_000
 """Bytes between two flips, about."""
 
 
-class FlippingProxy:
-    """Passes on what comes, in both directions, in a thread of its own."""
+class Proxy:
+    """Passes bytes on in both directions, in a thread.
 
-    def __init__(self, node: str, seed: str) -> None:
+    Attributes
+    ----------
+    delay : float
+        Seconds for which it holds back each piece that comes from the node.
+    """
+
+    def __init__(self, node: str) -> None:
+        self.delay = 0.0
         self._target = parse_address(node)
-        self._random = random.Random(seed)
-        self._left = self._random.randrange(_EVERY)
+        self._nodes: set[socket.socket] = set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._others: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
@@ -33,7 +40,6 @@ class FlippingProxy:
         self._closing = False
         self._thread = threading.Thread(target=self._run)
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
-        self.flips = 0
 
     def _run(self) -> None:
         while not self._closing:
@@ -50,6 +56,7 @@ class FlippingProxy:
         except OSError:
             client.close()
             return
+        self._nodes.add(node)
         for one, other in ((client, node), (node, client)):
             one.settimeout(10)
             self._others[one] = other
@@ -60,23 +67,20 @@ class FlippingProxy:
         try:
             data = source.recv(1 << 16)
             if data:
-                target.sendall(self._damaged(data))
+                if source in self._nodes:
+                    time.sleep(self.delay)
+                target.sendall(self._passed(data))
                 return
         except OSError:
             pass
         for end in (source, target):
             self._selector.unregister(end)
             del self._others[end]
+            self._nodes.discard(end)
             end.close()
 
-    def _damaged(self, data: bytes) -> bytes:
-        if self._left >= len(data):
-            self._left -= len(data)
-            return data
-        self.flips += 1
-        bit = 8 * self._left + self._random.randrange(8)
-        self._left = self._random.randrange(2 * _EVERY)
-        return flipped(data, [bit])
+    def _passed(self, data: bytes) -> bytes:
+        return data
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -91,3 +95,22 @@ class FlippingProxy:
             with contextlib.suppress(OSError):
                 end.close()
         self._selector.close()
+
+
+class FlippingProxy(Proxy):
+    """Flips bits of the bytes that pass."""
+
+    def __init__(self, node: str, seed: str) -> None:
+        super().__init__(node)
+        self.flips = 0
+        self._random = random.Random(seed)
+        self._left = self._random.randrange(_EVERY)
+
+    def _passed(self, data: bytes) -> bytes:
+        if self._left >= len(data):
+            self._left -= len(data)
+            return data
+        self.flips += 1
+        bit = 8 * self._left + self._random.randrange(8)
+        self._left = self._random.randrange(2 * _EVERY)
+        return flipped(data, [bit])

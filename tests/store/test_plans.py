@@ -16,6 +16,7 @@ from farpool.abc.objects import PutOutcome
 from farpool.cluster.redundancy import Copies
 from farpool.cluster.store import driver, reading, writing
 from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.pace import Pace
 from farpool.cluster.store.plan import Pause, Plan, Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
 from farpool.cluster.store.snapshot import Snapshot
@@ -33,6 +34,7 @@ class Member:
         self.name = f"tcp://node{number}:7471"
         self.identity = bytes([number]) * 16 if met else b""
         self.info = MemberInfo((self.name,), self.identity, state)
+        self.pace = Pace()
 
     def __repr__(self) -> str:
         return self.name

@@ -59,6 +59,8 @@ class Cluster:
         Packed properties of an object that never expires.
     on_read : callable or None
         Function that is called for each key that was read, with the key and the member that returned its value.
+    on_late : callable or None
+        Is called with each member that was late for many answers in a row, and the smallest time of these answers.
     has_warned : bool
         True if this store has already warned that an object was put with a different number of copies than the store
         makes.
@@ -71,6 +73,7 @@ class Cluster:
         self.timeout = timeout
         self.head = object_head(0, redundancy.parts)
         self.on_read: Callable[[bytes, Member], None] | None = None
+        self.on_late: Callable[[Member, float], None] | None = None
         self.has_warned = False
         self.epoch = TenantEpoch()
         self.snapshot = Snapshot(())
@@ -241,6 +244,13 @@ class Cluster:
         if self.epoch.value != before:
             self.ask(asks, share_of(deadline, last=False))
 
+    def reorder(self) -> None:
+        """Replace the snapshot if other members are slow now."""
+        with self._lock:
+            snapshot = self.snapshot
+            if not self._closing.is_set() and snapshot.slow != tuple([one for one in snapshot.met if one.pace.is_slow]):
+                self._replace(snapshot.members)
+
     def close(self) -> None:
         """Close all connections, including the ones to members that have left."""
         # Set first, so that no change of the list adds members, and calls that wait for a node end.
@@ -307,7 +317,17 @@ class Cluster:
         channel = self._connect(info.addresses[0])
         # One epoch for all nodes: a reply of one shows that another is behind.
         channel.epoch = self.epoch
-        return Member(channel, self._met, info)
+        member = Member(channel, self._met, info)
+        # Weak, because the pool of connections must not keep them alive.
+        own, weakly = weakref.ref(self), weakref.ref(member)
+
+        def late(seconds: float) -> None:
+            cluster, member = own(), weakly()
+            if cluster is not None and member is not None and cluster.on_late is not None:
+                cluster.on_late(member, seconds)
+
+        member.pool.on_late(late)
+        return member
 
     def _of_identity(self, identity: bytes) -> Iterator[Member]:
         """Iterate over the members whose node has this identity; an empty identity has no members.
@@ -329,7 +349,7 @@ class Cluster:
                 self._left.add(member)
         self._left.difference_update(members)
         # Replaced as a whole, so a call keeps the members with which it began.
-        self.snapshot = Snapshot(members)
+        self.snapshot = Snapshot(members, self.redundancy.parts)
 
     def _met(self, member: Member, identity: bytes) -> None:
         """Record the identity of a member's node. The identity decides the member's place in the order for each key.

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from farpool.abc.membership import MemberInfo
+from farpool.cluster.store.pace import Pace
 from farpool.cluster.wire.frames import Op
 from farpool.errors import AccessDeniedError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
 
@@ -72,6 +73,8 @@ class Member:
         True while calls do not ask the node because it has failed.
     is_probed : bool
         True while a thread tries to reach the node.
+    pace : Pace
+        Record of whether the node answers slowly.
     unmet : NodeError or None
         Error of the last attempt to meet the node.
     """
@@ -84,6 +87,7 @@ class Member:
         self.pool = channel.pool
         self.is_failing = False
         self.is_probed = False
+        self.pace = Pace()
         self.unmet: NodeError | None = None
         self._met = met
         # Type and text of the error. The error itself would keep the buffers of the call alive that it ended.
@@ -159,6 +163,7 @@ class Member:
             if is_back:
                 # A probe from before keeps the old event, and ends.
                 self._ending = threading.Event()
+                self.pace = Pace()
             if is_moved:
                 self._move(info.addresses[0])
             if is_back or is_moved:
@@ -234,6 +239,10 @@ class Member:
         """Return the seconds since the node began to fail (0.0 if it works), and the text of the error."""
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
+
+    def slow(self) -> float:
+        """Return the seconds that the node takes to answer if it counts as slow, or else 0.0."""
+        return self.pool.times.seconds if self.pace.is_slow else 0.0
 
     def absence(self) -> NodeError:
         """Return an error that explains why a call cannot ask this node. Use it only if the node has not been met."""

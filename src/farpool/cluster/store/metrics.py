@@ -1,4 +1,7 @@
-"""Metrics of the outcome of a repair sweep. Only a sweep over all nodes can count the copies of each object."""
+"""Metrics of stores for Prometheus: how nodes answer a program, and the outcome of a repair sweep.
+
+Only a sweep over all nodes can count the copies of each object.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,60 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from farpool.errors import StoreClosedError
 
 if TYPE_CHECKING:
     from farpool.cluster.store.repair import Repaired
+    from farpool.cluster.store.store import Store
 
-__all__ = ["repair_metrics"]
+__all__ = ["StoreCollector", "repair_metrics"]
+
+
+class StoreCollector(Collector):
+    """Turns the states of stores' nodes into metrics whenever Prometheus asks for them. It asks no node.
+
+    Parameters
+    ----------
+    **stores : Store
+        The stores. The name of each argument becomes the value of the metrics' label ``store``. Give all stores of a
+        process to one collector. A store that was closed has no metrics.
+
+    Examples
+    --------
+    >>> prometheus_client.REGISTRY.register(StoreCollector(weights=store))
+    """
+
+    def __init__(self, **stores: Store) -> None:
+        self._stores = stores
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present values of the metrics that docs/store.md describes."""
+        labels = ["store", "node"]
+        failing = GaugeMetricFamily(
+            "farpool_store_node_failing_seconds", "Seconds since the node failed; 0 if it works", labels=labels
+        )
+        slow = GaugeMetricFamily(
+            "farpool_store_node_slow_seconds",
+            "Seconds that the node takes to answer while the store reads last from it; 0 otherwise",
+            labels=labels,
+        )
+        slowed = CounterMetricFamily(
+            "farpool_store_node_slowed", "Times that the store has begun to read last from the node", labels=labels
+        )
+        for name, store in self._stores.items():
+            try:
+                members = store._open().members
+            except StoreClosedError:
+                continue
+            for member in members:
+                own = [name, member.name]
+                failing.add_metric(own, member.status()[0])
+                slow.add_metric(own, member.slow())
+                slowed.add_metric(own, member.pace.times_slow)
+        yield from (failing, slow, slowed)
 
 
 def repair_metrics(repaired: Repaired) -> bytes:

@@ -136,6 +136,8 @@ def find(
                     searches.remove(search)
                 else:
                     search.note(ask, answer)
+        if any(search.unasked() for search in searches):
+            continue  # prompt members said that they have the object and then did not return it: ask the slow ones
         searches = [search for search in searches if not search.absent(redundancy)]
         for search in searches:
             outcomes[search.number] = search.failure(redundancy)
@@ -149,11 +151,26 @@ def find(
 
 
 def _find_sources(searches: Sequence[Search]) -> Plan[None]:
-    """Ask the other members which of the keys they have; ask each member about all its keys together."""
+    """Ask the other members which of the keys they have, each member once for all keys.
+
+    Slow members are asked afterwards, and only for keys that no other member has.
+    """
+    yield from _ask_which(searches, slow=False)
+    if searches[0].view.slow and (left := [search for search in searches if not search.sources]):
+        yield from _ask_which(left, slow=True)
+    for search in searches:
+        if len(search.sources) > 1:
+            search.sources.sort(key=search.view.order(search.key).index)
+
+
+def _ask_which(searches: Sequence[Search], *, slow: bool) -> Plan[None]:
     wanted: dict[Member, list[Search]] = defaultdict(list)
     for search in searches:
         for member in search.unasked():
-            wanted[member].append(search)
+            if (member in search.view.slow) == slow:
+                wanted[member].append(search)
+    if not wanted:
+        return
     found: dict[Member, Probed | Exception] = yield Probe(
         {member: [one.key for one in own] for member, own in wanted.items()}
     )
@@ -167,9 +184,6 @@ def _find_sources(searches: Sequence[Search]) -> Plan[None]:
             else:
                 search.sources.append(member)
                 search.size = answer.sizes[place]
-    for search in searches:
-        if len(search.sources) > 1:
-            search.sources.sort(key=search.view.order(search.key).index)
 
 
 def measure(

@@ -29,6 +29,9 @@ class Snapshot:
     ----------
     members : sequence of Member
         All members that are asked for objects.
+    copies : int
+        Number of members that have a copy of each object. Reads prefer prompt ones among the first so many members for
+        a key; any other member would have to be asked in vain.
 
     Attributes
     ----------
@@ -40,19 +43,33 @@ class Snapshot:
         Members whose identities are known. Members that are draining come last.
     is_settled : bool
         True if there are members and all of them have been met.
+    slow : tuple of Member
+        The met members that answer slowly. Programs read last from them; they take new objects as before.
     by_identity : mapping of bytes to Member
         The members that have been met, by identity.
     first : callable
-        Returns the member of highest rank for a key; raises ValueError if no member has been met.
+        Returns the member to read a key from first; raises ValueError if no member has been met.
     order : callable
-        Returns all met members in the order for a key; members that are draining come last.
+        Returns all met members in the order in which to read a key from them; members that are draining come last.
     places : callable
-        Returns the met members that are not draining, in the order for a key.
+        Returns the met members that are not draining, in the order of their ranks for a key, slow ones included: all
+        programs must agree on the places of an object, and each measures other times.
     by_first : callable
-        Groups a list of keys by their members of highest rank; returns, for each such member, the indexes of its keys.
+        Groups a list of keys by the member to read from first: returns for each such member the indexes of its keys.
     """
 
-    __slots__ = ("by_first", "by_identity", "first", "is_settled", "members", "met", "order", "places", "strangers")
+    __slots__ = (
+        "by_first",
+        "by_identity",
+        "first",
+        "is_settled",
+        "members",
+        "met",
+        "order",
+        "places",
+        "slow",
+        "strangers",
+    )
 
     by_first: Callable[[list[bytes]], dict[Member, Sequence[int]]]
     by_identity: Mapping[bytes, Member]
@@ -62,9 +79,10 @@ class Snapshot:
     met: tuple[Member, ...]
     order: Callable[[bytes], list[Member]]
     places: Callable[[bytes], list[Member]]
+    slow: tuple[Member, ...]
     strangers: tuple[Member, ...]
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], copies: int = 1) -> None:
         self.members = tuple(members)
         self.strangers = tuple([member for member in members if not member.identity])
         met = [member for member in members if member.identity]
@@ -75,7 +93,10 @@ class Snapshot:
         self.by_identity = {member.identity: member for member in self.met}
         # Ranks follow from identities, so they stay when a node restarts or moves (docs/design/write-once-keys.md).
         seeds = [int.from_bytes(member.identity[:8], "little") for member in self.met]
-        ranking = Ranking(self.met, seeds, [member.info.weight for member in self.met], len(takers))
+        weights = [member.info.weight for member in self.met]
+        slow = [number for number, member in enumerate(self.met) if member.pace.is_slow]
+        self.slow = tuple([self.met[number] for number in slow])
+        ranking = Ranking(self.met, seeds, weights, len(takers), copies, slow)
         # Bound methods of the native object: one call for each lookup, not two.
         self.first, self.order = ranking.first, ranking.order
         self.places, self.by_first = ranking.places, ranking.by_first

@@ -25,6 +25,7 @@ from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_pref
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.cluster.store.cluster import Cluster
 from farpool.cluster.store.messages import Lookup, ObjectInfo, object_head, results, seconds_left
+from farpool.cluster.store.pacing import Pacing
 from farpool.cluster.store.pin import Pin, Pins, pin_all
 from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_one
 from farpool.cluster.store.repair import Repaired, repair
@@ -73,6 +74,11 @@ class NodeStatus:
         The node's identity in hexadecimal; empty before the first contact.
     state : str
         The node's state in the list of members: ``active``, ``suspect`` or ``draining``.
+    slow : float
+        Seconds that the node takes to answer, if that is so much longer than other nodes take that this store reads
+        last from it; 0.0 otherwise.
+    times_slow : int
+        How often this store has begun to read last from the node.
     """
 
     node: str
@@ -82,6 +88,8 @@ class NodeStatus:
     stats: dict[str, Any] | None
     identity: str = ""
     state: str = "active"
+    slow: float = 0.0
+    times_slow: int = 0
 
 
 class Store(Closing):
@@ -184,6 +192,8 @@ class Store(Closing):
         self._upkeep = Upkeep(self._cluster) if parts > 1 else None
         if self._upkeep is not None:
             self._cluster.on_read = self._upkeep.note
+        self._pacing = Pacing(self._cluster)
+        self._cluster.on_late = self._pacing.late
         self._why = "was closed"
         self.registry = registry
         self._names: Names | None = None
@@ -648,7 +658,8 @@ class Store(Closing):
             failing, why = member.status()
             mapped, identity = member.channel.reader is not None, member.identity.hex()
             state = str(member.info.state)
-            statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, identity, state))
+            known = (identity, state, member.slow(), member.pace.times_slow)
+            statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, *known))
         return statuses
 
     def close(self) -> None:
@@ -669,6 +680,7 @@ class Store(Closing):
                     # Before the connections are closed, because the last hits still need them.
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
+                self._pacing.close()
                 self._close_members()
 
     def __reduce__(self) -> str:

@@ -1,0 +1,365 @@
+"""Members that answer slowly: when they count as slow, and how reads are ordered then."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farpool import Store
+from farpool._native import LATE_ANSWER_S, LATE_ANSWERS, AnswerTimes, Ranking
+from farpool.cluster.redundancy import Copies
+from farpool.cluster.store.member import Member as StoreMember
+from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.metrics import StoreCollector
+from farpool.cluster.store.pace import Pace
+from farpool.cluster.store.plan import Probe, Probed, Send
+from farpool.cluster.store.searching import Search, find, measure
+from farpool.cluster.store.snapshot import Snapshot
+from farpool.cluster.wire.frames import Op, Status
+from tests.nodes import eventually
+from tests.store.local_nodes import Nodes, store_over
+from tests.store.test_plans import AWAY, KEY, Member, asked, reply, to_end
+
+DOCS = Path(__file__).parents[2] / "docs" / "store.md"
+PROMPT, LATE, MIDDLE = 0.0002, 0.02, 0.0015
+KEYS = [b"key %d" % number for number in range(200)]
+
+
+class Answers:
+    """Times of answers that come one after another, by a clock of their own."""
+
+    def __init__(self) -> None:
+        self.times = AnswerTimes()
+        self.now = 0.0
+
+    def add(self, seconds: float, count: int = 1, every: float = 0.1) -> float:
+        """Add the same time again and again; return the time that is reported afterwards."""
+        for _ in range(count):
+            self.now += every
+            self.times.add(seconds, self.now)
+        return self.times.take_late()
+
+
+def test_a_node_is_late_after_many_late_answers_in_a_row() -> None:
+    answers = Answers()
+    assert answers.add(PROMPT, 100) == 0
+    assert answers.times.seconds == pytest.approx(PROMPT)
+    assert answers.add(LATE, LATE_ANSWERS - 1) == 0
+    assert LATE_ANSWER_S < answers.add(LATE, 5) <= LATE
+    assert answers.times.take_late() == 0  # it was taken
+    # Smaller than the present time, because this is the smallest one of so many answers.
+    assert answers.add(LATE, 3 * LATE_ANSWERS) == pytest.approx(LATE, rel=0.3)
+    assert answers.add(PROMPT, 100) == 0
+
+
+def test_a_prompt_node_is_not_late_because_of_single_answers() -> None:
+    answers = Answers()
+    for _ in range(20):
+        assert answers.add(PROMPT, 20) == 0
+        assert answers.add(10.0) == 0
+        assert answers.times.last == 10.0
+    assert answers.times.seconds < 2 * LATE_ANSWER_S
+
+
+def test_answers_that_one_pause_of_a_node_has_delayed_do_not_make_it_late() -> None:
+    """As many threads may wait for a node that pauses as there are late answers."""
+    answers = Answers()
+    answers.add(PROMPT, 100)
+    assert answers.add(1.0, 5 * LATE_ANSWERS, every=0.0) == 0
+    assert answers.add(PROMPT, 100, every=0.001) == 0
+    assert answers.times.seconds < LATE_ANSWER_S
+
+
+def test_a_node_that_is_late_half_of_the_time_is_late() -> None:
+    answers = Answers()
+    late = [answers.add(LATE if number % 2 else PROMPT) for number in range(200)]
+    assert LATE_ANSWER_S < max(late) < LATE
+
+
+def test_a_member_is_slow_above_four_times_the_median_of_the_others_and_above_the_smallest_late_time() -> None:
+    for seconds, others, is_slow in (
+        (LATE, [PROMPT], True),
+        (LATE_ANSWER_S, [PROMPT], False),
+        (LATE, [LATE / 4], False),
+        (LATE, [LATE / 5], True),
+        (LATE, [PROMPT, LATE], False),  # half of the others are as slow
+        (LATE, [PROMPT, PROMPT, LATE], True),
+        (LATE, [], False),
+    ):
+        pace = Pace()
+        assert pace.late(seconds, others, 0.0) == is_slow
+        assert (pace.is_slow, pace.times_slow) == (is_slow, int(is_slow))
+        assert not pace.late(seconds, others, 1.0)  # it is no news any more
+
+
+def probes_to_recover(pace: Pace, now: float) -> int:
+    return next(count for count in itertools.count(1) if pace.probed(PROMPT, [PROMPT], now))
+
+
+def test_a_member_recovers_after_many_prompt_probes_of_which_late_ones_undo_some() -> None:
+    pace = Pace()
+    assert not pace.probed(PROMPT, [PROMPT], 0.0)
+    assert pace.late(LATE, [PROMPT], 0.0)
+    for bad in (LATE, MIDDLE, float("inf")):
+        for _ in range(LATE_ANSWERS - 1):
+            assert not pace.probed(PROMPT, [PROMPT], 0.0)
+        for _ in range(LATE_ANSWERS // 4):
+            assert not pace.probed(bad, [PROMPT], 0.0)
+            assert pace.is_slow
+    assert probes_to_recover(pace, 0.0) == LATE_ANSWERS
+    assert not pace.is_slow
+
+
+@pytest.mark.parametrize(("every", "recovers"), [(4, False), (10, True)])
+def test_a_member_recovers_although_a_few_of_its_probes_are_late(every: int, recovers: bool) -> None:
+    pace = Pace()
+    pace.late(LATE, [PROMPT], 0.0)
+    assert recovers == any(pace.probed(LATE if number % every == 0 else PROMPT, [PROMPT], 0.0) for number in range(200))
+
+
+def test_a_time_between_the_two_limits_changes_nothing() -> None:
+    pace = Pace()
+    assert not pace.late(MIDDLE, [PROMPT], 0.0)
+    pace.late(LATE, [PROMPT], 0.0)
+    assert not any(pace.probed(MIDDLE, [PROMPT], 0.0) for _ in range(100))
+
+
+def test_a_member_without_others_recovers() -> None:
+    pace = Pace()
+    pace.late(LATE, [PROMPT], 0.0)
+    assert sum(not pace.probed(LATE, [], 0.0) for _ in range(LATE_ANSWERS)) == LATE_ANSWERS - 1
+    assert not pace.is_slow
+
+
+def test_a_member_needs_twice_as_many_probes_at_each_relapse() -> None:
+    pace, needed = Pace(), []
+    for number in range(7):
+        assert pace.late(LATE, [PROMPT], 10.0 * number)
+        needed.append(probes_to_recover(pace, 10.0 * number + 1.0))
+    assert needed == [LATE_ANSWERS * factor for factor in (1, 2, 4, 8, 16, 16, 16)]
+    assert pace.late(LATE, [PROMPT], 1000.0)  # long after the last recovery
+    assert probes_to_recover(pace, 1001.0) == LATE_ANSWERS
+    assert pace.times_slow == 8
+
+
+NAMES = "abcde"
+SEEDS = [11, 222, 3333, 44444, 555555]
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, [1.0, 2.0, 0.5, 3.0, 1.0]])
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
+@pytest.mark.parametrize("takers", [5, 3, 1, 0])
+@pytest.mark.parametrize("slow", [[], [0], [4], [0, 3], [0, 1, 2, 3, 4]])
+def test_slow_members_come_last_among_those_with_a_copy_and_keep_their_places(
+    weights: list[float], copies: int, takers: int, slow: list[int]
+) -> None:
+    ranked = Ranking(tuple(NAMES), SEEDS, weights, takers)
+    reads = Ranking(tuple(NAMES), SEEDS, weights, takers, copies, slow)
+    late = {NAMES[number] for number in slow}
+    for key in KEYS:
+        order = ranked.order(key)
+        assert reads.places(key) == ranked.places(key)
+        expected: list[str] = []
+        for part in (order[:copies], order[copies:]):
+            expected += [one for one in part if one not in late] + [one for one in part if one in late]
+        assert reads.order(key) == expected
+        assert reads.first(key) == expected[0]
+    groups = {name: list(numbers) for name, numbers in reads.by_first(KEYS).items()}
+    assert sorted(itertools.chain(*groups.values())) == list(range(len(KEYS)))
+    assert all(reads.first(KEYS[number]) == name for name, numbers in groups.items() for number in numbers)
+
+
+def test_a_ranking_refuses_a_slow_member_that_it_does_not_have() -> None:
+    with pytest.raises(IndexError):
+        Ranking(("a", "b"), [1, 2], [1.0, 1.0], 2, 1, [2])
+
+
+def made(slow: int, copies: int = 2, count: int = 4) -> tuple[Snapshot, list[Any]]:
+    """Return members of which the one at this rank is slow, and all of them in the order of their ranks for the key."""
+    members: list[Any] = [Member(number) for number in range(count)]
+    ranked = Snapshot(members).places(KEY)
+    ranked[slow].pace.is_slow = True
+    return Snapshot(members, copies), list(ranked)
+
+
+def test_a_read_asks_another_member_with_a_copy_first_if_the_first_one_is_slow() -> None:
+    view, (first, second, *_) = made(slow=0)
+    assert view.slow == (first,)
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), lambda step: [reply()])
+    assert outcome[0] is second
+    assert [asked(step) for step in steps] == [[second]]
+
+
+def test_with_one_copy_reads_ask_the_slow_member_because_it_alone_may_have_the_object() -> None:
+    view, (first, *_) = made(slow=0, copies=1)
+    assert view.first(KEY) is first
+
+
+def test_a_slow_member_is_asked_only_for_keys_that_no_other_member_has() -> None:
+    view, (first, second, third, fourth) = made(slow=0)
+    answers = iter([[reply(Status.MISSING)], {third: Probed([None], [0]), fourth: Probed([5], [])}, [reply()]])
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), lambda step: next(answers))
+    assert outcome[0] is fourth
+    assert (asked(steps[0]), list(steps[1].wanted), asked(steps[2])) == ([second], [third, fourth], [fourth])
+
+    def nowhere_else(step: Any) -> Any:
+        if isinstance(step, Probe):
+            return {one: Probed([5], []) if one is first else Probed([None], [0]) for one in step.wanted}
+        return [reply(Status.DONE if ask.member is first else Status.MISSING) for ask in step.asks]
+
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), nowhere_else)
+    assert outcome[0] is first
+    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+    searches, sizes = [Search(0, KEY, view, missing={second})], list[int | Exception | None]([None])
+    to_end(measure(searches, sizes, Copies(2), patient=True), nowhere_else)
+    assert sizes == [5]
+
+
+@pytest.mark.parametrize("failure", ["missing", "away"])
+def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they_had(failure: str) -> None:
+    view, (first, _, third, fourth) = made(slow=0)
+    bad = AWAY if failure == "away" else reply(Status.MISSING)
+
+    def answer(step: Any) -> Any:
+        if isinstance(step, Probe):
+            return {one: Probed([5], []) if one in (first, third) else Probed([None], [0]) for one in step.wanted}
+        assert isinstance(step, Send)
+        return [reply() if ask.member is first else bad for ask in step.asks]
+
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
+    assert outcome[0] is first
+    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+
+
+def test_an_object_is_missing_only_after_the_slow_member_was_asked() -> None:
+    view, (first, *_) = made(slow=0)
+
+    def answer(step: Any) -> Any:
+        if isinstance(step, Probe):
+            return {one: Probed([None], [0]) for one in step.wanted}
+        return [reply(Status.MISSING) for _ in step.asks]
+
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
+    assert outcome is None
+    assert [first] in [list(step.wanted) for step in steps if isinstance(step, Probe)]
+
+
+def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
+    large = bytes(1 << 20)
+    with store_over(local(1)) as store:
+        store.put("small", b"value")
+        store.put("large", large)
+        (member,) = store._open().members
+        times = member.pool.times
+
+        def is_measured(act: Callable[[], object]) -> bool:
+            times.add(1.0, 0.0)  # so that another time is visible
+            act()
+            return times.last != 1.0
+
+        assert is_measured(lambda: store.get("small"))
+        assert is_measured(lambda: store.lookup(["small", "none"]))
+        assert is_measured(lambda: store.stat("small"))
+        assert is_measured(lambda: store.get_many(["small", "large"]))  # the first reply is small
+        assert not is_measured(lambda: store.get_many(["large", "small"]))
+        assert not is_measured(lambda: store.get("large"))
+        assert not is_measured(lambda: store.put("another", b"value"))
+        assert not is_measured(lambda: store.drop("another"))
+
+
+def scraped(collector: StoreCollector) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels["node"]): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+
+
+def make_late(member: Any) -> None:
+    """Have the connections report the member as late after its next request."""
+    times = member.pool.times
+    for number in range(100):
+        times.add(PROMPT, float(number))  # answers so far may have been late, because the machine is busy
+    for _ in range(2):
+        times.take_late()  # at first the smoothed time was rising
+        for number in range(3 * LATE_ANSWERS):
+            times.add(10 * LATE, float(number))
+
+
+def slow_member(store: Store) -> StoreMember:
+    """Make a member of the store late, and wait until it counts as slow."""
+    cluster = store._open()
+    member = cluster.members[0]
+    make_late(member)
+    cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+    eventually(lambda: member in cluster.snapshot.slow)
+    return member
+
+
+def test_a_member_that_is_late_is_read_last_until_it_has_answered_many_probes(local: Nodes) -> None:
+    nodes = local(3)
+    with store_over(nodes, replicas=2) as store:
+        store.put_many((key, b"value") for key in KEYS)
+        cluster = store._open()
+        before = cluster.snapshot
+        member = slow_member(store)
+        assert cluster.snapshot.slow == (member,)
+        assert cluster.snapshot.members == before.members
+        (status,) = [one for one in store.nodes() if one.slow]
+        assert (status.node, status.times_slow) == (member.name, 1)
+        found = scraped(StoreCollector(cache=store))
+        assert found["farpool_store_node_slow_seconds", member.name] > 0
+        assert found["farpool_store_node_slowed_total", member.name] == 1
+        assert sum(found.values()) == 1 + found["farpool_store_node_slow_seconds", member.name]
+        assert all(cluster.snapshot.first(key) is not member for key in KEYS)
+        assert all(cluster.snapshot.places(key) == before.places(key) for key in KEYS)
+        assert store.get_many(KEYS) == [b"value"] * len(KEYS)
+        eventually(lambda: not cluster.snapshot.slow)
+        assert all(cluster.snapshot.order(key) == before.order(key) for key in KEYS)
+        assert [one.times_slow for one in store.nodes() if one.node == member.name] == [1]
+        assert not any(one.slow for one in store.nodes())
+        assert scraped(StoreCollector(cache=store))["farpool_store_node_slow_seconds", member.name] == 0
+    assert scraped(StoreCollector(cache=store)) == {}
+
+
+def test_a_store_that_is_dropped_while_a_member_is_slow_leaves_no_thread(local: Nodes) -> None:
+    store = store_over(local(2), replicas=2)
+    store.put("key", b"value")
+    slow_member(store)
+    known = weakref.ref(store._open())
+    del store
+
+    def is_gone() -> bool:
+        gc.collect()
+        return known() is None and not any(thread.name == "farpool-store-pace" for thread in threading.enumerate())
+
+    eventually(is_gone)
+
+
+def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) -> None:
+    nodes = local(2)
+    with store_over(nodes, replicas=2) as store:
+        store.put("key", b"value")
+        member = slow_member(store)
+        nodes[0].kill()
+        assert store.get("key") == b"value"
+        cluster = store._open()
+        cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+        assert member.is_failing
+        nodes[0].restart()
+        eventually(lambda: not member.is_failing and not member.pace.is_slow)
+        assert store.get("key") == b"value"
+
+
+def test_all_metrics_of_a_store_are_documented() -> None:
+    documented = re.findall(r"^\| `(farpool_store_\w+)\{", DOCS.read_text(), re.MULTILINE)
+    made = [metric.name + ("_total" if metric.type == "counter" else "") for metric in StoreCollector().collect()]
+    assert documented == made
