@@ -98,8 +98,8 @@ def named_nodes(nodes: str | Iterable[str | Membership], what: str = "nodes") ->
     # A registry's address in a text reaches to the end of the text, because its endpoints are separated by commas, too.
     if (len(given) > 1 and (registries or lists)) or any(one.count("://") > 1 for one in registries):
         shown = [without_password(one) if isinstance(one, str) else one for one in given]
-        ways = "addresses or one Membership" if lists else "addresses of nodes or one registry"
-        raise ConfigError(f"{what} is {shown!r}, expected {ways}", setting="nodes")
+        expected = "expected addresses or one Membership" if lists else "expected addresses of nodes or one registry"
+        raise ConfigError(f"{what} is {shown!r}, {expected}", setting="nodes")
     if lists:
         return NamedNodes(membership=lists[0])
     if registries:
