@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["everywhere", "put", "targets"]
 
-_DONE, _PRESENT, _MISSING = (
-    Status.DONE,
-    Status.PRESENT,
-    Status.MISSING,
-)  # because each put would look up the members of the enum again
+# Each put would look up the members of the enums again.
+_PUT, _STORED = Op.PUT, PutOutcome.STORED
+_DONE, _PRESENT, _MISSING = Status.DONE, Status.PRESENT, Status.MISSING
 
 
 @dataclass(slots=True)
@@ -181,13 +179,14 @@ def put(
     asks: list[Ask] = []
     for key, payload in items:
         meta = head + key
-        for member, part in zip(redundancy.place(key, view.places(key)), redundancy.encode(payload), strict=False):
-            asks.append(Ask(member, Op.PUT, meta, 0, part))
+        encoded = redundancy.encode(payload)
+        for number, member in enumerate(redundancy.place(key, view.places(key))):
+            asks.append(Ask(member, _PUT, meta, 0, encoded[number]))
     # All at the same time. Connections to nodes on this host take large payloads through memory.
     answers = cluster.ask(asks, share_of(deadline, last=len(view.members) == parts))
     # Nearly all puts end here, so no plan is made for them.
     if len(asks) == parts * len(items):  # enough nodes have been met
-        outcomes: list[PutOutcome | Exception] = [PutOutcome.STORED] * len(items)
+        outcomes: list[PutOutcome | Exception] = [_STORED] * len(items)
         for place, answer in enumerate(answers):
             if isinstance(answer, Exception) or answer.status != _DONE:
                 if isinstance(answer, Exception) or answer.status != _PRESENT or check:
