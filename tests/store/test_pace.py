@@ -223,6 +223,23 @@ def test_a_slow_member_is_asked_only_for_keys_that_no_other_member_has() -> None
     assert sizes == [5]
 
 
+def test_the_last_prompt_member_leaves_time_for_the_slow_one() -> None:
+    view, (first, second, third) = made(slow=0, count=3)
+
+    def answer(step: Any) -> Any:
+        if isinstance(step, Probe):
+            return {one: AWAY if one is third else Probed([5], []) for one in step.wanted}
+        return [reply(Status.DONE if ask.member is first else Status.MISSING) for ask in step.asks]
+
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
+    assert outcome[0] is first
+    assert [step.last for step in steps if isinstance(step, Probe) and third in step.wanted] == [False]
+    sizes: list[int | Exception | None] = [None]
+    _, steps = to_end(measure([Search(0, KEY, view, missing={second})], sizes, Copies(2), patient=True), answer)
+    assert sizes == [5]
+    assert [(list(step.wanted), step.last) for step in steps] == [([third], False), ([first], True)]
+
+
 @pytest.mark.parametrize("failure", ["missing", "away"])
 def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they_had(failure: str) -> None:
     view, (first, _, third, fourth) = made(slow=0)

@@ -165,15 +165,17 @@ def _find_sources(searches: Sequence[Search]) -> Plan[None]:
 
 def _ask_which(searches: Sequence[Search], *, slow: bool) -> Plan[None]:
     wanted: dict[Member, list[Search]] = defaultdict(list)
+    later = False
     for search in searches:
         for member in search.unasked():
             if (member in search.view.slow) == slow:
                 wanted[member].append(search)
+            else:
+                later = True
     if not wanted:
         return
-    found: dict[Member, Probed | Exception] = yield Probe(
-        {member: [one.key for one in own] for member, own in wanted.items()}
-    )
+    keys = {member: [one.key for one in own] for member, own in wanted.items()}
+    found: dict[Member, Probed | Exception] = yield Probe(keys, last=len(wanted) == 1 and not later)
     for member, own in wanted.items():
         answer = found[member]
         for place, search in enumerate(own):
