@@ -7,8 +7,9 @@ import itertools
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from farpool.cluster.store.member import Member as StoreMember
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.metrics import StoreCollector
 from farpool.cluster.store.pace import Pace
+from farpool.cluster.store.pacing import Pacing
 from farpool.cluster.store.plan import Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
 from farpool.cluster.store.snapshot import Snapshot
@@ -300,6 +302,98 @@ def scraped(collector: StoreCollector) -> dict[tuple[str, str], float]:
     }
 
 
+class Pool:
+    """Members with made-up times of answers, and what a `Pacing` needs of a cluster. No thread: tests call `go_on`."""
+
+    def __init__(self, count: int) -> None:
+        self.members = tuple([StubMember() for _ in range(count)])
+        self.snapshot = SimpleNamespace(met=self.members)
+        self.pacing: Any = Pacing(self)  # type: ignore[arg-type]
+        self.pacing._start = lambda: True
+        self.ping_s = PROMPT
+        self.dark: set[StubMember] = set()
+        self.pinged: list[StubMember] = []
+
+    def deadline(self) -> float:
+        return 0.0
+
+    def reorder(self) -> None:
+        """Do nothing: the snapshot does not depend on the pace."""
+
+    def ask(self, asks: Sequence[Ask], deadline: float) -> list[Any]:
+        self.pinged = [ask.member for ask in asks]  # type: ignore[misc]
+        return [self.ping(member) for member in self.pinged]
+
+    def ping(self, member: StubMember) -> Any:
+        if member in self.dark:
+            return AWAY
+        member.pool.times.add(self.ping_s, 0.0)
+        return reply()
+
+    def go_on(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            self.pacing._go_on()
+
+    def late(self, member: StubMember, seconds: float = LATE) -> None:
+        self.pacing.late(member, seconds)
+        self.go_on()
+
+
+class StubMember:
+    def __init__(self) -> None:
+        self.pool = SimpleNamespace(times=AnswerTimes())
+        self.pool.times.add(PROMPT, 0.0)
+        self.channel = SimpleNamespace(reader=None, one_sided=None)
+        self.pace, self.is_failing = Pace(), False
+
+
+def test_a_suspect_counts_as_slow_only_if_it_is_late_while_the_others_are_measured() -> None:
+    pool = Pool(4)
+    suspect, *others = pool.members
+    pool.late(suspect)
+    assert set(pool.pinged) == set(others)  # a node with a slow disk answers pings promptly
+    pool.go_on(20)
+    assert not suspect.pace.is_slow  # this program was overloaded, and is not any more
+    pool.late(suspect)
+    assert suspect.pace.is_slow
+    pool.go_on()
+    assert set(pool.pinged) == set(pool.members)
+
+
+def test_a_member_is_no_suspect_any_more_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(3)
+    now = 1000.0
+    monkeypatch.setattr("farpool.cluster.store.pacing.time.monotonic", lambda: now)
+    pool.late(pool.members[0])
+    pool.go_on(20)
+    now += 60.0
+    pool.pinged = []
+    pool.go_on()
+    assert pool.pinged == []
+
+
+def test_a_member_is_not_slow_if_the_others_are_late_or_do_not_answer() -> None:
+    pool = Pool(3)
+    suspect, *others = pool.members
+    pool.late(suspect)
+    pool.go_on(20)
+    pool.ping_s = LATE  # from now on, so the smoothed times are still short
+    pool.go_on()
+    pool.late(suspect)
+    assert not suspect.pace.is_slow
+    pool.ping_s = PROMPT
+    pool.dark = set(others)
+    pool.go_on(20)
+    pool.late(suspect)
+    assert not suspect.pace.is_slow
+    pool.dark = set()
+    pool.late(suspect)
+    assert not suspect.pace.is_slow  # few answers say little
+    pool.go_on(20)
+    pool.late(suspect)
+    assert suspect.pace.is_slow
+
+
 def make_late(member: Any) -> None:
     """Have the connections report the member as late after its next request."""
     times = member.pool.times
@@ -315,9 +409,14 @@ def slow_member(store: Store) -> StoreMember:
     """Make a member of the store late, and wait until it counts as slow."""
     cluster = store._open()
     member = cluster.members[0]
-    make_late(member)
-    cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
-    eventually(lambda: member in cluster.snapshot.slow)
+
+    def is_slow() -> bool:
+        if not member.pace.is_slow:
+            make_late(member)
+            cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+        return member in cluster.snapshot.slow
+
+    eventually(is_slow)
     return member
 
 
