@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -292,6 +293,31 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
         assert not is_measured(lambda: store.get("large"))
         assert not is_measured(lambda: store.put("another", b"value"))
         assert not is_measured(lambda: store.drop("another"))
+
+
+def test_waits_for_the_interpreter_lock_do_not_count_as_time_of_a_node(local: Nodes) -> None:
+    """Memory for the reply of one node needs the lock, which another thread may hold; meanwhile the other one answers."""
+    held = 0.3
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            pass
+
+    with store_over(local(2)) as store:
+        store.put_many((key, b"value") for key in KEYS)
+        busy = threading.Thread(target=compute)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(held)
+        busy.start()
+        try:
+            for _ in range(3):
+                assert store.get_many(KEYS[:10]) == [b"value"] * 10
+                assert all(member.pool.times.last < held for member in store._open().members)
+        finally:
+            done.set()
+            sys.setswitchinterval(before)
+            busy.join()
 
 
 def scraped(collector: StoreCollector) -> dict[tuple[str, str], float]:
