@@ -111,7 +111,7 @@ def test_a_member_recovers_after_many_prompt_probes_of_which_late_ones_undo_some
     pace = Pace()
     assert not pace.probed(PROMPT, [PROMPT], 0.0)
     assert pace.late(LATE, [PROMPT], 0.0)
-    for bad in (LATE, MIDDLE, float("inf")):
+    for bad in (LATE, float("inf")):
         for _ in range(LATE_ANSWERS - 1):
             assert not pace.probed(PROMPT, [PROMPT], 0.0)
         for _ in range(LATE_ANSWERS // 4):
@@ -128,11 +128,12 @@ def test_a_member_recovers_although_a_few_of_its_probes_are_late(every: int, rec
     assert recovers == any(pace.probed(LATE if number % every == 0 else PROMPT, [PROMPT], 0.0) for number in range(200))
 
 
-def test_a_time_between_the_two_limits_changes_nothing() -> None:
+def test_a_member_recovers_late_if_its_times_stay_between_the_two_limits() -> None:
     pace = Pace()
     assert not pace.late(MIDDLE, [PROMPT], 0.0)
     pace.late(LATE, [PROMPT], 0.0)
-    assert not any(pace.probed(MIDDLE, [PROMPT], 0.0) for _ in range(100))
+    assert not any(pace.probed(MIDDLE, [PROMPT], 0.0) for _ in range(8 * LATE_ANSWERS - 1))
+    assert pace.probed(MIDDLE, [PROMPT], 0.0)
 
 
 def test_a_member_without_others_recovers() -> None:
@@ -296,7 +297,7 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
 
 
 def test_waits_for_the_interpreter_lock_do_not_count_as_time_of_a_node(local: Nodes) -> None:
-    """Memory for the reply of one node needs the lock, which another thread may hold; meanwhile the other one answers."""
+    """The reply of one node needs new memory, so the lock, which another thread may hold while the other node answers."""
     held = 0.3
     done = threading.Event()
 
@@ -418,6 +419,27 @@ def test_a_member_is_not_slow_if_the_others_are_late_or_do_not_answer() -> None:
     pool.go_on(20)
     pool.late(suspect)
     assert suspect.pace.is_slow
+
+
+def test_a_slow_member_is_probed_again_after_errors() -> None:
+    pool = Pool(3)
+    suspect = pool.members[0]
+    pool.late(suspect)
+    pool.go_on(20)
+    pool.late(suspect)
+    answering, pool.ping = pool.ping, fail  # type: ignore[method-assign]
+    pool.go_on()
+    pool.ping = answering  # type: ignore[method-assign]
+    started = []
+    pool.pacing._start = lambda: bool(started.append(True)) or True
+    pool.late(suspect)
+    assert started == [True]
+    pool.go_on(3 * LATE_ANSWERS)
+    assert not suspect.pace.is_slow
+
+
+def fail(member: object) -> None:
+    raise MemoryError
 
 
 def make_late(member: Any) -> None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.pace import limit_of
 from farpool.cluster.wire.frames import Op
-from farpool.errors import FarpoolError
 
 if TYPE_CHECKING:
     from farpool.cluster.store.cluster import Cluster
@@ -66,10 +65,11 @@ class Pacing:
     def late(self, member: Member, seconds: float) -> None:
         """Have a member compared with others, because it was late for many answers: for at least `seconds` each."""
         cluster = self._cluster()
-        if cluster is None or member.pace.is_slow or not _serves_reads(member):
+        if cluster is None or not _serves_reads(member):
             return
         others = _times(_others(cluster, member))
-        if others and seconds > limit_of(others):
+        # Slow ones as well: an error may have ended the thread that probes them.
+        if member.pace.is_slow or (others and seconds > limit_of(others)):
             with self._lock:
                 if self._thread is not None or self._start():
                     self._reports[member] = seconds
@@ -161,7 +161,7 @@ class Pacing:
         try:
             # A reply may take as long as a call, because a slow node has not failed.
             return cluster.ask([Ask(member, Op.PING, b"") for member in members], cluster.deadline())
-        except FarpoolError as error:  # for example, another node has the address of one of them now
+        except Exception as error:  # for example, another node has the address of one of them now, or memory is short
             return [error] * len(members)
 
 
