@@ -297,7 +297,7 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
 
 
 def test_waits_for_the_interpreter_lock_do_not_count_as_time_of_a_node(local: Nodes) -> None:
-    """The reply of one node needs new memory, so the lock, which another thread may hold while the other node answers."""
+    """A reply needs new memory, so the lock, which another thread may hold while the other node answers."""
     held = 0.3
     done = threading.Event()
 
