@@ -438,6 +438,27 @@ def test_a_slow_member_is_probed_again_after_errors() -> None:
     assert not suspect.pace.is_slow
 
 
+def test_close_does_not_wait_for_a_ping_that_opens_a_connection() -> None:
+    pool = Pool(3)
+    del pool.pacing._start
+    began, go_on = threading.Event(), threading.Event()
+
+    def hang(member: StubMember) -> Any:
+        began.set()
+        go_on.wait(60)
+        return AWAY
+
+    pool.ping = hang  # type: ignore[method-assign]
+    pool.pacing.late(pool.members[0], LATE)
+    assert began.wait(60)
+    pool.pacing.close()
+    thread = pool.pacing._thread
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def fail(member: object) -> None:
     raise MemoryError
 

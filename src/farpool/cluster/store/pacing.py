@@ -37,6 +37,8 @@ _SUSPECTED_S = 10.0
 _ANSWERED = 8
 """Pings in a row that another member must have answered before a suspect is compared with it. After so many, little is
 left in its smoothed time of the times before."""
+_CLOSE_S = 1.0
+"""Seconds for which a store that is being closed waits for the thread."""
 _OTHERS_MAX = 8
 """Largest number of other members that are measured for a comparison; more would change the median little."""
 
@@ -75,12 +77,15 @@ class Pacing:
                     self._reports[member] = seconds
 
     def close(self) -> None:
-        """End the thread. Probes under way end when the connections are closed, so close those first. Idempotent."""
+        """End the thread. Pings under way end when the connections are closed, so close those first. Idempotent.
+
+        A ping that opens a connection does not end then. The thread is left to itself if it takes long.
+        """
         with self._lock:
             self._closing.set()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_CLOSE_S)
 
     def _start(self) -> bool:
         """Start the thread; the caller holds the lock. Return False if it cannot be started."""
