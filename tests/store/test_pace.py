@@ -216,12 +216,16 @@ def test_a_slow_member_is_asked_only_for_keys_that_no_other_member_has() -> None
 
     def nowhere_else(step: Any) -> Any:
         if isinstance(step, Probe):
-            return {one: Probed([5], []) if one is first else Probed([None], [0]) for one in step.wanted}
+            return {one: Probed([5 if one is first else None] * len(keys), []) for one, keys in step.wanted.items()}
         return [reply(Status.DONE if ask.member is first else Status.MISSING) for ask in step.asks]
 
+    outcomes, steps = to_end(find(view, Copies(2), [KEY, KEY], [None, None]), nowhere_else)
+    assert [outcome[0] for outcome in outcomes] == [first, first]
+    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), nowhere_else)
     assert outcome[0] is first
-    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+    # For a single key, the request for the object says if the slow member has it.
+    assert [type(step) for step in steps] == [Send, Probe, Send]
     searches, sizes = [Search(0, KEY, view, missing={second})], list[int | Exception | None]([None])
     to_end(measure(searches, sizes, Copies(2), patient=True), nowhere_else)
     assert sizes == [5]
@@ -246,7 +250,7 @@ def test_the_last_prompt_member_leaves_time_for_the_slow_one() -> None:
 
 @pytest.mark.parametrize("failure", ["missing", "away"])
 def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they_had(failure: str) -> None:
-    view, (first, _, third, fourth) = made(slow=0)
+    view, (first, second, third, _) = made(slow=0)
     bad = AWAY if failure == "away" else reply(Status.MISSING)
 
     def answer(step: Any) -> Any:
@@ -257,11 +261,11 @@ def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they
 
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
     assert outcome[0] is first
-    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+    assert [asked(step) for step in steps if isinstance(step, Send)] == [[second], [third], [first]]
 
 
 def test_an_object_is_missing_only_after_the_slow_member_was_asked() -> None:
-    view, (first, *_) = made(slow=0)
+    view, (first, second, *_) = made(slow=0)
 
     def answer(step: Any) -> Any:
         if isinstance(step, Probe):
@@ -270,7 +274,7 @@ def test_an_object_is_missing_only_after_the_slow_member_was_asked() -> None:
 
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
     assert outcome is None
-    assert [first] in [list(step.wanted) for step in steps if isinstance(step, Probe)]
+    assert [asked(step) for step in steps if isinstance(step, Send)] == [[second], [first]]
 
 
 def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
