@@ -369,6 +369,11 @@ class Pool:
         self.pacing.late(member, seconds)
         self.go_on()
 
+    def make_slow(self, member: StubMember) -> None:
+        self.late(member)
+        self.go_on(9)
+        self.late(member)
+
 
 class StubMember:
     def __init__(self) -> None:
@@ -425,12 +430,22 @@ def test_a_member_is_not_slow_if_the_others_are_late_or_do_not_answer() -> None:
     assert suspect.pace.is_slow
 
 
+def test_a_slow_member_does_not_hide_another_one() -> None:
+    pool = Pool(3)
+    worst, second, _ = pool.members
+    pool.make_slow(worst)
+    for _ in range(100):
+        worst.pool.times.add(5.0, 0.0)
+    assert worst.pool.times.seconds > 1.0
+    pool.make_slow(second)
+    assert worst.pace.is_slow
+    assert second.pace.is_slow
+
+
 def test_a_slow_member_is_probed_again_after_errors() -> None:
     pool = Pool(3)
     suspect = pool.members[0]
-    pool.late(suspect)
-    pool.go_on(20)
-    pool.late(suspect)
+    pool.make_slow(suspect)
     answering, pool.ping = pool.ping, fail  # type: ignore[method-assign]
     pool.go_on()
     pool.ping = answering  # type: ignore[method-assign]

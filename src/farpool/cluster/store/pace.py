@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 from farpool._native import LATE_ANSWER_S, LATE_ANSWERS
 
@@ -83,5 +82,8 @@ class Pace:
 
 
 def limit_of(others: Sequence[float]) -> float:
-    """Return the seconds above which an answer is late, from the times of the other members."""
-    return max(_TIMES_MEDIAN * median(others), LATE_ANSWER_S)
+    """Return the seconds above which an answer is late, from the times of the other members.
+
+    Of an even number of them the larger one in the middle counts: at least half of the others have to be faster.
+    """
+    return max(_TIMES_MEDIAN * sorted(others)[len(others) // 2], LATE_ANSWER_S)

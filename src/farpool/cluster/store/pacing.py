@@ -176,8 +176,9 @@ def _serves_reads(member: Member) -> bool:
 
 
 def _others(cluster: Cluster, member: Member) -> list[Member]:
-    """Return the other members that answer."""
-    return [one for one in cluster.snapshot.met if one is not member and not one.is_failing]
+    """Return the other members that answer and do not count as slow."""
+    met = cluster.snapshot.met
+    return [one for one in met if one is not member and not one.is_failing and not one.pace.is_slow]
 
 
 def _times(members: Sequence[Member]) -> list[float]:
