@@ -99,7 +99,7 @@ def test_a_member_is_slow_above_four_times_the_median_of_the_others_and_above_th
     ):
         pace = Pace()
         assert pace.late(seconds, others, 0.0) == is_slow
-        assert (pace.is_slow, pace.times_slow) == (is_slow, int(is_slow))
+        assert (pace.is_slow, pace.seconds, pace.times_slow) == (is_slow, seconds if is_slow else 0.0, int(is_slow))
         assert not pace.late(seconds, others, 1.0)  # it is no news any more
 
 
@@ -117,8 +117,9 @@ def test_a_member_recovers_after_many_prompt_probes_of_which_late_ones_undo_some
         for _ in range(LATE_ANSWERS // 4):
             assert not pace.probed(bad, [PROMPT], 0.0)
             assert pace.is_slow
+    assert pace.seconds == LATE  # and not the time of the probes
     assert probes_to_recover(pace, 0.0) == LATE_ANSWERS
-    assert not pace.is_slow
+    assert (pace.is_slow, pace.seconds) == (False, 0.0)
 
 
 @pytest.mark.parametrize(("every", "recovers"), [(4, False), (10, True)])

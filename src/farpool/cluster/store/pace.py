@@ -33,12 +33,15 @@ class Pace:
     ----------
     is_slow : bool
         True while the member counts as slow.
+    seconds : float
+        How long the answers took at least for which the member counts as slow; 0.0 if it does not.
     times_slow : int
         How often the member has become slow.
     """
 
     def __init__(self) -> None:
         self.is_slow = False
+        self.seconds = 0.0
         self.times_slow = 0
         self._needed = LATE_ANSWERS
         self._prompt = 0.0
@@ -62,6 +65,7 @@ class Pace:
         self._needed = min(2 * self._needed, _PROBES_MAX) if relapsed else LATE_ANSWERS
         self._prompt = 0.0
         self.is_slow = True
+        self.seconds = seconds
         self.times_slow += 1
         return True
 
@@ -77,6 +81,7 @@ class Pace:
         if self._prompt < self._needed:
             return False
         self.is_slow = False
+        self.seconds = 0.0
         self._recovered = now
         return True
 

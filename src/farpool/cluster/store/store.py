@@ -75,8 +75,8 @@ class NodeStatus:
     state : str
         The node's state in the list of members: ``active``, ``suspect`` or ``draining``.
     slow : float
-        Seconds that the node takes to answer, if that is so much longer than other nodes take that this store reads
-        last from it; 0.0 otherwise.
+        Seconds that the node took to answer at least, if that was so much longer than other nodes took that this store
+        reads last from it; 0.0 otherwise.
     times_slow : int
         How often this store has begun to read last from the node.
     """
@@ -658,7 +658,7 @@ class Store(Closing):
             failing, why = member.status()
             mapped, identity = member.channel.reader is not None, member.identity.hex()
             state = str(member.info.state)
-            known = (identity, state, member.slow(), member.pace.times_slow)
+            known = (identity, state, member.pace.seconds, member.pace.times_slow)
             statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, *known))
         return statuses
 
