@@ -443,6 +443,28 @@ def test_a_slow_member_does_not_hide_another_one() -> None:
     assert second.pace.is_slow
 
 
+def test_a_member_that_stays_slow_is_probed_less_often() -> None:
+    pool = Pool(3)
+    member, other, _ = pool.members
+    pool.make_slow(member)
+    for again in (lambda: pool.dark.clear(), lambda: pool.late(other)):
+        pool.dark = {member}
+        pool.go_on(40)
+        assert pool.pacing._pause == 2.0
+        again()
+        pool.go_on()
+        assert pool.pacing._pause == 0.25
+
+
+def test_a_store_with_one_copy_compares_no_members(local: Nodes) -> None:
+    with store_over(local(2)) as store:
+        store.put("key", b"value")
+        member = store._open().members[0]
+        make_late(member)
+        store._open().ask([Ask(member, Op.PING, b"")], 1e12)
+        assert not any(thread.name == "farpool-store-pace" for thread in threading.enumerate())
+
+
 def test_a_slow_member_is_probed_again_after_errors() -> None:
     pool = Pool(3)
     suspect = pool.members[0]

@@ -47,6 +47,11 @@ class Pace:
         self._prompt = 0.0
         self._recovered: float | None = None
 
+    @property
+    def is_recovering(self) -> bool:
+        """True if the last probes of a slow member were prompt."""
+        return self._prompt > 0
+
     def late(self, seconds: float, others: Sequence[float], now: float) -> bool:
         """Record that the member was late for many answers in a row; return True if it counts as slow from now on.
 

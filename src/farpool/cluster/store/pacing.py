@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Pacing"]
 
 _PROBE_PAUSE_S = 0.25
-"""Seconds between two probes of a slow member, so it recovers about four seconds after its answers are prompt again."""
+"""Seconds between two probes of a slow member that answers promptly, so it recovers in about four seconds."""
+_LONGEST_PAUSE_S = 2.0
+"""Longest pause between two probes. Pauses grow by a tenth while all slow members are late: they may be overloaded."""
 _SUSPECTED_S = 10.0
 """Seconds for which a member stays a suspect after it was late for many answers in a row."""
 _ANSWERED = 8
@@ -61,6 +63,7 @@ class Pacing:
         self._reports: dict[Member, float] = {}  # members that were late, and for how long at least
         self._thread: threading.Thread | None = None
         # Only the thread uses these.
+        self._pause = _PROBE_PAUSE_S
         self._suspects: dict[Member, float] = {}  # until when each of them is one
         self._answered: dict[Member, int] = {}  # how many pings in a row the other members have answered
 
@@ -104,7 +107,7 @@ class Pacing:
         try:
             while self._go_on():
                 # The pauses are random, so that programs which found a member slow do not probe it at the same time.
-                if self._closing.wait(_PROBE_PAUSE_S * random.uniform(0.75, 1.25)):
+                if self._closing.wait(self._pause * random.uniform(0.75, 1.25)):
                     return
         except BaseException:
             with self._lock:
@@ -123,6 +126,8 @@ class Pacing:
         slow = [member for member in cluster.members if member.pace.is_slow]
         if self._suspects or any(not member.is_failing for member in slow):
             self._measure(cluster, slow)
+        is_urgent = self._suspects or any(member.pace.is_recovering for member in slow)
+        self._pause = _PROBE_PAUSE_S if is_urgent else min(1.1 * self._pause, _LONGEST_PAUSE_S)
         cluster.reorder()
         with self._lock:
             if slow or self._suspects or self._reports:
