@@ -313,6 +313,9 @@ private:
             try {
                 on_late_(seconds);
             } catch (nb::python_error& error) {
+                if (!error.matches(PyExc_Exception)) {
+                    throw;  // KeyboardInterrupt
+                }
                 error.discard_as_unraisable("ConnectionPool.on_late");  // the request itself has its answer
             }
         }

@@ -571,6 +571,38 @@ def test_a_store_that_is_dropped_while_a_member_is_slow_leaves_no_thread(local: 
     eventually(is_gone)
 
 
+def test_an_interrupt_while_a_late_member_is_reported_ends_the_call(local: Nodes) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with store_over(local(1)) as store:
+        store.put("key", b"value")
+        (member,) = store._open().members
+        member.pool.on_late(interrupt)
+        make_late(member)
+        with pytest.raises(KeyboardInterrupt):
+            store.get("key")
+        assert store.get("key") == b"value"
+
+
+def test_a_handler_of_a_signal_may_read_from_the_store_while_a_late_member_is_reported() -> None:
+    pool = Pool(3)
+    first, second, _ = pool.members
+    threads: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        threads.append(thread)
+        pool.pacing.late(second, LATE)
+
+    del pool.pacing._start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        pool.pacing.late(first, LATE)
+    assert len(threads) == 1
+    assert pool.pacing._thread is None  # it was not started
+    assert set(pool.pacing._reports) == {second}
+
+
 def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) -> None:
     nodes = local(2)
     with store_over(nodes, replicas=2) as store:

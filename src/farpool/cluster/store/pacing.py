@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from farpool.cluster.store.messages import Ask
@@ -58,8 +59,9 @@ class Pacing:
         # Weak, because the program may drop a store without closing it while the thread runs.
         self._cluster = weakref.ref(cluster)
         self._closing = threading.Event()
-        # Protects the thread and the reports. No other lock is taken while it is held.
-        self._lock = threading.Lock()
+        # Protects the thread and the reports. No other lock is taken while it is held. Reentrant, because the handler of a
+        # signal may read from the store.
+        self._lock = threading.RLock()
         self._reports: dict[Member, float] = {}  # members that were late, and for how long at least
         self._thread: threading.Thread | None = None
         # Only the thread uses these.
@@ -96,12 +98,14 @@ class Pacing:
             return False
         thread = threading.Thread(target=self._work, name="farpool-store-pace", daemon=True)
         self._answered = {}  # those pings are old
+        self._thread = thread  # before it starts, because a signal's handler may come here meanwhile
         try:
-            thread.start()
-        except RuntimeError:  # no more threads may be started: later answers try again
-            return False
-        self._thread = thread
-        return True
+            with suppress(RuntimeError):  # no more threads may be started: later answers try again
+                thread.start()
+        finally:
+            if thread.ident is None:
+                self._thread = None
+        return self._thread is not None
 
     def _work(self) -> None:
         try:

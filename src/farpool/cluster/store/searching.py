@@ -169,10 +169,10 @@ def _find_sources(searches: Sequence[Search], *, sizes: bool) -> Plan[None]:
 
 def _ask_which(searches: Sequence[Search], *, slow: bool) -> Plan[None]:
     wanted: dict[Member, list[Search]] = defaultdict(list)
-    later = False
+    late, later = searches[0].view.slow, False
     for search in searches:
         for member in search.unasked():
-            if (member in search.view.slow) == slow:
+            if (member in late) == slow:
                 wanted[member].append(search)
             else:
                 later = True
