@@ -338,13 +338,14 @@ class Pool:
     """Members with made-up times of answers, and what a `Pacing` needs of a cluster. No thread: tests call `go_on`."""
 
     def __init__(self, count: int) -> None:
-        self.members = tuple([StubMember() for _ in range(count)])
+        self.members: list[Any] = [StubMember() for _ in range(count)]
         self.snapshot = SimpleNamespace(met=self.members)
         self.pacing: Any = Pacing(self)  # type: ignore[arg-type]
-        self.pacing._start = lambda: True
+        self.pacing._start = lambda: True  # type: ignore[method-assign]
         self.ping_s = PROMPT
-        self.dark: set[StubMember] = set()
-        self.pinged: list[StubMember] = []
+        self.dark: set[Any] = set()
+        self.pinged: list[Any] = []
+        self.ping: Callable[[Any], Any] = self.answer
 
     def deadline(self) -> float:
         return 0.0
@@ -353,10 +354,10 @@ class Pool:
         """Do nothing: the snapshot does not depend on the pace."""
 
     def ask(self, asks: Sequence[Ask], deadline: float) -> list[Any]:
-        self.pinged = [ask.member for ask in asks]  # type: ignore[misc]
+        self.pinged = [ask.member for ask in asks]
         return [self.ping(member) for member in self.pinged]
 
-    def ping(self, member: StubMember) -> Any:
+    def answer(self, member: Any) -> Any:
         if member in self.dark:
             return AWAY
         member.pool.times.add(self.ping_s, 0.0)
@@ -366,11 +367,11 @@ class Pool:
         for _ in range(rounds):
             self.pacing._go_on()
 
-    def late(self, member: StubMember, seconds: float = LATE) -> None:
+    def late(self, member: Any, seconds: float = LATE) -> None:
         self.pacing.late(member, seconds)
         self.go_on()
 
-    def make_slow(self, member: StubMember) -> None:
+    def make_slow(self, member: Any) -> None:
         self.late(member)
         self.go_on(9)
         self.late(member)
@@ -431,6 +432,16 @@ def test_a_member_is_not_slow_if_the_others_are_late_or_do_not_answer() -> None:
     assert suspect.pace.is_slow
 
 
+def test_members_that_are_late_at_the_same_time_are_not_compared_with_each_other() -> None:
+    pool = Pool(3)
+    first, second, third = pool.members
+    pool.late(third)
+    pool.go_on(20)
+    pool.pacing.late(first, LATE)
+    pool.late(second)
+    assert not any(member.pace.is_slow for member in pool.members)
+
+
 def test_a_slow_member_does_not_hide_another_one() -> None:
     pool = Pool(3)
     worst, second, _ = pool.members
@@ -447,11 +458,14 @@ def test_a_member_that_stays_slow_is_probed_less_often() -> None:
     pool = Pool(3)
     member, other, _ = pool.members
     pool.make_slow(member)
-    for again in (lambda: pool.dark.clear(), lambda: pool.late(other)):
+    for prompt in (True, False):
         pool.dark = {member}
         pool.go_on(40)
         assert pool.pacing._pause == 2.0
-        again()
+        if prompt:
+            pool.dark = set()
+        else:
+            pool.late(other)
         pool.go_on()
         assert pool.pacing._pause == 0.25
 
@@ -469,15 +483,27 @@ def test_a_slow_member_is_probed_again_after_errors() -> None:
     pool = Pool(3)
     suspect = pool.members[0]
     pool.make_slow(suspect)
-    answering, pool.ping = pool.ping, fail  # type: ignore[method-assign]
+    pool.ping = fail
     pool.go_on()
-    pool.ping = answering  # type: ignore[method-assign]
-    started = []
-    pool.pacing._start = lambda: bool(started.append(True)) or True
-    pool.late(suspect)
-    assert started == [True]
+    pool.ping = pool.answer
+    assert suspect.pace.is_slow
     pool.go_on(3 * LATE_ANSWERS)
     assert not suspect.pace.is_slow
+
+
+def test_a_report_of_a_slow_member_starts_a_thread_if_none_runs() -> None:
+    pool = Pool(3)
+    suspect = pool.members[0]
+    pool.make_slow(suspect)
+    started = []
+
+    def start() -> bool:
+        started.append(suspect)
+        return True
+
+    pool.pacing._start = start
+    pool.late(suspect)
+    assert started == [suspect]
 
 
 def test_close_does_not_wait_for_a_ping_that_opens_a_connection() -> None:
@@ -490,7 +516,7 @@ def test_close_does_not_wait_for_a_ping_that_opens_a_connection() -> None:
         go_on.wait(60)
         return AWAY
 
-    pool.ping = hang  # type: ignore[method-assign]
+    pool.ping = hang
     pool.pacing.late(pool.members[0], LATE)
     assert began.wait(60)
     pool.pacing.close()

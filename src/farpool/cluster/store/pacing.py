@@ -59,9 +59,8 @@ class Pacing:
         # Weak, because the program may drop a store without closing it while the thread runs.
         self._cluster = weakref.ref(cluster)
         self._closing = threading.Event()
-        # Protects the thread and the reports. No other lock is taken while it is held. Reentrant, because the handler of a
-        # signal may read from the store.
-        self._lock = threading.RLock()
+        # Protects the thread and the reports. No other lock is taken while it is held.
+        self._lock = threading.RLock()  # the handler of a signal may read from the store
         self._reports: dict[Member, float] = {}  # members that were late, and for how long at least
         self._thread: threading.Thread | None = None
         # Only the thread uses these.
@@ -144,8 +143,8 @@ class Pacing:
         with self._lock:
             reports, self._reports = self._reports, {}
         now = time.monotonic()
+        others = [one for one, count in self._answered.items() if count >= _ANSWERED and one not in reports]
         for member, seconds in reports.items():
-            others = [one for one, count in self._answered.items() if count >= _ANSWERED and one is not member]
             # The last answers as well, because smoothed times do not show at once that this host is overloaded.
             member.pace.late(seconds, [max(one.pool.times.seconds, one.pool.times.last) for one in others], now)
             self._suspects[member] = now + _SUSPECTED_S
