@@ -42,7 +42,7 @@ std::string_view text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.siz
 
 // Lets a signal's handler run, and ends what waits if it raises (KeyboardInterrupt).
 void check_signals() {
-    const nb::gil_scoped_acquire lock;
+    const farpool::TakenLock lock;
     if (PyErr_CheckSignals() != 0) {
         throw farpool::PortFailure(farpool::take_python_error());
     }
@@ -122,7 +122,7 @@ public:
     void exchange(double deadline) {
         made_.resize(asks_.size());
         made_parts_.resize(asks_.size());
-        const nb::gil_scoped_release release;
+        const farpool::ReleasedLock release;
         farpool::exchange(asks_, [this](std::size_t ask, const ReplyHead& head) { return place(ask, head); }, deadline);
     }
 
@@ -171,7 +171,7 @@ private:
             }
             return target->parts();
         }
-        const nb::gil_scoped_acquire lock;
+        const farpool::TakenLock lock;
         PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head.nbytes));
         if (made == nullptr) {
             throw farpool::PortFailure(farpool::take_python_error());
@@ -313,6 +313,9 @@ private:
             try {
                 on_late_(seconds);
             } catch (nb::python_error& error) {
+                if (!error.matches(PyExc_Exception)) {
+                    throw;  // KeyboardInterrupt
+                }
                 error.discard_as_unraisable("ConnectionPool.on_late");  // the request itself has its answer
             }
         }

@@ -35,4 +35,16 @@ private:
     PyThreadState* const state_;
 };
 
+// Has the interpreter lock while it lives, as nb::gil_scoped_acquire does, for the same calls.
+class TakenLock {
+public:
+    TakenLock() : state_(survive_interpreter_exit([] { return PyGILState_Ensure(); })) {}
+    ~TakenLock() { PyGILState_Release(state_); }
+    TakenLock(const TakenLock&) = delete;
+    TakenLock& operator=(const TakenLock&) = delete;
+
+private:
+    const PyGILState_STATE state_;
+};
+
 }  // namespace farpool

@@ -32,6 +32,15 @@ public:
 
     void start(double now) noexcept { began_ = began_ > 0 ? began_ : now; }
 
+    // Does not count the time that `call` takes, which may be a wait for another thread of this program.
+    template <typename Call>
+    auto pause_for(Call call) {
+        const double before = monotonic_seconds();
+        auto result = call();
+        began_ += began_ > 0 ? monotonic_seconds() - before : 0;
+        return result;
+    }
+
     // Notes the head of a reply, the first one over its connection or a later one.
     void heard(const Ask& ask, bool first) noexcept {
         nbytes_ += ask.head.nbytes;
@@ -127,7 +136,7 @@ private:
             into_ = {};
             if (ask.head.nbytes > 0) {
                 try {
-                    into_ = place(number, ask.head);
+                    into_ = watch.pause_for([&] { return place(number, ask.head); });
                 } catch (const PortFailure& failure) {
                     if (failure.error().kind != ErrorKind::value) {
                         throw;  // out of memory: the payload may be too large for it

@@ -112,6 +112,8 @@ def test_nodes_that_are_all_slow_are_read_as_before(site: Site) -> None:
             proxy.delay = DELAY_S
         for _ in range(3):
             assert [store.get(key) for key in KEYS] == [key.encode() for key in KEYS]
-        eventually(lambda: store._pacing._thread is None)
+        pacing = store._pacing
+        assert pacing is not None
+        eventually(lambda: pacing._thread is None)
         assert slow(store) == []
         assert [status.times_slow for status in store.nodes()] == [0, 0, 0]

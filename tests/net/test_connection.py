@@ -6,11 +6,14 @@ import random
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,7 @@ from farpool.errors import ChecksumError, NodeError, NodeTimeoutError, ProtocolE
 from tests.forking import in_forked_child
 from tests.net.fake_node import NAME, Request, Script, connected, frame, read_request, soon
 
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 SIZES = [0, 1, 100, 4096, 8191, 16384, 16385, 65536, MIB + 13]
 
@@ -455,3 +459,32 @@ def test_no_more_requests_are_under_way_than_the_window_holds() -> None:
         answers = exchange([ask(connection, Op.PING, b"") for _ in range(4 * WINDOW)], soon(60))
         assert all(isinstance(answer, Reply) for answer in answers)
     assert most == WINDOW
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_the_interpreter_ends_while_a_daemon_thread_waits_for_a_reply(answered: bool) -> None:
+    """The reply, or the timeout, comes while the interpreter ends; the thread then waits for the lock in vain."""
+    program = f"""
+import socket, sys, threading, time
+from farpool._native import Connection, TenantEpoch
+from tests.net.fake_node import frame
+near, far = socket.socketpair()
+connection = Connection(near.detach(), "node", tenant=0, credential=0, spin=0.0, area=False, epoch=TenantEpoch())
+waiting = threading.Event()
+def work():
+    waiting.set()
+    connection.exchange(0, b"", time.monotonic() + {60.0 if answered else 0.3})
+threading.Thread(target=work, daemon=True).start()
+assert waiting.wait(30) and far.recv(1)
+class End:
+    def __init__(self, reply, answer, sleep):
+        self.reply, self.answer, self.sleep = reply, answer, sleep
+    def __del__(self):
+        self.answer(self.reply)
+        self.sleep(0.6)
+sys.modules["end"] = End({"frame(0, 1, payload=b'value')" if answered else "b''"}, far.send, time.sleep)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from farpool.cluster.store.member import Member as StoreMember
 from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.metrics import StoreCollector
 from farpool.cluster.store.pace import Pace
+from farpool.cluster.store.pacing import Pacing
 from farpool.cluster.store.plan import Probe, Probed, Send
 from farpool.cluster.store.searching import Search, find, measure
 from farpool.cluster.store.snapshot import Snapshot
@@ -96,7 +99,7 @@ def test_a_member_is_slow_above_four_times_the_median_of_the_others_and_above_th
     ):
         pace = Pace()
         assert pace.late(seconds, others, 0.0) == is_slow
-        assert (pace.is_slow, pace.times_slow) == (is_slow, int(is_slow))
+        assert (pace.is_slow, pace.seconds, pace.times_slow) == (is_slow, seconds if is_slow else 0.0, int(is_slow))
         assert not pace.late(seconds, others, 1.0)  # it is no news any more
 
 
@@ -108,14 +111,15 @@ def test_a_member_recovers_after_many_prompt_probes_of_which_late_ones_undo_some
     pace = Pace()
     assert not pace.probed(PROMPT, [PROMPT], 0.0)
     assert pace.late(LATE, [PROMPT], 0.0)
-    for bad in (LATE, MIDDLE, float("inf")):
+    for bad in (LATE, float("inf")):
         for _ in range(LATE_ANSWERS - 1):
             assert not pace.probed(PROMPT, [PROMPT], 0.0)
         for _ in range(LATE_ANSWERS // 4):
             assert not pace.probed(bad, [PROMPT], 0.0)
             assert pace.is_slow
+    assert pace.seconds == LATE  # and not the time of the probes
     assert probes_to_recover(pace, 0.0) == LATE_ANSWERS
-    assert not pace.is_slow
+    assert (pace.is_slow, pace.seconds) == (False, 0.0)
 
 
 @pytest.mark.parametrize(("every", "recovers"), [(4, False), (10, True)])
@@ -125,11 +129,12 @@ def test_a_member_recovers_although_a_few_of_its_probes_are_late(every: int, rec
     assert recovers == any(pace.probed(LATE if number % every == 0 else PROMPT, [PROMPT], 0.0) for number in range(200))
 
 
-def test_a_time_between_the_two_limits_changes_nothing() -> None:
+def test_a_member_recovers_late_if_its_times_stay_between_the_two_limits() -> None:
     pace = Pace()
     assert not pace.late(MIDDLE, [PROMPT], 0.0)
     pace.late(LATE, [PROMPT], 0.0)
-    assert not any(pace.probed(MIDDLE, [PROMPT], 0.0) for _ in range(100))
+    assert not any(pace.probed(MIDDLE, [PROMPT], 0.0) for _ in range(8 * LATE_ANSWERS - 1))
+    assert pace.probed(MIDDLE, [PROMPT], 0.0)
 
 
 def test_a_member_without_others_recovers() -> None:
@@ -212,20 +217,41 @@ def test_a_slow_member_is_asked_only_for_keys_that_no_other_member_has() -> None
 
     def nowhere_else(step: Any) -> Any:
         if isinstance(step, Probe):
-            return {one: Probed([5], []) if one is first else Probed([None], [0]) for one in step.wanted}
+            return {one: Probed([5 if one is first else None] * len(keys), []) for one, keys in step.wanted.items()}
         return [reply(Status.DONE if ask.member is first else Status.MISSING) for ask in step.asks]
 
+    outcomes, steps = to_end(find(view, Copies(2), [KEY, KEY], [None, None]), nowhere_else)
+    assert [outcome[0] for outcome in outcomes] == [first, first]
+    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), nowhere_else)
     assert outcome[0] is first
-    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+    # For a single key, the request for the object says if the slow member has it.
+    assert [type(step) for step in steps] == [Send, Probe, Send]
     searches, sizes = [Search(0, KEY, view, missing={second})], list[int | Exception | None]([None])
     to_end(measure(searches, sizes, Copies(2), patient=True), nowhere_else)
     assert sizes == [5]
 
 
+def test_the_last_prompt_member_leaves_time_for_the_slow_one() -> None:
+    view, (first, second, third) = made(slow=0, count=3)
+
+    def answer(step: Any) -> Any:
+        if isinstance(step, Probe):
+            return {one: AWAY if one is third else Probed([5], []) for one in step.wanted}
+        return [reply(Status.DONE if ask.member is first else Status.MISSING) for ask in step.asks]
+
+    (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
+    assert outcome[0] is first
+    assert [step.last for step in steps if isinstance(step, Probe) and third in step.wanted] == [False]
+    sizes: list[int | Exception | None] = [None]
+    _, steps = to_end(measure([Search(0, KEY, view, missing={second})], sizes, Copies(2), patient=True), answer)
+    assert sizes == [5]
+    assert [(list(step.wanted), step.last) for step in steps] == [([third], False), ([first], True)]
+
+
 @pytest.mark.parametrize("failure", ["missing", "away"])
 def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they_had(failure: str) -> None:
-    view, (first, _, third, fourth) = made(slow=0)
+    view, (first, second, third, _) = made(slow=0)
     bad = AWAY if failure == "away" else reply(Status.MISSING)
 
     def answer(step: Any) -> Any:
@@ -236,11 +262,11 @@ def test_a_slow_member_is_asked_if_the_others_do_not_return_the_object_that_they
 
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
     assert outcome[0] is first
-    assert [list(step.wanted) for step in steps if isinstance(step, Probe)] == [[third, fourth], [first]]
+    assert [asked(step) for step in steps if isinstance(step, Send)] == [[second], [third], [first]]
 
 
 def test_an_object_is_missing_only_after_the_slow_member_was_asked() -> None:
-    view, (first, *_) = made(slow=0)
+    view, (first, second, *_) = made(slow=0)
 
     def answer(step: Any) -> Any:
         if isinstance(step, Probe):
@@ -249,7 +275,7 @@ def test_an_object_is_missing_only_after_the_slow_member_was_asked() -> None:
 
     (outcome,), steps = to_end(find(view, Copies(2), [KEY], [None]), answer)
     assert outcome is None
-    assert [first] in [list(step.wanted) for step in steps if isinstance(step, Probe)]
+    assert [asked(step) for step in steps if isinstance(step, Send)] == [[second], [first]]
 
 
 def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
@@ -275,12 +301,234 @@ def test_connections_measure_small_reads_and_nothing_else(local: Nodes) -> None:
         assert not is_measured(lambda: store.drop("another"))
 
 
+def test_waits_for_the_interpreter_lock_do_not_count_as_time_of_a_node(local: Nodes) -> None:
+    """A reply needs new memory, so the lock, which another thread may hold while the other node answers."""
+    held = 0.3
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            pass
+
+    with store_over(local(2)) as store:
+        store.put_many((key, b"value") for key in KEYS)
+        busy = threading.Thread(target=compute)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(held)
+        busy.start()
+        try:
+            for _ in range(3):
+                assert store.get_many(KEYS[:10]) == [b"value"] * 10
+                assert all(member.pool.times.last < held for member in store._open().members)
+        finally:
+            done.set()
+            sys.setswitchinterval(before)
+            busy.join()
+
+
 def scraped(collector: StoreCollector) -> dict[tuple[str, str], float]:
     return {
         (sample.name, sample.labels["node"]): sample.value
         for metric in collector.collect()
         for sample in metric.samples
     }
+
+
+class Pool:
+    """Members with made-up times of answers, and what a `Pacing` needs of a cluster. No thread: tests call `go_on`."""
+
+    def __init__(self, count: int) -> None:
+        self.members: list[Any] = [StubMember() for _ in range(count)]
+        self.snapshot = SimpleNamespace(met=self.members)
+        self.pacing: Any = Pacing(self)  # type: ignore[arg-type]
+        self.pacing._start = lambda: True  # type: ignore[method-assign]
+        self.ping_s = PROMPT
+        self.dark: set[Any] = set()
+        self.pinged: list[Any] = []
+        self.ping: Callable[[Any], Any] = self.answer
+
+    def deadline(self) -> float:
+        return 0.0
+
+    def reorder(self) -> None:
+        """Do nothing: the snapshot does not depend on the pace."""
+
+    def ask(self, asks: Sequence[Ask], deadline: float) -> list[Any]:
+        self.pinged = [ask.member for ask in asks]
+        return [self.ping(member) for member in self.pinged]
+
+    def answer(self, member: Any) -> Any:
+        if member in self.dark:
+            return AWAY
+        member.pool.times.add(self.ping_s, 0.0)
+        return reply()
+
+    def go_on(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            self.pacing._go_on()
+
+    def late(self, member: Any, seconds: float = LATE) -> None:
+        self.pacing.late(member, seconds)
+        self.go_on()
+
+    def make_slow(self, member: Any) -> None:
+        self.late(member)
+        self.go_on(9)
+        self.late(member)
+
+
+class StubMember:
+    def __init__(self) -> None:
+        self.pool = SimpleNamespace(times=AnswerTimes())
+        self.pool.times.add(PROMPT, 0.0)
+        self.channel = SimpleNamespace(reader=None, one_sided=None)
+        self.pace, self.is_failing = Pace(), False
+
+
+def test_a_suspect_counts_as_slow_only_if_it_is_late_while_the_others_are_measured() -> None:
+    pool = Pool(4)
+    suspect, *others = pool.members
+    pool.late(suspect)
+    assert set(pool.pinged) == set(others)  # a node with a slow disk answers pings promptly
+    pool.go_on(20)
+    assert not suspect.pace.is_slow  # this program was overloaded, and is not any more
+    pool.late(suspect)
+    assert suspect.pace.is_slow
+    pool.go_on()
+    assert set(pool.pinged) == set(pool.members)
+
+
+def test_a_member_is_no_suspect_any_more_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(3)
+    now = 1000.0
+    monkeypatch.setattr("farpool.cluster.store.pacing.time.monotonic", lambda: now)
+    pool.late(pool.members[0])
+    pool.go_on(20)
+    now += 60.0
+    pool.pinged = []
+    pool.go_on()
+    assert pool.pinged == []
+
+
+def test_a_member_is_not_slow_if_the_others_are_late_or_do_not_answer() -> None:
+    pool = Pool(3)
+    suspect, *others = pool.members
+    pool.late(suspect)
+    pool.go_on(20)
+    pool.ping_s = LATE  # from now on, so the smoothed times are still short
+    pool.go_on()
+    pool.late(suspect)
+    assert not suspect.pace.is_slow
+    pool.ping_s = PROMPT
+    pool.dark = set(others)
+    pool.go_on(20)
+    pool.late(suspect)
+    assert not suspect.pace.is_slow
+    pool.dark = set()
+    pool.late(suspect)
+    assert not suspect.pace.is_slow  # few answers say little
+    pool.go_on(20)
+    pool.late(suspect)
+    assert suspect.pace.is_slow
+
+
+def test_members_that_are_late_at_the_same_time_are_not_compared_with_each_other() -> None:
+    pool = Pool(3)
+    first, second, third = pool.members
+    pool.late(third)
+    pool.go_on(20)
+    pool.pacing.late(first, LATE)
+    pool.late(second)
+    assert not any(member.pace.is_slow for member in pool.members)
+
+
+def test_a_slow_member_does_not_hide_another_one() -> None:
+    pool = Pool(3)
+    worst, second, _ = pool.members
+    pool.make_slow(worst)
+    for _ in range(100):
+        worst.pool.times.add(5.0, 0.0)
+    assert worst.pool.times.seconds > 1.0
+    pool.make_slow(second)
+    assert worst.pace.is_slow
+    assert second.pace.is_slow
+
+
+def test_a_member_that_stays_slow_is_probed_less_often() -> None:
+    pool = Pool(3)
+    member, other, _ = pool.members
+    pool.make_slow(member)
+    for prompt in (True, False):
+        pool.dark = {member}
+        pool.go_on(40)
+        assert pool.pacing._pause == 2.0
+        if prompt:
+            pool.dark = set()
+        else:
+            pool.late(other)
+        pool.go_on()
+        assert pool.pacing._pause == 0.25
+
+
+def test_a_store_with_one_copy_compares_no_members(local: Nodes) -> None:
+    with store_over(local(2)) as store:
+        store.put("key", b"value")
+        member = store._open().members[0]
+        make_late(member)
+        store._open().ask([Ask(member, Op.PING, b"")], 1e12)
+        assert not any(thread.name == "farpool-store-pace" for thread in threading.enumerate())
+
+
+def test_a_slow_member_is_probed_again_after_errors() -> None:
+    pool = Pool(3)
+    suspect = pool.members[0]
+    pool.make_slow(suspect)
+    pool.ping = fail
+    pool.go_on()
+    pool.ping = pool.answer
+    assert suspect.pace.is_slow
+    pool.go_on(3 * LATE_ANSWERS)
+    assert not suspect.pace.is_slow
+
+
+def test_a_report_of_a_slow_member_starts_a_thread_if_none_runs() -> None:
+    pool = Pool(3)
+    suspect = pool.members[0]
+    pool.make_slow(suspect)
+    started = []
+
+    def start() -> bool:
+        started.append(suspect)
+        return True
+
+    pool.pacing._start = start
+    pool.late(suspect)
+    assert started == [suspect]
+
+
+def test_close_does_not_wait_for_a_ping_that_opens_a_connection() -> None:
+    pool = Pool(3)
+    del pool.pacing._start
+    began, go_on = threading.Event(), threading.Event()
+
+    def hang(member: StubMember) -> Any:
+        began.set()
+        go_on.wait(60)
+        return AWAY
+
+    pool.ping = hang
+    pool.pacing.late(pool.members[0], LATE)
+    assert began.wait(60)
+    pool.pacing.close()
+    thread = pool.pacing._thread
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def fail(member: object) -> None:
+    raise MemoryError
 
 
 def make_late(member: Any) -> None:
@@ -298,9 +546,14 @@ def slow_member(store: Store) -> StoreMember:
     """Make a member of the store late, and wait until it counts as slow."""
     cluster = store._open()
     member = cluster.members[0]
-    make_late(member)
-    cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
-    eventually(lambda: member in cluster.snapshot.slow)
+
+    def is_slow() -> bool:
+        if not member.pace.is_slow:
+            make_late(member)
+            cluster.ask([Ask(member, Op.PING, b"")], cluster.deadline())
+        return member in cluster.snapshot.slow
+
+    eventually(is_slow)
     return member
 
 
@@ -342,6 +595,38 @@ def test_a_store_that_is_dropped_while_a_member_is_slow_leaves_no_thread(local: 
         return known() is None and not any(thread.name == "farpool-store-pace" for thread in threading.enumerate())
 
     eventually(is_gone)
+
+
+def test_an_interrupt_while_a_late_member_is_reported_ends_the_call(local: Nodes) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with store_over(local(1)) as store:
+        store.put("key", b"value")
+        (member,) = store._open().members
+        member.pool.on_late(interrupt)
+        make_late(member)
+        with pytest.raises(KeyboardInterrupt):
+            store.get("key")
+        assert store.get("key") == b"value"
+
+
+def test_a_handler_of_a_signal_may_read_from_the_store_while_a_late_member_is_reported() -> None:
+    pool = Pool(3)
+    first, second, _ = pool.members
+    threads: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        threads.append(thread)
+        pool.pacing.late(second, LATE)
+
+    del pool.pacing._start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        pool.pacing.late(first, LATE)
+    assert len(threads) == 1
+    assert pool.pacing._thread is None  # it was not started
+    assert set(pool.pacing._reports) == {second}
 
 
 def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) -> None:

@@ -327,10 +327,28 @@ def test_the_driver_keeps_half_of_the_time_for_members_that_are_asked_later(monk
     def plan() -> Plan[str]:
         yield Send([Ask(first, Op.GET, KEY)])
         yield Send([Ask(first, Op.GET, KEY)], last=True)
+        yield Probe({first: [KEY]})
+        yield Probe({first: [KEY]}, last=True)
         return "done"
 
+    first.channel = SimpleNamespace(reader=None)
+    monkeypatch.setattr(driver, "looked_up", lambda *_: [])
     assert driver.run(cluster, plan(), 110.0) == "done"  # type: ignore[arg-type]
-    assert cluster.deadlines == [105.0, 110.0]
+    assert cluster.deadlines == [105.0, 110.0, 105.0, 110.0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_lookup_keeps_half_of_the_time_if_other_members_may_have_the_key(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("farpool.cluster.store.plan.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr(driver, "looked_up", lambda *_: [])
+    view, order = made(count)
+    for member in order:
+        member.channel = SimpleNamespace(reader=None)
+    cluster = _Cluster(view, 1, lambda ask: reply())
+    reading.look_up(cluster, [KEY], 110.0, patient=True)  # type: ignore[arg-type]
+    assert cluster.deadlines == [110.0 if count == 1 else 105.0]
 
 
 def test_an_impatient_call_makes_one_attempt() -> None:

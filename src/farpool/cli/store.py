@@ -187,7 +187,7 @@ def stat(
                 sizes = [
                     format_size(int(stats[name])) if name in stats else "" for name in ("object_bytes", "capacity")
                 ]
-                state = status.error or ("slow" if status.slow else "mapped" if status.mapped else "reachable")
+                state = status.error or ("mapped" if status.mapped else "reachable")
                 objects = f"{stats['objects']:,}" if "objects" in stats else ""
                 table.add_row(Text(status.node), Text(state), objects, *sizes)
             show(table)

@@ -47,7 +47,7 @@ def run(
         if isinstance(step, Send):
             outcome = cluster.ask(step.asks, share_of(deadline, last=step.last))
         elif isinstance(step, Probe):
-            outcome = probe(cluster, step.wanted, deadline)
+            outcome = probe(cluster, step.wanted, share_of(deadline, last=step.last))
         elif not patient or not cluster.wait(deadline, step.seconds):
             outcome = None
         elif not step.meets:
@@ -68,7 +68,7 @@ def probe(
     wanted : mapping of Member to list of bytes
         The keys to ask each node for.
     deadline : float
-        Time at which the call ends, by the monotonic clock.
+        Time by which the nodes must answer, by the monotonic clock.
     use : bool
         True to count this as a use of the objects. Nodes then evict them later than unused objects.
 
@@ -94,7 +94,7 @@ def probe(
             probed.missing = []
     if not asks:
         return found
-    answers = cluster.ask(asks, share_of(deadline, last=len(wanted) == 1))
+    answers = cluster.ask(asks, deadline)
     for ask, (probed, places), given in zip(asks, asked, answers, strict=True):
         answer = decoded(ask, given)
         if isinstance(answer, Exception):

@@ -240,10 +240,6 @@ class Member:
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
-    def slow(self) -> float:
-        """Return the seconds that the node takes to answer if it counts as slow, or else 0.0."""
-        return self.pool.times.seconds if self.pace.is_slow else 0.0
-
     def absence(self) -> NodeError:
         """Return an error that explains why a call cannot ask this node. Use it only if the node has not been met."""
         return self.unmet or NodeError(

@@ -47,7 +47,7 @@ class StoreCollector(Collector):
         )
         slow = GaugeMetricFamily(
             "farpool_store_node_slow_seconds",
-            "Seconds that the node takes to answer while the store reads last from it; 0 otherwise",
+            "Seconds that a slow node took to answer reads when it became slow; 0 for other nodes",
             labels=labels,
         )
         slowed = CounterMetricFamily(
@@ -61,7 +61,7 @@ class StoreCollector(Collector):
             for member in members:
                 own = [name, member.name]
                 failing.add_metric(own, member.status()[0])
-                slow.add_metric(own, member.slow())
+                slow.add_metric(own, member.pace.seconds)
                 slowed.add_metric(own, member.pace.times_slow)
         yield from (failing, slow, slowed)
 

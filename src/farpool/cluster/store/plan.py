@@ -60,9 +60,12 @@ class Probe(msgspec.Struct, gc=False):
     ----------
     wanted : mapping of Member to list of bytes
         The keys for each member.
+    last : bool
+        True if no other member is asked afterwards, so that the members may use all the remaining time.
     """
 
     wanted: Mapping[Member, list[bytes]]
+    last: bool = False
 
 
 class Pause(msgspec.Struct, gc=False):

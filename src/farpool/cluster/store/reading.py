@@ -212,7 +212,7 @@ def look_up(
     groups = view.by_first(keys)
     whole = len(groups) == 1  # then one answer is the whole result
     wanted = {member: keys if whole else [keys[number] for number in own] for member, own in groups.items()}
-    found = probe(cluster, wanted, deadline)
+    found = probe(cluster, wanted, share_of(deadline, last=len(view.members) == 1))
     searches: list[Search] = []
     for member, numbers in groups.items():
         answer = found[member]

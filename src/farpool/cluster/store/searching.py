@@ -126,7 +126,7 @@ def find(
             search.note(ask, answer)
             searches.append(search)
     while searches:
-        yield from _find_sources(searches)
+        yield from _find_sources(searches, sizes=False)
         while asked := [search for search in searches if search.sources]:
             asks = [Ask(one.sources.pop(0), op, meta + one.key, 0, None, targets[one.number]) for one in asked]
             answers = yield Send(asks)
@@ -136,7 +136,7 @@ def find(
                     searches.remove(search)
                 else:
                     search.note(ask, answer)
-        if any(search.unasked() for search in searches):
+        if searches and searches[0].view.slow and any(search.unasked() for search in searches):
             continue  # prompt members said that they have the object and then did not return it: ask the slow ones
         searches = [search for search in searches if not search.absent(redundancy)]
         for search in searches:
@@ -150,14 +150,18 @@ def find(
     return outcomes
 
 
-def _find_sources(searches: Sequence[Search]) -> Plan[None]:
+def _find_sources(searches: Sequence[Search], *, sizes: bool) -> Plan[None]:
     """Ask the other members which of the keys they have, each member once for all keys.
 
-    Slow members are asked afterwards, and only for keys that no other member has.
+    Slow members are asked afterwards, and only for keys that no other member has. If only one can have a single key,
+    and its size is not needed, the request for the object itself tells as much and saves a round trip.
     """
     yield from _ask_which(searches, slow=False)
     if searches[0].view.slow and (left := [search for search in searches if not search.sources]):
-        yield from _ask_which(left, slow=True)
+        if not sizes and len(left) == 1 and len(last := left[0].unasked()) == 1:
+            left[0].sources = last
+        else:
+            yield from _ask_which(left, slow=True)
     for search in searches:
         if len(search.sources) > 1:
             search.sources.sort(key=search.view.order(search.key).index)
@@ -165,15 +169,17 @@ def _find_sources(searches: Sequence[Search]) -> Plan[None]:
 
 def _ask_which(searches: Sequence[Search], *, slow: bool) -> Plan[None]:
     wanted: dict[Member, list[Search]] = defaultdict(list)
+    late, later = searches[0].view.slow, False
     for search in searches:
         for member in search.unasked():
-            if (member in search.view.slow) == slow:
+            if (member in late) == slow:
                 wanted[member].append(search)
+            else:
+                later = True
     if not wanted:
         return
-    found: dict[Member, Probed | Exception] = yield Probe(
-        {member: [one.key for one in own] for member, own in wanted.items()}
-    )
+    keys = {member: [one.key for one in own] for member, own in wanted.items()}
+    found: dict[Member, Probed | Exception] = yield Probe(keys, last=len(wanted) == 1 and not later)
     for member, own in wanted.items():
         answer = found[member]
         for place, search in enumerate(own):
@@ -204,7 +210,7 @@ def measure(
         True to raise an error if members that failed may have the value of a key. False to store the error in `sizes`.
     """
     while searches:
-        yield from _find_sources(searches)
+        yield from _find_sources(searches, sizes=True)
         for search in searches:
             sizes[search.number] = search.size
         searches = [search for search in searches if not search.sources and not search.absent(redundancy)]

@@ -75,8 +75,8 @@ class NodeStatus:
     state : str
         The node's state in the list of members: ``active``, ``suspect`` or ``draining``.
     slow : float
-        Seconds that the node takes to answer, if that is so much longer than other nodes take that this store reads
-        last from it; 0.0 otherwise.
+        Seconds that the node took to answer at least, if that was so much longer than other nodes took that this store
+        reads last from it; 0.0 otherwise.
     times_slow : int
         How often this store has begun to read last from the node.
     """
@@ -189,11 +189,11 @@ class Store(Closing):
         self._cluster: Cluster | None = Cluster(membership, connect, redundancy, checked_timeout(timeout))
         self.replicas = parts
         self.confirming = next((count for count in range(1, parts) if redundancy.enough(count)), parts)
-        self._upkeep = Upkeep(self._cluster) if parts > 1 else None
-        if self._upkeep is not None:
-            self._cluster.on_read = self._upkeep.note
-        self._pacing = Pacing(self._cluster)
-        self._cluster.on_late = self._pacing.late
+        self._upkeep: Upkeep | None = None
+        self._pacing: Pacing | None = None
+        if parts > 1:  # or else there is no other copy that could be read or restored
+            self._upkeep, self._pacing = Upkeep(self._cluster), Pacing(self._cluster)
+            self._cluster.on_read, self._cluster.on_late = self._upkeep.note, self._pacing.late
         self._why = "was closed"
         self.registry = registry
         self._names: Names | None = None
@@ -658,7 +658,7 @@ class Store(Closing):
             failing, why = member.status()
             mapped, identity = member.channel.reader is not None, member.identity.hex()
             state = str(member.info.state)
-            known = (identity, state, member.slow(), member.pace.times_slow)
+            known = (identity, state, member.pace.seconds, member.pace.times_slow)
             statuses.append(NodeStatus(member.name, failing, error or why, mapped, stats, *known))
         return statuses
 
@@ -680,7 +680,8 @@ class Store(Closing):
                     # Before the connections are closed, because the last hits still need them.
                     self._upkeep.finish(cluster.deadline())
                 cluster.close()
-                self._pacing.close()
+                if self._pacing is not None:
+                    self._pacing.close()
                 self._close_members()
 
     def __reduce__(self) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from farpool.cluster.store.driver import probe
 from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.plan import share_of
 from farpool.cluster.wire.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
 from farpool.errors import FarpoolError
 
@@ -108,8 +109,9 @@ class Upkeep:
             for member in cluster.redundancy.place(key, view.places(key)):
                 if member.identity != holder.identity:
                     wanted[member].append(key)
+        until = share_of(deadline, last=len(wanted) == 1)
         lacking: dict[bytes, list[Member]] = defaultdict(list)
-        for member, answer in probe(cluster, wanted, deadline, use=True).items():
+        for member, answer in probe(cluster, wanted, until, use=True).items():
             if not isinstance(answer, Exception):
                 for place in answer.missing:
                     lacking[wanted[member][place]].append(member)
