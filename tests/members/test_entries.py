@@ -105,6 +105,16 @@ def test_an_older_registry_in_the_place_of_the_former_one_removes_no_member_at_o
     assert states(members) == {A: MemberState.ACTIVE}
 
 
+def test_a_former_member_that_only_starts_is_still_asked() -> None:
+    members = listed(A, B)
+    members.read([], 0.0)
+    starting = Entry(alive_key(identity_at(A)), encode(AliveRecord(ready=False)), 2)
+    members.change([*entries(joined(A, alive=False), 2), starting], 1.0)
+    assert states(members) == {A: MemberState.SUSPECT, B: MemberState.SUSPECT}
+    members.change(entries(joined(A), 3), 2.0)
+    assert states(members) == {A: MemberState.ACTIVE, B: MemberState.SUSPECT}
+
+
 def test_a_former_member_is_removed_if_another_one_registers_its_address() -> None:
     members = listed(A, B)
     members.read([], 0.0)

@@ -159,6 +159,15 @@ def test_a_member_joins_is_ready_and_counts_as_down_at_once_when_it_stops(make: 
     assert record(registry) == OWN
 
 
+def test_a_member_that_starts_again_counts_as_down_until_it_is_ready(make: Make, registry: Registry) -> None:
+    """Not as one that joins: programs do not ask such a member, so its objects would read as missing."""
+    running(make()).close()
+    made = begun(make())
+    assert state(registry) is MemberState.SUSPECT
+    made.ready(empty=False)
+    assert state(registry) is MemberState.ACTIVE
+
+
 def test_the_settings_of_a_start_replace_the_old_ones_and_the_rest_stays(make: Make, registry: Registry) -> None:
     running(make()).close()
     write(registry, msgspec.structs.replace(record(registry), draining=True))

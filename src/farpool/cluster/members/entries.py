@@ -92,12 +92,14 @@ class MemberEntries:
             self._former, self._former_until = before, now + RETURN_S
         if now >= self._former_until:
             self._former = {}
-        taken = {address for info in members.values() for address in info.addresses}
+        owners = {address: identity for identity, info in members.items() for address in info.addresses}
         self._former = {
             identity: info
             for identity, info in self._former.items()
-            # A node that lost its data has come back at the same address, with another identity.
-            if identity not in members and taken.isdisjoint(info.addresses)
+            # A member that only starts is not asked, and may have objects. A node that lost its data has come back at
+            # the same address, with another identity.
+            if (identity not in members or members[identity].state is MemberState.JOINING)
+            and all(owners.get(address, identity) == identity for address in info.addresses)
         }
         for identity, info in self._former.items():
             is_draining = info.state is MemberState.DRAINING

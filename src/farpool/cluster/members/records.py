@@ -94,6 +94,9 @@ class AliveRecord(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     ready : bool
         False while the node opens its memory and does not serve yet.
+    returns : bool
+        True if the member was there before this process. It may have objects, so programs ask it even while it is not
+        ready: if they did not, its objects would read as missing.
     process : str
         Host and process number, for the error that a second process with the same identity gets.
     format : int
@@ -101,6 +104,7 @@ class AliveRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ready: bool = False
+    returns: bool = False
     process: str = ""
     format: int = _FORMAT
 
@@ -159,7 +163,7 @@ def member_of(identity: bytes, record: MemberRecord, alive: AliveRecord | None) 
     """
     if record.draining:
         state = MemberState.DRAINING
-    elif alive is None:
+    elif alive is None or (alive.returns and not alive.ready):
         # Clients still ask it: they find out by themselves whether it answers, and perhaps only its way to the
         # registry is cut.
         state = MemberState.SUSPECT

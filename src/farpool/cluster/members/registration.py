@@ -192,6 +192,8 @@ class Registration(Closing):
         self._end_former(registry)
         lease = session.lease()
         self._note_lease(registry, lease)
+        # Not at another attempt, because an earlier one may have written the record already.
+        self._joined = self._joined or registry.get(self._record_key) is None
         # A copied folder, or the lease of an earlier process of this node that has not ended yet.
         wait = _seconds_of_other(registry.get(self._alive_key), registry, lease)
         if wait:
@@ -207,8 +209,6 @@ class Registration(Closing):
         self._note_lease(registry, held.lease)
         entry = registry.get(self._record_key)
         present = _present(entry)
-        # Not at another attempt, because this one may have written the record already.
-        self._joined = self._joined or entry is None
         if self._slow_start > 0 and self._joined:
             self._step = 0
         elif self._slow_start > 0 and present is not None:
@@ -357,7 +357,7 @@ class Registration(Closing):
         return msgspec.structs.replace(self._own, weight=weight, draining=known.draining, joined=known.joined)
 
     def _alive(self) -> bytes:
-        return encode(AliveRecord(ready=self._is_ready, process=self._process))
+        return encode(AliveRecord(ready=self._is_ready, returns=not self._joined, process=self._process))
 
     def _reopen(self) -> None:
         if self._where is not None:
