@@ -133,6 +133,15 @@ def test_a_member_whose_record_cannot_be_read_keeps_its_former_entry() -> None:
     assert members.errors == []
 
 
+def test_addresses_of_unknown_kinds_are_left_out_and_a_member_needs_a_known_one() -> None:
+    members = listed(A)
+    members.change(entries([*joined("quic://b:1", B, "tcp://b:0"), *joined("quic://c:1"), *joined("")], 2), 0.0)
+    assert set(states(members)) == {A, B}
+    assert {error.key for error in members.errors} == {record_key(identity_at(one)) for one in ("quic://c:1", "")}
+    members.change(entries(joined(A, weight=-1.0), 3), 0.0)
+    assert [info.weight for info in members.members if info.addresses == (A,)] == [1.0]
+
+
 def test_the_list_has_the_order_of_addresses_however_entries_come() -> None:
     assert listed(C, A, B).members == listed(B, C, A).members
     assert [info.addresses[0] for info in listed(C, A, B).members] == [A, B, C]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from farpool import Store
 from farpool.abc.membership import Membership, MemberState
 from farpool.cluster.members import RegistryMembers
 from farpool.cluster.members.records import record_key
@@ -172,6 +173,16 @@ def test_a_subscriber_that_raises_is_told_and_the_list_goes_on(registry: Registr
         write(registry, *joined(B))
         eventually(lambda: addresses(members) == {A, B})
     assert re.search("a subscriber to the members in .* failed: RuntimeError: this subscriber fails", told[0])
+
+
+def test_a_record_that_stores_cannot_use_hinders_none_of_them(registry: Registry, follow: MakeMembers) -> None:
+    write(registry, *joined("tcp://127.0.0.1:9"))
+    with warned(), Store(follow(registry)) as store:
+        write(registry, *joined("quic://127.0.0.1:1"))
+        write(registry, *joined("tcp://127.0.0.1:10"))
+        eventually(lambda: len(store._open().members) == 2)
+        with Store(follow(registry)) as other:
+            assert len(other._open().members) == 2
 
 
 def test_close_ends_the_thread_and_keeps_the_list(registry: Registry, follow: MakeMembers) -> None:

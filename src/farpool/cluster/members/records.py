@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.registry import Entry
-from farpool.errors import RegistryDamagedError
+from farpool.cluster.wire.address import parse_address
+from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = [
     "ALIVE",
@@ -42,6 +43,7 @@ RECORD = "members/record/"
 ALIVE = "members/alive/"
 _FORMAT = 1
 _IDENTITY_BYTES = 16
+_Weight = Annotated[float, msgspec.Meta(ge=0)]
 _Record = TypeVar("_Record", bound="MemberRecord | AliveRecord")
 
 
@@ -77,8 +79,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     name: str = ""
     labels: dict[str, str] = {}
-    weight: float = 1.0
-    full_weight: float = 1.0
+    weight: _Weight = 1.0
+    full_weight: _Weight = 1.0
     media: dict[str, int] = {}
     draining: bool = False
     joined: float = 0.0
@@ -125,7 +127,7 @@ def encode(record: MemberRecord | AliveRecord) -> bytes:
 
 
 def decode(entry: Entry, kind: type[_Record]) -> _Record:
-    """Decode an entry's record.
+    """Decode an entry's record, without the addresses of kinds that only later releases of farpool know.
 
     Raises
     ------
@@ -140,10 +142,12 @@ def decode(entry: Entry, kind: type[_Record]) -> _Record:
             "'farpool members remove', and its node registers again",
             key=entry.key,
         ) from error
+    if isinstance(record, MemberRecord):
+        record = msgspec.structs.replace(record, addresses=tuple(filter(_is_known, record.addresses)))
     if record.format > _FORMAT or (isinstance(record, MemberRecord) and not record.addresses):
         raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with at least "
-            "one address; a later release of farpool has written it, so update this program",
+            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with an "
+            "address of a node; a later release of farpool has written it, so update this program",
             key=entry.key,
         )
     return record
@@ -230,6 +234,14 @@ def read_members(
             members[identity] = replace(info, addresses=own)
             taken.update(own)
     return members, errors
+
+
+def _is_known(address: str) -> bool:
+    try:
+        parse_address(address)
+    except ConfigError:
+        return False
+    return True
 
 
 def _identity(text: str) -> bytes | None:
