@@ -274,6 +274,14 @@ def test_a_member_that_was_removed_stays_away_until_its_next_start(make: Make, r
     assert state(registry) is MemberState.ACTIVE
 
 
+def test_a_member_that_was_removed_while_its_weight_grew_asks_no_more_often(make: Make, registry: Registry) -> None:
+    made = running(make(slow_start=3600.0))
+    registry.commit([], [Delete(record_key(IDENTITY))])
+    eventually(lambda: not made.registered)
+    made._next_step = 0.0
+    assert made._pause() == registration._TURN_S_MAX
+
+
 def test_the_next_process_of_a_killed_node_does_not_wait_for_its_lease(
     make: Make, registry: Registry, tmp_path: Path, log: Log
 ) -> None:

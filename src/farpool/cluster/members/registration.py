@@ -270,7 +270,9 @@ class Registration(Closing):
 
     def _pause(self) -> float:
         pause = min(_TURN_S_MAX, self._ttl / _TURNS_PER_TTL)
-        return pause if self._step >= STEPS else max(0.01, min(pause, self._next_step - time.monotonic()))
+        # A turn of a node that is no member now takes no step, so the time of the next one may be over.
+        is_growing = self._registered and self._step < STEPS
+        return max(0.01, min(pause, self._next_step - time.monotonic())) if is_growing else pause
 
     def _try_turn(self) -> None:
         """Make one turn; log an error if it is of another kind than the last turn's."""
