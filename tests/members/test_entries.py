@@ -142,6 +142,27 @@ def test_addresses_of_unknown_kinds_are_left_out_and_a_member_needs_a_known_one(
     assert [info.weight for info in members.members if info.addresses == (A,)] == [1.0]
 
 
+def test_an_address_stays_with_the_member_that_has_it_whatever_happens_to_the_former_ones_record() -> None:
+    old, new = b"\x01" * 16, b"\x02" * 16
+    members = MemberEntries()
+    members.read([*entries(joined(A, identity=old, alive=False), 1), *entries(joined(A, identity=new), 2)], 0.0)
+    members.change(entries(joined(A, identity=old, alive=False, draining=True), 3), 1.0)
+    members.change([Entry(alive_key(new), b"", 4, deleted=True)], 2.0)
+    assert [(info.identity, info.state) for info in members.members] == [(new, MemberState.SUSPECT)]
+    # A backup that was restored: no roles, and one revision.
+    members.read(entries([*joined(A, identity=old, alive=False), *joined(A, identity=new, alive=False)]), 3.0)
+    assert [info.identity for info in members.members] == [new]
+
+
+def test_two_members_that_are_up_with_one_address_are_told() -> None:
+    members = MemberEntries()
+    first, second = b"\x01" * 16, b"\x02" * 16
+    members.read([*entries(joined(A, identity=first)), *entries(joined(A, B, identity=second), 2)], 0.0)
+    assert {info.identity: info.addresses for info in members.members} == {second: (A, B)}
+    [error] = members.errors
+    assert str(error).startswith(f"the members {second.hex()} and {first.hex()} are both up with the address {A}")
+
+
 def test_the_list_has_the_order_of_addresses_however_entries_come() -> None:
     assert listed(C, A, B).members == listed(B, C, A).members
     assert [info.addresses[0] for info in listed(C, A, B).members] == [A, B, C]

@@ -314,7 +314,7 @@ def test_without_its_file_the_next_process_waits_for_the_lease(
     (tmp_path / "n" / FILE).write_text("{")
     running(make())
     assert state(registry) is MemberState.ACTIVE
-    assert log.events == ["waiting for the end of an earlier process of this node"]
+    assert log.events == ["waiting for the end of another process"]
 
 
 def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Registry, tmp_path: Path) -> None:
@@ -325,6 +325,56 @@ def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Re
         make(own=msgspec.structs.replace(OWN, name="n2"), folder="copy").begin(60.0)
     assert registry.range(MEMBERS).entries == before
     assert first.registered
+
+
+OTHER = b"\xff" * 16
+
+
+def test_a_node_at_the_address_of_a_member_that_is_down_takes_its_place(
+    make: Make, registry: Registry, log: Log
+) -> None:
+    """As after its host was started again: the memory is lost, so the node is another member."""
+    running(make(b"\x01" * 16, msgspec.structs.replace(OWN, addresses=(*OWN.addresses, "tcp://n:1")), "two")).close()
+    running(make()).close()
+    made = begun(make(OTHER, folder="new"))
+    assert record(registry) == OWN, "the start may still fail"
+    made.ready(empty=True)
+    assert registry.get(record_key(IDENTITY)) is None
+    assert set(listed(registry)) == {b"\x01" * 16, OTHER}  # the first one has another address, too
+    assert log.events == ["removed the member that had this address before"]
+
+
+def test_the_address_of_a_member_that_is_up_is_refused(make: Make, registry: Registry, log: Log) -> None:
+    first = running(make(ttl=2.0))
+    before = registry.range(MEMBERS).entries
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the address {OWN.addresses[0]} as the member"):
+        make(OTHER, folder="new").begin(60.0)
+    assert registry.range(MEMBERS).entries == before
+    assert first.registered
+    assert log.events == ["waiting for the end of another process"]
+    killed(first)
+    running(make(OTHER, folder="new"))  # it waits for the end of the lease
+    assert set(listed(registry)) == {OTHER}
+
+
+def test_a_process_whose_address_another_member_took_is_no_member_until_that_one_ends(
+    make: Make, registry: Registry, log: Log
+) -> None:
+    first = running(make())
+    role = registry.get(alive_key(IDENTITY))
+    assert role is not None
+    lease = registry.grant(3600.0)
+    taken = [
+        Put(record_key(OTHER), encode(OWN)),
+        Put(alive_key(OTHER), encode(AliveRecord(ready=True, process="host-2, process 7")), lease),
+    ]
+    assert registry.commit([], [*taken, Delete(role.key)]).succeeded
+    eventually(lambda: not first.registered)
+    assert log.events == ["another member has this node's address"]
+    assert log.fields[0]["process"] == "host-2, process 7"
+    registry.revoke(lease)
+    eventually(lambda: first.registered)
+    assert set(listed(registry)) == {IDENTITY}
 
 
 def test_a_process_whose_identity_another_one_took_writes_nothing_until_that_one_ends(

@@ -152,7 +152,7 @@ def test_a_record_that_cannot_be_read_keeps_the_members_entry_and_is_told_once(
         write(registry, *joined(C))
         eventually(lambda: addresses(members) == {A, B, C})
     assert len(told) == 1
-    assert "a member's entry stays as it was read last" in told[0]
+    assert "a member's entry is not used" in told[0]
     assert broken in members.notes[0]
     write(registry, *joined(A))
     eventually(lambda: members.notes == ())

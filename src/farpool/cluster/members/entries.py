@@ -34,7 +34,8 @@ class MemberEntries:
     members : tuple of MemberInfo
         The list, in the order of the members' addresses.
     errors : list of RegistryDamagedError
-        An error for each entry that cannot be read. Such a member keeps its former place in the list.
+        An error for each entry that cannot be read, or that has the address of another living member. A member whose
+        entry cannot be read keeps its former place in the list.
     is_lost : bool
         True while the registry has no member although the list has some.
     """

@@ -14,6 +14,7 @@ nothing. Others change a record on the condition that it still has the revision 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, TypeVar
 
@@ -36,6 +37,7 @@ __all__ = [
     "member_of",
     "read_members",
     "record_key",
+    "sharing",
 ]
 
 MEMBERS = "members/"
@@ -192,9 +194,10 @@ def read_members(
     -------
     members : dict of bytes to MemberInfo
         The members by identity. If two records have the same address, the member with the living process has it, else
-        the member whose record is the latest; a member without any address left is not in the list.
+        the one in the list before, else the one whose record is the latest; a member without any address left is not in
+        the list.
     errors : list of RegistryDamagedError
-        An error for each entry that cannot be read.
+        An error for each entry that cannot be read, and for each address that two living members have.
     """
     records: dict[bytes, Entry] = {}
     alive: dict[bytes, Entry] = {}
@@ -213,10 +216,11 @@ def read_members(
                 else:
                     found[identity] = entry
     members: dict[bytes, MemberInfo] = {}
-    # Living members first, and then the latest record: a node that lost its data comes back at its old address as a new
-    # member, and that address must not lead to the old member any more.
-    taken: set[str] = set()
-    for identity in sorted(records, key=lambda one: (one in alive, records[one].revision), reverse=True):
+    # A node that lost its data comes back at its old address as a new member, and that address must not lead to the
+    # old member any more. Once the new one has the address, a change of the old record takes it from no one.
+    taken: dict[str, bytes] = {}
+    order = sorted(records, key=lambda one: (one in alive, one in before, records[one].revision), reverse=True)
+    for identity in order:
         try:
             role = alive.get(identity)
             info = member_of(
@@ -230,10 +234,56 @@ def read_members(
                 continue
             info = before[identity]
         own = tuple(address for address in info.addresses if address not in taken)
+        if identity in alive:
+            errors += [
+                RegistryDamagedError(
+                    f"the members {taken[address].hex()} and {identity.hex()} are both up with the address {address}, "
+                    "which leads to the first one; start one of them with another --advertise or --listen",
+                    key=records[identity].key,
+                )
+                for address in info.addresses
+                if taken.get(address) in alive
+            ]
         if own:
             members[identity] = replace(info, addresses=own)
-            taken.update(own)
+            taken |= dict.fromkeys(own, identity)
     return members, errors
+
+
+def sharing(
+    entries: Iterable[Entry], identity: bytes, addresses: Iterable[str]
+) -> tuple[list[tuple[str, Entry]], list[Entry]]:
+    """Find the other members that have some of a member's addresses.
+
+    Parameters
+    ----------
+    entries : iterable of Entry
+        All present entries under `MEMBERS`.
+    identity : bytes
+        The member's identity.
+    addresses : iterable of str
+        Its addresses.
+
+    Returns
+    -------
+    living : list of tuple of str and Entry
+        An address and a role, for each other member that is up and has this address, too.
+    dead : list of Entry
+        The records of members that are down and have no other addresses: nobody can reach them any more.
+    """
+    present = {entry.key: entry for entry in entries}
+    own = set(addresses)
+    living, dead = [], []
+    for key, entry in present.items():
+        if key.startswith(RECORD) and key != record_key(identity):
+            with suppress(RegistryDamagedError):
+                others = decode(entry, MemberRecord).addresses
+                role = present.get(ALIVE + key.removeprefix(RECORD))
+                if role is not None:
+                    living += [(address, role) for address in others if address in own]
+                elif own.issuperset(others):
+                    dead.append(entry)
+    return living, dead
 
 
 def _is_known(address: str) -> bool:
