@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.cluster.members.entries import RETURN_S, MemberEntries
 from farpool.cluster.members.records import AliveRecord, alive_key, encode, record_key
@@ -74,9 +76,29 @@ def test_a_snapshot_without_members_keeps_the_list_and_deletions_empty_it() -> N
     assert members.members is before
 
     removing = listed(A, B)
-    removing.change(entries([*removed(identity_at(A)), *removed(identity_at(B))], 2), 0.0)
+    removing.change([*entries(removed(identity_at(A)), 2), *entries(removed(identity_at(B)), 3)], 0.0)
     assert removing.members == ()
     assert not removing.is_lost
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_registry_whose_keys_were_all_deleted_at_once_has_lost_its_members(alive: bool, at_once: bool) -> None:
+    members = MemberEntries()
+    members.read([*entries(joined(A, alive=alive)), *entries(joined(B, alive=alive))], 0.0)
+    wiped = [Delete(entry.key) for entry in members._entries.values()]
+    back = entries(joined(B), 3)
+    if at_once:  # the watch reports both at the same time
+        members.change([*entries(wiped, 2), *back], 1.0)
+    else:
+        members.change(entries(wiped, 2), 1.0)
+        assert members.is_lost
+        assert set(states(members)) == {A, B}
+        members.change(back, 1.0)
+    assert not members.is_lost
+    assert states(members) == {A: MemberState.SUSPECT, B: MemberState.ACTIVE}
+    members.change([], 1.0 + RETURN_S)
+    assert states(members) == {B: MemberState.ACTIVE}
 
 
 def test_after_a_loss_members_stay_as_suspect_ones_until_they_register_again_or_their_time_is_over() -> None:

@@ -20,7 +20,7 @@ from farpool import Store
 from farpool.abc.membership import Membership, MemberState
 from farpool.cluster.members import RegistryMembers
 from farpool.cluster.members.records import record_key
-from farpool.cluster.registry import Put, Registry, open_registry
+from farpool.cluster.registry import Delete, Put, Registry, open_registry
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import ConfigError, FarpoolWarning, RegistryAwayError, RegistryDamagedError
 from farpool.testing import MembershipConformance
@@ -300,6 +300,18 @@ def test_a_wiped_file_keeps_the_list_until_nodes_have_registered_again(tmp_path:
         eventually(lambda: members.notes == ())
     assert len(told) == 1
     assert "was wiped or replaced" in told[0]
+
+
+def test_deleting_all_keys_at_once_empties_no_list(registry: Registry, follow: MakeMembers) -> None:
+    write(registry, *joined(A), *joined(B))
+    members = follow(registry)
+    with warned() as told:
+        write(registry, *[Delete(entry.key) for entry in registry.range("").entries])
+        eventually(lambda: bool(members.notes))
+    assert addresses(members) == {A, B}
+    assert "was wiped or replaced" in told[0]
+    write(registry, *joined(B))
+    eventually(lambda: [info.state for info in members.members()] == [MemberState.SUSPECT, MemberState.ACTIVE])
 
 
 def test_a_replaced_registry_that_is_the_callers_is_told_with_the_remedy(tmp_path: Path, follow: MakeMembers) -> None:
