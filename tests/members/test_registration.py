@@ -485,6 +485,13 @@ def test_a_registry_that_is_away_at_the_start_is_waited_for(make: Make, tmp_path
         make(registry="http://127.0.0.1").begin(60.0)
 
 
+def test_the_log_has_no_password_of_a_registry_that_cannot_be_opened_again(make: Make, log: Log) -> None:
+    made = make(registry="etcd://me:secret@127.0.0.1:1/x?ca=/none.pem")
+    made._try_turn()
+    assert "registry's ca '/none.pem' cannot be read" in log.fields[0]["reason"]
+    assert "secret" not in str(log.fields)
+
+
 def test_trouble_is_told_once_and_its_end(
     make: Make, registry: Registry, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from farpool.cluster.members.records import (
     sharing,
 )
 from farpool.cluster.members.slow_start import STEPS, step_of, weight_at
-from farpool.cluster.registry.location import open_registry
+from farpool.cluster.registry.location import open_registry, without_password
 from farpool.cluster.roles.session import HeldRole, Session
 from farpool.cluster.wire.host import host_id
 from farpool.errors import (
@@ -450,7 +450,7 @@ class Registration(Closing):
         """Log trouble once, until it has ended or another kind of trouble follows it."""
         if self._trouble != trouble:
             self._trouble = trouble
-            self._log(event, level=level, registry=self.address or str(self._where), **fields)
+            self._log(event, level=level, registry=self.address or without_password(str(self._where)), **fields)
 
     # The file
 
