@@ -321,3 +321,9 @@ def test_commands_find_the_nodes_in_the_registry(
     mixed = command("store", "ls", "--node", pool, "--node", node.address, cwd=tmp_path)
     assert mixed.returncode == 2
     assert "expected addresses of nodes or one registry" in mixed.stderr
+
+
+def test_settings_show_no_secret() -> None:
+    shown = repr(CacheSettings(weights_id="w", nodes="etcd://u:secret@h", access_key="me:secret"))
+    assert shown.startswith("CacheSettings(weights_id='w', tenant='', replicas=1, ")
+    assert "secret" not in shown

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from farpool.cluster.registry import Condition, Put, default_registry, open_registry
+from farpool.cluster.registry.location import without_password
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDeniedError, RegistryError
 from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_cluster
 
@@ -48,6 +49,15 @@ def test_errors_and_addresses_show_no_password() -> None:
     with pytest.raises(ConfigError) as error:
         open_registry("etcd://user:secret@a:1?what=1")
     assert "secret" not in str(error.value)
+    for text, shown in (
+        ("etcd://u:se@cret@h:1/x", "etcd://u:…@h:1/x"),
+        ("etcd://u:se/cret@h", "etcd://u:…@h"),
+        ("etcd://me@home:secret@h", "etcd://me@home:…@h"),
+        ("etcd://u:se:cr\net@a,b", "etcd://u:…@a,b"),
+        ("etcd://u@h:1,b:2/x", "etcd://u@h:1,b:2/x"),
+        ("etcd://h:1/x?ca=f", "etcd://h:1/x?ca=f"),
+    ):
+        assert without_password(text) == shown
     with open_registry("etcd://user:secret@[::1]:1,b/some/where", timeout=0.2) as registry:
         assert registry.address == "etcd://[::1]:1,b:2379/some/where"
         with pytest.raises(RegistryAwayError) as away:

@@ -31,7 +31,8 @@ def is_registry(text: str) -> bool:
 
 def without_password(text: str) -> str:
     """Return a registry's address without its password, for errors, which end up in logs."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+    # To the last @, as a password may have one, and an address that is refused may have anything.
+    return re.sub(r"(://[^/:]*):.*@", r"\1:…@", text, flags=re.DOTALL)
 
 
 def default_registry() -> str:
