@@ -341,7 +341,7 @@ def test_a_node_at_the_address_of_a_member_that_is_down_takes_its_place(
     made.ready(empty=True)
     assert registry.get(record_key(IDENTITY)) is None
     assert set(listed(registry)) == {b"\x01" * 16, OTHER}  # the first one has another address, too
-    assert log.events == ["removed the member that had this address before"]
+    assert log.events == ["removed a member that is gone"]
 
 
 def test_the_address_of_a_member_that_is_up_is_refused(make: Make, registry: Registry, log: Log) -> None:
@@ -447,11 +447,16 @@ def test_a_node_that_ends_for_good_takes_its_record_with_it(make: Make, registry
 
 def test_a_node_that_became_another_member_takes_its_old_record_away(make: Make, registry: Registry) -> None:
     killed(running(make()))
-    running(make(b"\xff" * 16))
-    assert {entry.key for entry in registry.range(MEMBERS).entries} == {
-        record_key(b"\xff" * 16),
-        alive_key(b"\xff" * 16),
-    }
+    running(make(OTHER, msgspec.structs.replace(OWN, addresses=("tcp://10.0.0.9:7471",))))
+    assert {entry.key for entry in registry.range(MEMBERS).entries} == {record_key(OTHER), alive_key(OTHER)}
+
+
+def test_a_start_that_fails_leaves_the_record_of_the_member_that_has_the_folder(make: Make, registry: Registry) -> None:
+    running(make()).close()
+    begun(make(OTHER, kept=False)).close()
+    assert record(registry) == OWN
+    running(make(OTHER, kept=False))
+    assert set(listed(registry)) == {OTHER}
 
 
 def test_a_copy_that_became_another_member_leaves_the_originals_record(

@@ -160,7 +160,8 @@ class Registration(Closing):
         self._call_timeout = _CALL_TIMEOUT_S
         self._session: Session | None = None
         self._held: HeldRole | None = None
-        self._dead: list[Entry] = []  # records of members that are down and had this node's address
+        self._former_key = ""  # key of the record that this folder's last process had
+        self._dead: list[Entry] = []  # records of members that are down and had this node's address or folder
         self._process = f"{socket.gethostname()}, process {os.getpid()}"
         self._is_ready = False
         self._joined = False  # the record did not exist before this start
@@ -264,7 +265,7 @@ class Registration(Closing):
         return self._registry, self._session
 
     def _end_former(self, registry: Registry) -> None:
-        """End the lease of this node's last process, and delete the record of a member that it no longer is."""
+        """End the lease of this node's last process, and note which member it was."""
         former = self._read_file()
         if former is None or former.registry != registry.address:
             return
@@ -274,8 +275,7 @@ class Registration(Closing):
         role = registry.get(alive_key(identity))
         if role is not None and role.lease == former.lease:
             registry.revoke(former.lease)
-        if identity != self._identity:
-            registry.commit([Condition(alive_key(identity), 0)], [Delete(record_key(identity))])
+        self._former_key = record_key(identity)
 
     def ready(self, *, empty: bool) -> None:
         """Tell the registry that the node serves now, and keep the member alive from now on.
@@ -311,7 +311,7 @@ class Registration(Closing):
         try:
             self._registered = self._turn()
         except _TakenError as error:
-            self._registered = False
+            self._registered, self._reached = False, time.monotonic()
             self._tell(error.event, error.event, level=logging.ERROR, process=error.process, reason=str(error))
         except RegistryLeaseError:  # the role was lost during the turn; the next one takes it again
             self._registered = False
@@ -374,7 +374,10 @@ class Registration(Closing):
                 return self._held
         living: list[tuple[str, Entry]] = []
         with suppress(RegistryDamagedError):  # damage of one member is no reason that another one does not join
-            living, self._dead = sharing(registry.range(MEMBERS).entries, self._identity, self._own.addresses)
+            entries = registry.range(MEMBERS).entries
+            living, dead = sharing(entries, self._identity, self._own.addresses)
+            former = [entry for entry in entries if entry.key == self._former_key != self._record_key]
+            self._dead = [*former, *(entry for entry in dead if entry not in former)]
         for address, role in living:
             event = "another member has this node's address"
             raise _TakenError(
@@ -414,12 +417,12 @@ class Registration(Closing):
             entry = registry.get(self._record_key)  # another program has changed it
 
     def _delete_dead(self, held: HeldRole) -> None:
-        """Delete the records of members that nobody can reach, because this node has their addresses."""
+        """Delete the records of members that are gone: this node has their addresses, or one's folder."""
         for entry in self._dead:
             identity = entry.key.removeprefix(RECORD)
             is_unchanged = [Condition(entry.key, entry.revision), Condition(ALIVE + identity, 0)]
             if held.commit(is_unchanged, [Delete(entry.key)]).succeeded:
-                self._log("removed the member that had this address before", member=identity)
+                self._log("removed a member that is gone", member=identity)
         self._dead = []
 
     def _wanted(self, present: MemberRecord | None) -> MemberRecord:
