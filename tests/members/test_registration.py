@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from farpool.abc.membership import MemberInfo, MemberState
-from farpool.abc.registry import Condition, Delete, Entry, Put, Registry
+from farpool.abc.registry import Condition, Delete, Put, Registry
 from farpool.cluster.members import registration
+from farpool.cluster.members.administration import remove
 from farpool.cluster.members.records import (
     MEMBERS,
     AliveRecord,
@@ -25,12 +26,12 @@ from farpool.cluster.members.records import (
     encode,
     read_members,
     record_key,
+    removed_key,
 )
 from farpool.cluster.members.registration import FILE, Registration
 from farpool.cluster.members.slow_start import STEPS, weight_at
 from farpool.cluster.registry import open_registry
-from farpool.cluster.roles import HeldRole
-from farpool.errors import ConfigError, RegistryAwayError
+from farpool.errors import ConfigError
 from tests.nodes import eventually
 from tests.registry.conftest import place, single
 
@@ -221,23 +222,13 @@ def test_a_registry_that_lost_everything_gets_the_record_again(make: Make, regis
     assert record(registry) == drained
 
 
-def test_a_record_that_could_not_be_written_again_is_not_taken_for_a_removed_one(
-    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+def test_a_record_that_is_missing_though_nobody_removed_the_member_is_written_again(
+    make: Make, registry: Registry
 ) -> None:
     made = running(make())
-    write_record = made._write_record
-    failed = threading.Event()
-
-    def away_once(registry: Registry, held: HeldRole, entry: Entry | None) -> None:
-        if entry is None and not failed.is_set():
-            failed.set()
-            raise RegistryAwayError("away")
-        write_record(registry, held, entry)
-
-    monkeypatch.setattr(made, "_write_record", away_once)
-    registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries])
-    eventually(failed.is_set)
-    eventually(lambda: state(registry) is MemberState.ACTIVE and made.registered)
+    registry.commit([], [Delete(record_key(IDENTITY))])
+    eventually(lambda: state(registry) is MemberState.ACTIVE)
+    assert made.registered
     assert record(registry) == OWN
 
 
@@ -261,22 +252,75 @@ def test_a_damaged_record_is_written_again(make: Make, registry: Registry) -> No
     assert made.registered
 
 
-def test_a_member_that_was_removed_stays_away_until_its_next_start(make: Make, registry: Registry, log: Log) -> None:
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_member_that_was_removed_stays_away_until_its_next_start(
+    make: Make, registry: Registry, log: Log, cut_off: bool
+) -> None:
     made = running(make())
-    registry.commit([], [Delete(record_key(IDENTITY))])
+    with made_no_turn(made) if cut_off else contextlib.nullcontext():
+        if cut_off:
+            end_lease(registry)
+        remove(registry, IDENTITY.hex(), force=True)
     eventually(lambda: not made.registered)
-    end_lease(registry)
+    if not cut_off:
+        end_lease(registry)
     eventually(lambda: registry.get(alive_key(IDENTITY)) is not None)
     assert state(registry) is None
     assert log.events == ["this member was removed; restart the node to join again"]
+    registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries])  # it was wiped
+    eventually(lambda: registry.get(alive_key(IDENTITY)) is not None)
+    assert state(registry) is None
     made.close()
     running(make())
     assert state(registry) is MemberState.ACTIVE
 
 
+@contextlib.contextmanager
+def made_no_turn(made: Registration) -> Iterator[None]:
+    """As while a process is stopped."""
+    turn, holds, go_on = made._turn, threading.Event(), threading.Event()
+
+    def held() -> bool:
+        holds.set()
+        assert go_on.wait(60)
+        made._turn = turn  # type: ignore[method-assign]
+        return turn()
+
+    made._turn = held  # type: ignore[method-assign]
+    assert holds.wait(60)
+    yield
+    go_on.set()
+
+
+def test_a_removed_member_that_a_restored_backup_has_is_one_again(make: Make, registry: Registry, log: Log) -> None:
+    made = running(make())
+    remove(registry, IDENTITY.hex(), force=True)
+    eventually(lambda: not made.registered)
+    registry.commit([], [Delete(removed_key(IDENTITY)), Put(record_key(IDENTITY), encode(OWN))])
+    eventually(lambda: made.registered)
+    assert log.events[-1] == "registered again"
+
+
+def test_a_member_that_is_removed_while_it_writes_its_record_stays_away(
+    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = running(make())
+    wanted = made._wanted
+
+    def late(present: MemberRecord | None) -> MemberRecord:
+        monkeypatch.setattr(made, "_wanted", wanted)
+        result = msgspec.structs.replace(wanted(present), version="2")
+        remove(registry, IDENTITY.hex(), force=True)
+        return result
+
+    monkeypatch.setattr(made, "_wanted", late)
+    eventually(lambda: not made.registered)
+    assert registry.get(record_key(IDENTITY)) is None
+
+
 def test_a_member_that_was_removed_while_its_weight_grew_asks_no_more_often(make: Make, registry: Registry) -> None:
     made = running(make(slow_start=3600.0))
-    registry.commit([], [Delete(record_key(IDENTITY))])
+    remove(registry, IDENTITY.hex(), force=True)
     eventually(lambda: not made.registered)
     made._next_step = 0.0
     assert made._pause() == registration._TURN_S_MAX

@@ -5,6 +5,8 @@
                           the manager removes the member
 ``members/alive/ID``      the role of the process that is this member (`AliveRecord`); bound to the process's lease, so
                           the registry deletes it once the process has ended or is cut off
+``members/removed/ID``    present once a person has removed the member; deleted when its node starts again. A node that
+                          runs all the time, perhaps cut off from the registry, then does not put itself back
 ========================= ===========================================================================================
 
 The node writes both, and changes its record only under its role, so a process that was stopped past its lease changes
@@ -29,6 +31,7 @@ __all__ = [
     "ALIVE",
     "MEMBERS",
     "RECORD",
+    "REMOVED",
     "AliveRecord",
     "MemberRecord",
     "alive_key",
@@ -37,12 +40,14 @@ __all__ = [
     "member_of",
     "read_members",
     "record_key",
+    "removed_key",
     "sharing",
 ]
 
 MEMBERS = "members/"
 RECORD = "members/record/"
 ALIVE = "members/alive/"
+REMOVED = "members/removed/"
 _FORMAT = 1
 _IDENTITY_BYTES = 16
 _Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -121,6 +126,11 @@ def record_key(identity: bytes) -> str:
 def alive_key(identity: bytes) -> str:
     """Return the key of the role of the process that is a member."""
     return ALIVE + identity.hex()
+
+
+def removed_key(identity: bytes) -> str:
+    """Return the key that says that a person has removed a member."""
+    return REMOVED + identity.hex()
 
 
 def encode(record: MemberRecord | AliveRecord) -> bytes:

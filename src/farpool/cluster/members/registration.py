@@ -31,6 +31,7 @@ from farpool.cluster.members.records import (
     decode,
     encode,
     record_key,
+    removed_key,
     sharing,
 )
 from farpool.cluster.members.slow_start import STEPS, step_of, weight_at
@@ -157,6 +158,7 @@ class Registration(Closing):
         self._path = Path(folder) / FILE
         self._ttl, self._slow_start, self._kept, self._log = ttl, slow_start, kept, log
         self._record_key, self._alive_key = record_key(identity), alive_key(identity)
+        self._removed_key = removed_key(identity)
         self._call_timeout = _CALL_TIMEOUT_S
         self._session: Session | None = None
         self._held: HeldRole | None = None
@@ -165,8 +167,7 @@ class Registration(Closing):
         self._process = f"{socket.gethostname()}, process {os.getpid()}"
         self._is_ready = False
         self._joined = False  # the record did not exist before this start
-        self._has_record = False  # the record was there, or was written, since this process has the role
-        self._removed = False  # a person removed the record while this process had the role
+        self._removed = False  # a person removed the member since this process has joined
         self._last: MemberRecord | None = None  # the record as the registry last had it
         self._step = STEPS
         self._next_step = 0.0
@@ -246,6 +247,7 @@ class Registration(Closing):
         self._joined = self._joined or registry.get(self._record_key) is None
         held = self._take(registry, session)
         self._note_lease(registry, held.lease)
+        held.commit([], [Delete(self._removed_key)])
         entry = registry.get(self._record_key)
         present = _present(entry)
         if self._slow_start > 0 and self._joined:
@@ -336,16 +338,15 @@ class Registration(Closing):
     def _turn(self) -> bool:
         """Write what differs from what is to be in the registry; return False if this node is no member now."""
         registry, session = self._opened()
-        snapshot = registry.range(self._record_key, self._alive_key)
+        snapshot = registry.range(self._record_key, self._alive_key, self._removed_key)
         entries = {entry.key: entry for entry in snapshot.entries}
         role, record = entries.get(self._alive_key), entries.get(self._record_key)
         held = self._held
         if held is None or held.lost or role is None or role.revision != held.token:
             held = self._take(registry, session)
-            self._has_record = False
             self._note_lease(registry, held.lease)
-        elif record is None and self._has_record:
-            self._removed = True
+        # A registry that lost everything since then has no key that says so.
+        self._removed = self._removed_key in entries or (self._removed and record is None)
         if self._removed:
             self._tell("removed", "this member was removed; restart the node to join again", level=logging.WARNING)
             return False
@@ -408,11 +409,14 @@ class Registration(Closing):
             present = _present(entry)
             wanted = self._wanted(present)
             if present == wanted:
-                self._last, self._has_record = present, True
+                self._last = present
                 return
-            condition = Condition(self._record_key, 0 if entry is None else entry.revision)
-            if held.commit([condition], [Put(self._record_key, encode(wanted))]).succeeded:
-                self._last, self._has_record = wanted, True
+            conditions = [
+                Condition(self._record_key, 0 if entry is None else entry.revision),
+                Condition(self._removed_key, 0),
+            ]
+            if held.commit(conditions, [Put(self._record_key, encode(wanted))]).succeeded:
+                self._last = wanted
                 return
             entry = registry.get(self._record_key)  # another program has changed it
 
