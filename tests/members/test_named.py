@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, Pool, RegistryMembers, Store
-from farpool.cluster.members.named import NODES_VARIABLES, NamedNodes, named_nodes
+from farpool.cluster.members.named import NamedNodes, named_nodes
 from farpool.cluster.names.records import checked_name, name_key
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry import Registry, default_registry, open_registry
+from farpool.cluster.registry.location import NODES_VARIABLES
 from farpool.errors import ConfigError, NodeError, RegistryAwayError
 from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer

@@ -81,6 +81,21 @@ def test_the_default_registry_is_from_the_environment_or_the_state_folder(
         assert registry.address == f"sqlite://{tmp_path}/with space"
 
 
+def test_the_default_registry_is_the_one_in_which_the_environment_names_the_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FARPOOL_REGISTRY", "FARPOOL_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FARPOOL_POOL", "etcd://b")
+    assert default_registry() == "etcd://b"
+    monkeypatch.setenv("FARPOOL_NODES", " etcd://a ")
+    assert default_registry() == "etcd://a"
+    monkeypatch.setenv("FARPOOL_NODES", "tcp://a:1")
+    assert default_registry() == "etcd://b"
+    monkeypatch.setenv("FARPOOL_REGISTRY", "/file")
+    assert default_registry() == "/file"
+
+
 def _admin(port: int, path: str, content: dict[str, Any], token: str = "") -> dict[str, Any]:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(content).encode())
     if token:
