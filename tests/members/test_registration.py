@@ -541,6 +541,29 @@ def test_the_log_has_no_password_of_a_registry_that_cannot_be_opened_again(make:
     assert "secret" not in str(log.fields)
 
 
+def test_a_start_that_waits_for_another_process_can_be_cancelled(make: Make, tmp_path: Path) -> None:
+    running(make())
+    shutil.copytree(tmp_path / "n", tmp_path / "copy")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(ConfigError, match=r"is already the member .* if it has ended, start this node again in 36"):
+        make(folder="copy").begin(3600.0, cancelled)
+
+
+def test_a_start_whose_lease_ends_goes_on(make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    write_record = made._write_record
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(made, "_write_record", write_record)
+        end_lease(registry)
+        write_record(*given)
+
+    monkeypatch.setattr(made, "_write_record", late)
+    begun(made).ready(empty=True)
+    assert state(registry) is MemberState.ACTIVE
+
+
 def test_trouble_is_told_once_and_its_end(
     make: Make, registry: Registry, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

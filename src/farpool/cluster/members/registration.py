@@ -411,6 +411,8 @@ class Registration(Closing):
             if present == wanted:
                 self._last = present
                 return
+            if self._closed.is_set():  # `close` did not wait for this turn, and may have deleted the record
+                return
             conditions = [
                 Condition(self._record_key, 0 if entry is None else entry.revision),
                 Condition(self._removed_key, 0),
