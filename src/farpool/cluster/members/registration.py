@@ -111,7 +111,7 @@ class _TakenError(ConfigError):
             with suppress(RegistryLeaseError):  # it has just ended
                 self.seconds += registry.remaining(role.lease)
         super().__init__(
-            f"{self.process} {what}; if it has ended, start this node again in {math.ceil(self.seconds)} seconds",
+            f"{self.process}{what}; if it has ended, start this node again in {math.ceil(self.seconds)} seconds",
             setting=setting,
         )
 
@@ -385,9 +385,10 @@ class Registration(Closing):
                 event,
                 role,
                 registry,
-                f"has the address {address} as the member {role.key.removeprefix(ALIVE)} of the registry "
-                f"{registry.address}, so programs would not find this node; stop that process, or give this node "
-                "another address with --advertise or --listen",
+                f" has the address {address} as the member {role.key.removeprefix(ALIVE)} of the registry "
+                f"{registry.address}, so programs would not find this node; stop that process, give this node "
+                "another address with --advertise or --listen, or remove that member with 'farpool members remove "
+                "--force'",
                 "advertise",
             )
         self._held = session.take(self._alive_key, self._alive())
@@ -396,7 +397,7 @@ class Registration(Closing):
                 "another process is this member",
                 registry.get(self._alive_key),
                 registry,
-                f"is already the member {self._identity.hex()} of the registry {registry.address}, so this node's "
+                f" is already the member {self._identity.hex()} of the registry {registry.address}, so this node's "
                 f"folder is a copy of that one's; stop that process, or delete {self._path.parent}/identity, and this "
                 "node becomes another member",
                 "folder",
