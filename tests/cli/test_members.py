@@ -202,6 +202,15 @@ def test_a_damaged_record_is_shown_and_can_be_removed(place: str, registry: Regi
     assert list(listed(place)) == [A.hex()]
 
 
+def test_a_member_with_an_address_of_a_later_release_hinders_nobody(place: str, registry: Registry) -> None:
+    join(registry, A)
+    join(registry, B, up=False, addresses=("quic://10.0.0.11:7471",))
+    assert "with an address of a node" in listed(place)[B.hex()]["damage"]
+    command(place, "remove", "bbbb")
+    with pytest.raises(ConfigError, match="there is no member"):
+        command(place, "drain", "10.0.0.11:7471")
+
+
 def test_the_registry_is_named_before_or_after_the_verb(tmp_path: Path) -> None:
     where = str(tmp_path / "registry")
     with open_registry(where, timeout=60.0) as registry:

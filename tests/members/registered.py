@@ -38,7 +38,8 @@ def joined(*addresses: str, identity: bytes = b"", alive: bool = True, **fields:
 
 
 def removed(identity: bytes) -> list[Operation]:
-    return [Delete(record_key(identity)), Delete(alive_key(identity))]
+    """Operations that take a member away, as `farpool members remove` does: the role stays until the process ends."""
+    return [Delete(record_key(identity))]
 
 
 def write(registry: Registry, *operations: Operation) -> None:

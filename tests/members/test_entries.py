@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.cluster.members.entries import RETURN_S, MemberEntries
 from farpool.cluster.members.records import AliveRecord, alive_key, encode, record_key
@@ -74,9 +76,29 @@ def test_a_snapshot_without_members_keeps_the_list_and_deletions_empty_it() -> N
     assert members.members is before
 
     removing = listed(A, B)
-    removing.change(entries([*removed(identity_at(A)), *removed(identity_at(B))], 2), 0.0)
+    removing.change([*entries(removed(identity_at(A)), 2), *entries(removed(identity_at(B)), 3)], 0.0)
     assert removing.members == ()
     assert not removing.is_lost
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_registry_whose_keys_were_all_deleted_at_once_has_lost_its_members(alive: bool, at_once: bool) -> None:
+    members = MemberEntries()
+    members.read([*entries(joined(A, alive=alive)), *entries(joined(B, alive=alive))], 0.0)
+    wiped = [Delete(entry.key) for entry in members._entries.values()]
+    back = entries(joined(B), 3)
+    if at_once:  # the watch reports both at the same time
+        members.change([*entries(wiped, 2), *back], 1.0)
+    else:
+        members.change(entries(wiped, 2), 1.0)
+        assert members.is_lost
+        assert set(states(members)) == {A, B}
+        members.change(back, 1.0)
+    assert not members.is_lost
+    assert states(members) == {A: MemberState.SUSPECT, B: MemberState.ACTIVE}
+    members.change([], 1.0 + RETURN_S)
+    assert states(members) == {B: MemberState.ACTIVE}
 
 
 def test_after_a_loss_members_stay_as_suspect_ones_until_they_register_again_or_their_time_is_over() -> None:
@@ -105,6 +127,16 @@ def test_an_older_registry_in_the_place_of_the_former_one_removes_no_member_at_o
     assert states(members) == {A: MemberState.ACTIVE}
 
 
+def test_a_former_member_that_only_starts_is_still_asked() -> None:
+    members = listed(A, B)
+    members.read([], 0.0)
+    starting = Entry(alive_key(identity_at(A)), encode(AliveRecord(ready=False)), 2)
+    members.change([*entries(joined(A, alive=False), 2), starting], 1.0)
+    assert states(members) == {A: MemberState.SUSPECT, B: MemberState.SUSPECT}
+    members.change(entries(joined(A), 3), 2.0)
+    assert states(members) == {A: MemberState.ACTIVE, B: MemberState.SUSPECT}
+
+
 def test_a_former_member_is_removed_if_another_one_registers_its_address() -> None:
     members = listed(A, B)
     members.read([], 0.0)
@@ -121,6 +153,36 @@ def test_a_member_whose_record_cannot_be_read_keeps_its_former_entry() -> None:
     members.change(entries(joined("tcp://new:1", identity=identity_at(B)), 3), 0.0)
     assert set(states(members)) == {A, "tcp://new:1"}
     assert members.errors == []
+
+
+def test_addresses_of_unknown_kinds_are_left_out_and_a_member_needs_a_known_one() -> None:
+    members = listed(A)
+    members.change(entries([*joined("quic://b:1", B, "tcp://b:0"), *joined("quic://c:1"), *joined("")], 2), 0.0)
+    assert set(states(members)) == {A, B}
+    assert {error.key for error in members.errors} == {record_key(identity_at(one)) for one in ("quic://c:1", "")}
+    members.change(entries(joined(A, weight=-1.0), 3), 0.0)
+    assert [info.weight for info in members.members if info.addresses == (A,)] == [1.0]
+
+
+def test_an_address_stays_with_the_member_that_has_it_whatever_happens_to_the_former_ones_record() -> None:
+    old, new = b"\x01" * 16, b"\x02" * 16
+    members = MemberEntries()
+    members.read([*entries(joined(A, identity=old, alive=False), 1), *entries(joined(A, identity=new), 2)], 0.0)
+    members.change(entries(joined(A, identity=old, alive=False, draining=True), 3), 1.0)
+    members.change([Entry(alive_key(new), b"", 4, deleted=True)], 2.0)
+    assert [(info.identity, info.state) for info in members.members] == [(new, MemberState.SUSPECT)]
+    # A backup that was restored: no roles, and one revision.
+    members.read(entries([*joined(A, identity=old, alive=False), *joined(A, identity=new, alive=False)]), 3.0)
+    assert [info.identity for info in members.members] == [new]
+
+
+def test_two_members_that_are_up_with_one_address_are_told() -> None:
+    members = MemberEntries()
+    first, second = b"\x01" * 16, b"\x02" * 16
+    members.read([*entries(joined(A, identity=first)), *entries(joined(A, B, identity=second), 2)], 0.0)
+    assert {info.identity: info.addresses for info in members.members} == {second: (A, B)}
+    [error] = members.errors
+    assert str(error).startswith(f"the members {second.hex()} and {first.hex()} are both up with the address {A}")
 
 
 def test_the_list_has_the_order_of_addresses_however_entries_come() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, Pool, RegistryMembers, Store
-from farpool.cluster.members.named import NODES_VARIABLES, NamedNodes, named_nodes
+from farpool.cluster.members.named import NamedNodes, named_nodes
 from farpool.cluster.names.records import checked_name, name_key
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry import Registry, default_registry, open_registry
+from farpool.cluster.registry.location import NODES_VARIABLES
 from farpool.errors import ConfigError, NodeError, RegistryAwayError
 from farpool.kv.cache import PrefixCache
 from farpool.kv.memory import Layer
@@ -321,3 +322,9 @@ def test_commands_find_the_nodes_in_the_registry(
     mixed = command("store", "ls", "--node", pool, "--node", node.address, cwd=tmp_path)
     assert mixed.returncode == 2
     assert "expected addresses of nodes or one registry" in mixed.stderr
+
+
+def test_settings_show_no_secret() -> None:
+    shown = repr(CacheSettings(weights_id="w", nodes="etcd://u:secret@h", access_key="me:secret"))
+    assert shown.startswith("CacheSettings(weights_id='w', tenant='', replicas=1, ")
+    assert "secret" not in shown

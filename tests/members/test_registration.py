@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from farpool.abc.membership import MemberInfo, MemberState
-from farpool.abc.registry import Condition, Delete, Entry, Put, Registry
+from farpool.abc.registry import Condition, Delete, Put, Registry
 from farpool.cluster.members import registration
+from farpool.cluster.members.administration import remove
 from farpool.cluster.members.records import (
     MEMBERS,
     AliveRecord,
@@ -25,12 +26,12 @@ from farpool.cluster.members.records import (
     encode,
     read_members,
     record_key,
+    removed_key,
 )
 from farpool.cluster.members.registration import FILE, Registration
 from farpool.cluster.members.slow_start import STEPS, weight_at
 from farpool.cluster.registry import open_registry
-from farpool.cluster.roles import HeldRole
-from farpool.errors import ConfigError, RegistryAwayError
+from farpool.errors import ConfigError
 from tests.nodes import eventually
 from tests.registry.conftest import place, single
 
@@ -159,6 +160,15 @@ def test_a_member_joins_is_ready_and_counts_as_down_at_once_when_it_stops(make: 
     assert record(registry) == OWN
 
 
+def test_a_member_that_starts_again_counts_as_down_until_it_is_ready(make: Make, registry: Registry) -> None:
+    """Not as one that joins: programs do not ask such a member, so its objects would read as missing."""
+    running(make()).close()
+    made = begun(make())
+    assert state(registry) is MemberState.SUSPECT
+    made.ready(empty=False)
+    assert state(registry) is MemberState.ACTIVE
+
+
 def test_the_settings_of_a_start_replace_the_old_ones_and_the_rest_stays(make: Make, registry: Registry) -> None:
     running(make()).close()
     write(registry, msgspec.structs.replace(record(registry), draining=True))
@@ -212,23 +222,13 @@ def test_a_registry_that_lost_everything_gets_the_record_again(make: Make, regis
     assert record(registry) == drained
 
 
-def test_a_record_that_could_not_be_written_again_is_not_taken_for_a_removed_one(
-    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+def test_a_record_that_is_missing_though_nobody_removed_the_member_is_written_again(
+    make: Make, registry: Registry
 ) -> None:
     made = running(make())
-    write_record = made._write_record
-    failed = threading.Event()
-
-    def away_once(registry: Registry, held: HeldRole, entry: Entry | None) -> None:
-        if entry is None and not failed.is_set():
-            failed.set()
-            raise RegistryAwayError("away")
-        write_record(registry, held, entry)
-
-    monkeypatch.setattr(made, "_write_record", away_once)
-    registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries])
-    eventually(failed.is_set)
-    eventually(lambda: state(registry) is MemberState.ACTIVE and made.registered)
+    registry.commit([], [Delete(record_key(IDENTITY))])
+    eventually(lambda: state(registry) is MemberState.ACTIVE)
+    assert made.registered
     assert record(registry) == OWN
 
 
@@ -252,17 +252,78 @@ def test_a_damaged_record_is_written_again(make: Make, registry: Registry) -> No
     assert made.registered
 
 
-def test_a_member_that_was_removed_stays_away_until_its_next_start(make: Make, registry: Registry, log: Log) -> None:
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_member_that_was_removed_stays_away_until_its_next_start(
+    make: Make, registry: Registry, log: Log, cut_off: bool
+) -> None:
     made = running(make())
-    registry.commit([], [Delete(record_key(IDENTITY))])
+    with made_no_turn(made) if cut_off else contextlib.nullcontext():
+        if cut_off:
+            end_lease(registry)
+        remove(registry, IDENTITY.hex(), force=True)
     eventually(lambda: not made.registered)
-    end_lease(registry)
+    if not cut_off:
+        end_lease(registry)
     eventually(lambda: registry.get(alive_key(IDENTITY)) is not None)
     assert state(registry) is None
     assert log.events == ["this member was removed; restart the node to join again"]
+    registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries])  # it was wiped
+    eventually(lambda: registry.get(alive_key(IDENTITY)) is not None)
+    assert state(registry) is None
     made.close()
     running(make())
     assert state(registry) is MemberState.ACTIVE
+
+
+@contextlib.contextmanager
+def made_no_turn(made: Registration) -> Iterator[None]:
+    """As while a process is stopped."""
+    turn, holds, go_on = made._turn, threading.Event(), threading.Event()
+
+    def held() -> bool:
+        holds.set()
+        assert go_on.wait(60)
+        made._turn = turn  # type: ignore[method-assign]
+        return turn()
+
+    made._turn = held  # type: ignore[method-assign]
+    assert holds.wait(60)
+    yield
+    go_on.set()
+
+
+def test_a_removed_member_that_a_restored_backup_has_is_one_again(make: Make, registry: Registry, log: Log) -> None:
+    made = running(make())
+    remove(registry, IDENTITY.hex(), force=True)
+    eventually(lambda: not made.registered)
+    registry.commit([], [Delete(removed_key(IDENTITY)), Put(record_key(IDENTITY), encode(OWN))])
+    eventually(lambda: made.registered)
+    assert log.events[-1] == "registered again"
+
+
+def test_a_member_that_is_removed_while_it_writes_its_record_stays_away(
+    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = running(make())
+    wanted = made._wanted
+
+    def late(present: MemberRecord | None) -> MemberRecord:
+        monkeypatch.setattr(made, "_wanted", wanted)
+        result = msgspec.structs.replace(wanted(present), version="2")
+        remove(registry, IDENTITY.hex(), force=True)
+        return result
+
+    monkeypatch.setattr(made, "_wanted", late)
+    eventually(lambda: not made.registered)
+    assert registry.get(record_key(IDENTITY)) is None
+
+
+def test_a_member_that_was_removed_while_its_weight_grew_asks_no_more_often(make: Make, registry: Registry) -> None:
+    made = running(make(slow_start=3600.0))
+    remove(registry, IDENTITY.hex(), force=True)
+    eventually(lambda: not made.registered)
+    made._next_step = 0.0
+    assert made._pause() == registration._TURN_S_MAX
 
 
 def test_the_next_process_of_a_killed_node_does_not_wait_for_its_lease(
@@ -297,7 +358,7 @@ def test_without_its_file_the_next_process_waits_for_the_lease(
     (tmp_path / "n" / FILE).write_text("{")
     running(make())
     assert state(registry) is MemberState.ACTIVE
-    assert log.events == ["waiting for the end of an earlier process of this node"]
+    assert log.events == ["waiting for the end of another process"]
 
 
 def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Registry, tmp_path: Path) -> None:
@@ -308,6 +369,56 @@ def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Re
         make(own=msgspec.structs.replace(OWN, name="n2"), folder="copy").begin(60.0)
     assert registry.range(MEMBERS).entries == before
     assert first.registered
+
+
+OTHER = b"\xff" * 16
+
+
+def test_a_node_at_the_address_of_a_member_that_is_down_takes_its_place(
+    make: Make, registry: Registry, log: Log
+) -> None:
+    """As after its host was started again: the memory is lost, so the node is another member."""
+    running(make(b"\x01" * 16, msgspec.structs.replace(OWN, addresses=(*OWN.addresses, "tcp://n:1")), "two")).close()
+    running(make()).close()
+    made = begun(make(OTHER, folder="new"))
+    assert record(registry) == OWN, "the start may still fail"
+    made.ready(empty=True)
+    assert registry.get(record_key(IDENTITY)) is None
+    assert set(listed(registry)) == {b"\x01" * 16, OTHER}  # the first one has another address, too
+    assert log.events == ["removed a member that is gone"]
+
+
+def test_the_address_of_a_member_that_is_up_is_refused(make: Make, registry: Registry, log: Log) -> None:
+    first = running(make(ttl=2.0))
+    before = registry.range(MEMBERS).entries
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the address {OWN.addresses[0]} as the member"):
+        make(OTHER, folder="new").begin(60.0)
+    assert registry.range(MEMBERS).entries == before
+    assert first.registered
+    assert log.events == ["waiting for the end of another process"]
+    killed(first)
+    running(make(OTHER, folder="new"))  # it waits for the end of the lease
+    assert set(listed(registry)) == {OTHER}
+
+
+def test_a_process_whose_address_another_member_took_is_no_member_until_that_one_ends(
+    make: Make, registry: Registry, log: Log
+) -> None:
+    first = running(make())
+    role = registry.get(alive_key(IDENTITY))
+    assert role is not None
+    lease = registry.grant(3600.0)
+    taken = [
+        Put(record_key(OTHER), encode(OWN)),
+        Put(alive_key(OTHER), encode(AliveRecord(ready=True, process="host-2, process 7")), lease),
+    ]
+    assert registry.commit([], [*taken, Delete(role.key)]).succeeded
+    eventually(lambda: not first.registered)
+    assert log.events == ["another member has this node's address"]
+    assert log.fields[0]["process"] == "host-2, process 7"
+    registry.revoke(lease)
+    eventually(lambda: first.registered)
+    assert set(listed(registry)) == {IDENTITY}
 
 
 def test_a_process_whose_identity_another_one_took_writes_nothing_until_that_one_ends(
@@ -380,11 +491,16 @@ def test_a_node_that_ends_for_good_takes_its_record_with_it(make: Make, registry
 
 def test_a_node_that_became_another_member_takes_its_old_record_away(make: Make, registry: Registry) -> None:
     killed(running(make()))
-    running(make(b"\xff" * 16))
-    assert {entry.key for entry in registry.range(MEMBERS).entries} == {
-        record_key(b"\xff" * 16),
-        alive_key(b"\xff" * 16),
-    }
+    running(make(OTHER, msgspec.structs.replace(OWN, addresses=("tcp://10.0.0.9:7471",))))
+    assert {entry.key for entry in registry.range(MEMBERS).entries} == {record_key(OTHER), alive_key(OTHER)}
+
+
+def test_a_start_that_fails_leaves_the_record_of_the_member_that_has_the_folder(make: Make, registry: Registry) -> None:
+    running(make()).close()
+    begun(make(OTHER, kept=False)).close()
+    assert record(registry) == OWN
+    running(make(OTHER, kept=False))
+    assert set(listed(registry)) == {OTHER}
 
 
 def test_a_copy_that_became_another_member_leaves_the_originals_record(
@@ -416,6 +532,36 @@ def test_a_registry_that_is_away_at_the_start_is_waited_for(make: Make, tmp_path
         make(registry=str(tmp_path / "n")).begin(60.0)  # a folder
     with pytest.raises(ConfigError, match="there is no kind of registry 'http'"):
         make(registry="http://127.0.0.1").begin(60.0)
+
+
+def test_the_log_has_no_password_of_a_registry_that_cannot_be_opened_again(make: Make, log: Log) -> None:
+    made = make(registry="etcd://me:secret@127.0.0.1:1/x?ca=/none.pem")
+    made._try_turn()
+    assert "registry's ca '/none.pem' cannot be read" in log.fields[0]["reason"]
+    assert "secret" not in str(log.fields)
+
+
+def test_a_start_that_waits_for_another_process_can_be_cancelled(make: Make, tmp_path: Path) -> None:
+    running(make())
+    shutil.copytree(tmp_path / "n", tmp_path / "copy")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(ConfigError, match=r"is already the member .* if it has ended, start this node again in 36"):
+        make(folder="copy").begin(3600.0, cancelled)
+
+
+def test_a_start_whose_lease_ends_goes_on(make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    write_record = made._write_record
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(made, "_write_record", write_record)
+        end_lease(registry)
+        write_record(*given)
+
+    monkeypatch.setattr(made, "_write_record", late)
+    begun(made).ready(empty=True)
+    assert state(registry) is MemberState.ACTIVE
 
 
 def test_trouble_is_told_once_and_its_end(

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from farpool import Store
 from farpool.abc.membership import Membership, MemberState
 from farpool.cluster.members import RegistryMembers
 from farpool.cluster.members.records import record_key
-from farpool.cluster.registry import Put, Registry, open_registry
+from farpool.cluster.registry import Delete, Put, Registry, open_registry
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import ConfigError, FarpoolWarning, RegistryAwayError, RegistryDamagedError
 from farpool.testing import MembershipConformance
@@ -151,7 +152,7 @@ def test_a_record_that_cannot_be_read_keeps_the_members_entry_and_is_told_once(
         write(registry, *joined(C))
         eventually(lambda: addresses(members) == {A, B, C})
     assert len(told) == 1
-    assert "a member's entry stays as it was read last" in told[0]
+    assert "a member's entry is not used" in told[0]
     assert broken in members.notes[0]
     write(registry, *joined(A))
     eventually(lambda: members.notes == ())
@@ -172,6 +173,16 @@ def test_a_subscriber_that_raises_is_told_and_the_list_goes_on(registry: Registr
         write(registry, *joined(B))
         eventually(lambda: addresses(members) == {A, B})
     assert re.search("a subscriber to the members in .* failed: RuntimeError: this subscriber fails", told[0])
+
+
+def test_a_record_that_stores_cannot_use_hinders_none_of_them(registry: Registry, follow: MakeMembers) -> None:
+    write(registry, *joined("tcp://127.0.0.1:9"))
+    with warned(), Store(follow(registry)) as store:
+        write(registry, *joined("quic://127.0.0.1:1"))
+        write(registry, *joined("tcp://127.0.0.1:10"))
+        eventually(lambda: len(store._open().members) == 2)
+        with Store(follow(registry)) as other:
+            assert len(other._open().members) == 2
 
 
 def test_close_ends_the_thread_and_keeps_the_list(registry: Registry, follow: MakeMembers) -> None:
@@ -289,6 +300,18 @@ def test_a_wiped_file_keeps_the_list_until_nodes_have_registered_again(tmp_path:
         eventually(lambda: members.notes == ())
     assert len(told) == 1
     assert "was wiped or replaced" in told[0]
+
+
+def test_deleting_all_keys_at_once_empties_no_list(registry: Registry, follow: MakeMembers) -> None:
+    write(registry, *joined(A), *joined(B))
+    members = follow(registry)
+    with warned() as told:
+        write(registry, *[Delete(entry.key) for entry in registry.range("").entries])
+        eventually(lambda: bool(members.notes))
+    assert addresses(members) == {A, B}
+    assert "was wiped or replaced" in told[0]
+    write(registry, *joined(B))
+    eventually(lambda: [info.state for info in members.members()] == [MemberState.SUSPECT, MemberState.ACTIVE])
 
 
 def test_a_replaced_registry_that_is_the_callers_is_told_with_the_remedy(tmp_path: Path, follow: MakeMembers) -> None:

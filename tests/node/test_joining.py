@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from farpool import Store
+from farpool._native import NodeServer
 from farpool.abc.membership import MemberInfo, MemberState
+from farpool.cluster.members.administration import RegisteredMember, list_members
 from farpool.cluster.members.records import MEMBERS, read_members
 from farpool.cluster.node import Node
+from farpool.cluster.node.folder import Folder
 from farpool.cluster.node.joining import Joining
 from farpool.cluster.registry import open_registry
 from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.frames import Right
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, NodeError
+from tests.nodes import eventually
 
 
 def node(tmp_path: Path, listen: str = "127.0.0.1:0", **settings: Any) -> Node:
@@ -71,6 +78,42 @@ def test_a_node_tells_its_addresses_and_media(tmp_path: Path) -> None:
         assert 0 <= stats["registry_silence"] < 60
     assert [member.state for member in members(tmp_path)] == [MemberState.SUSPECT]
     assert (tmp_path / "n" / "identity").read_bytes() == member.identity
+
+
+def test_an_object_does_not_read_as_missing_while_its_node_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = tmp_path / "registry"
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(node(tmp_path, registry=registry))
+        store = stack.enter_context(Store(f"sqlite://{registry}", timeout=1.0))
+        store.put("k", b"v")
+        other = Node(parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=tmp_path / "o", registry=registry)
+        stack.enter_context(other)
+        eventually(lambda: len(store._open().members) == 2)
+        assert first.stats()["objects"] == 1
+        first.stop()
+        again = node(tmp_path, str(first.address).removeprefix("tcp://"), registry=registry)
+        server_in = again._server_in
+
+        def slow(folder: Folder) -> NodeServer:
+            [role] = [one for one in list_members_of(registry) if one.identity == first.identity.hex()]
+            assert role.alive is not None
+            time.sleep(0.5)  # the store has noticed that the node starts
+            for call in (store.get, store.exists):
+                with pytest.raises(NodeError):
+                    call("k")
+            return server_in(folder)
+
+        monkeypatch.setattr(again, "_server_in", slow)
+        stack.enter_context(again)
+        eventually(lambda: {one.state for one in store.nodes()} == {"active"})
+        assert store.get("k") == b"v"
+
+
+def list_members_of(registry: Path) -> list[RegisteredMember]:
+    with open_registry(registry, timeout=60.0) as opened:
+        return list_members(opened)
 
 
 def test_a_node_without_a_registry_has_no_figures_of_one(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from farpool.cluster.registry import Condition, Put, default_registry, open_registry
+from farpool.cluster.registry.location import without_password
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDeniedError, RegistryError
 from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_cluster
 
@@ -48,6 +49,15 @@ def test_errors_and_addresses_show_no_password() -> None:
     with pytest.raises(ConfigError) as error:
         open_registry("etcd://user:secret@a:1?what=1")
     assert "secret" not in str(error.value)
+    for text, shown in (
+        ("etcd://u:se@cret@h:1/x", "etcd://u:…@h:1/x"),
+        ("etcd://u:se/cret@h", "etcd://u:…@h"),
+        ("etcd://me@home:secret@h", "etcd://me@home:…@h"),
+        ("etcd://u:se:cr\net@a,b", "etcd://u:…@a,b"),
+        ("etcd://u@h:1,b:2/x", "etcd://u@h:1,b:2/x"),
+        ("etcd://h:1/x?ca=f", "etcd://h:1/x?ca=f"),
+    ):
+        assert without_password(text) == shown
     with open_registry("etcd://user:secret@[::1]:1,b/some/where", timeout=0.2) as registry:
         assert registry.address == "etcd://[::1]:1,b:2379/some/where"
         with pytest.raises(RegistryAwayError) as away:
@@ -69,6 +79,21 @@ def test_the_default_registry_is_from_the_environment_or_the_state_folder(
     monkeypatch.setenv("FARPOOL_REGISTRY", f"sqlite://{tmp_path}/with%20space")
     with open_registry() as registry:
         assert registry.address == f"sqlite://{tmp_path}/with space"
+
+
+def test_the_default_registry_is_the_one_in_which_the_environment_names_the_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FARPOOL_REGISTRY", "FARPOOL_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FARPOOL_POOL", "etcd://b")
+    assert default_registry() == "etcd://b"
+    monkeypatch.setenv("FARPOOL_NODES", " etcd://a ")
+    assert default_registry() == "etcd://a"
+    monkeypatch.setenv("FARPOOL_NODES", "tcp://a:1")
+    assert default_registry() == "etcd://b"
+    monkeypatch.setenv("FARPOOL_REGISTRY", "/file")
+    assert default_registry() == "/file"
 
 
 def _admin(port: int, path: str, content: dict[str, Any], token: str = "") -> dict[str, Any]:

@@ -95,6 +95,15 @@ def test_a_holder_that_replaces_its_value_holds_on_with_a_higher_token(make: Mak
     assert registry.get("r") is None
 
 
+def test_a_value_that_was_not_replaced_gives_no_token(make: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = taken(make())
+    before = held.token
+    monkeypatch.setattr(held._session.registry, "commit", lambda *_, **__: Commit(False, before + 7))
+    with pytest.raises(RegistryLeaseError, match="no longer holds the role"):
+        held.replace(b"second")
+    assert held.token == before
+
+
 def test_a_holder_commits_under_its_own_conditions(make: MakeSession, registry: Registry) -> None:
     held = taken(make())
     first = held.commit([Condition("k", 0)], [Put("k", b"1")])

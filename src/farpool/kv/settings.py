@@ -59,6 +59,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 2
     hold_out: bool = True
 
+    def __repr__(self) -> str:
+        # The access key and the address of a registry have secrets.
+        names = [name for name in self.__struct_fields__ if name not in ("access_key", "nodes")]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
     def blocks(self, nodes: str | Sequence[str] | Objects, namespace: Namespace, judge: Judge) -> BlockCache:
         """Make a `BlockCache` with these settings.
 

@@ -18,6 +18,7 @@ from farpool.cluster.members.records import (
     ALIVE,
     MEMBERS,
     RECORD,
+    REMOVED,
     AliveRecord,
     MemberRecord,
     decode,
@@ -225,7 +226,7 @@ def remove(registry: Registry, text: str, *, force: bool = False) -> RegisteredM
                 )
             if member.takes_objects:
                 conditions += _other_that_takes_objects(members, member, "removing")
-        return member, conditions, [Delete(member.conditions[0].key)]
+        return member, conditions, [Delete(member.conditions[0].key), Put(REMOVED + member.identity, b"")]
 
     return _change(registry, change)[0]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.registry import Entry
-from farpool.cluster.members.records import read_members
+from farpool.cluster.members.records import RECORD, read_members
 from farpool.errors import RegistryDamagedError
 
 __all__ = ["RETURN_S", "MemberEntries"]
@@ -34,7 +35,8 @@ class MemberEntries:
     members : tuple of MemberInfo
         The list, in the order of the members' addresses.
     errors : list of RegistryDamagedError
-        An error for each entry that cannot be read. Such a member keeps its former place in the list.
+        An error for each entry that cannot be read, or that has the address of another living member. A member whose
+        entry cannot be read keeps its former place in the list.
     is_lost : bool
         True while the registry has no member although the list has some.
     """
@@ -65,26 +67,29 @@ class MemberEntries:
             True if this registry has taken the place of the one that was read before, so it may lack members.
         """
         self._entries = {entry.key: entry for entry in entries}
-        self._fold(now, is_snapshot=True, is_other=is_other)
+        self._fold(now, may_be_lost=True, is_other=is_other)
 
     def change(self, entries: Iterable[Entry], now: float) -> None:
         """Make changes that a watch has reported. Without any, only former members whose time is over are removed."""
+        entries, is_wiped = list(entries), False
+        deletions = Counter(entry.revision for entry in entries if entry.deleted)
         for entry in entries:
             known = self._entries.get(entry.key)
             if known is not None and known.revision >= entry.revision:
                 continue  # the snapshot is later than this change
-            if entry.deleted:
-                self._entries.pop(entry.key, None)
-            else:
+            if not entry.deleted:
                 self._entries[entry.key] = entry
-        self._fold(now)
+            elif self._entries.pop(entry.key, None) is not None and deletions[entry.revision] > 1:
+                # A removal deletes the record of one member, and nothing else.
+                is_wiped |= not any(key.startswith(RECORD) for key in self._entries)
+        self._fold(now, may_be_lost=is_wiped, is_other=is_wiped)
 
-    def _fold(self, now: float, *, is_snapshot: bool = False, is_other: bool = False) -> None:
+    def _fold(self, now: float, *, may_be_lost: bool = False, is_other: bool = False) -> None:
         before = {info.identity: info for info in self.members}
         members, self.errors = read_members(self._entries.values(), before)
         # If a watch reports that the last member was removed, someone removed it. A snapshot does not say why it is
         # empty.
-        if before and not members and (is_snapshot or self.is_lost):
+        if before and not members and (may_be_lost or self.is_lost):
             self.is_lost = True
             return
         if self.is_lost or is_other:
@@ -92,12 +97,14 @@ class MemberEntries:
             self._former, self._former_until = before, now + RETURN_S
         if now >= self._former_until:
             self._former = {}
-        taken = {address for info in members.values() for address in info.addresses}
+        owners = {address: identity for identity, info in members.items() for address in info.addresses}
         self._former = {
             identity: info
             for identity, info in self._former.items()
-            # A node that lost its data has come back at the same address, with another identity.
-            if identity not in members and taken.isdisjoint(info.addresses)
+            # A member that only starts is not asked, and may have objects. A node that lost its data has come back at
+            # the same address, with another identity.
+            if (identity not in members or members[identity].state is MemberState.JOINING)
+            and all(owners.get(address, identity) == identity for address in info.addresses)
         }
         for identity, info in self._former.items():
             is_draining = info.state is MemberState.DRAINING

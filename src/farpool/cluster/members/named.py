@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from farpool.abc.membership import Membership
 from farpool.cluster.members.registry_members import RegistryMembers
 from farpool.cluster.members.static import StaticMembers
-from farpool.cluster.registry.location import is_registry, without_password
+from farpool.cluster.registry.location import NODES_VARIABLES, is_registry, without_password
 from farpool.errors import ConfigError
 
-__all__ = ["NODES_VARIABLES", "NamedNodes", "default_nodes", "named_nodes"]
-
-NODES_VARIABLES = ("FARPOOL_NODES", "FARPOOL_POOL")
-"""Environment variables that name nodes where a program names none; the first one that is set counts."""
+__all__ = ["NamedNodes", "default_nodes", "named_nodes"]
 
 
 @dataclass(frozen=True, slots=True)

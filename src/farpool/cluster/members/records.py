@@ -5,6 +5,8 @@
                           the manager removes the member
 ``members/alive/ID``      the role of the process that is this member (`AliveRecord`); bound to the process's lease, so
                           the registry deletes it once the process has ended or is cut off
+``members/removed/ID``    present once a person has removed the member; deleted when its node starts again. A node that
+                          runs all the time, perhaps cut off from the registry, then does not put itself back
 ========================= ===========================================================================================
 
 The node writes both, and changes its record only under its role, so a process that was stopped past its lease changes
@@ -14,19 +16,22 @@ nothing. Others change a record on the condition that it still has the revision 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.registry import Entry
-from farpool.errors import RegistryDamagedError
+from farpool.cluster.wire.address import parse_address
+from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = [
     "ALIVE",
     "MEMBERS",
     "RECORD",
+    "REMOVED",
     "AliveRecord",
     "MemberRecord",
     "alive_key",
@@ -35,13 +40,17 @@ __all__ = [
     "member_of",
     "read_members",
     "record_key",
+    "removed_key",
+    "sharing",
 ]
 
 MEMBERS = "members/"
 RECORD = "members/record/"
 ALIVE = "members/alive/"
+REMOVED = "members/removed/"
 _FORMAT = 1
 _IDENTITY_BYTES = 16
+_Weight = Annotated[float, msgspec.Meta(ge=0)]
 _Record = TypeVar("_Record", bound="MemberRecord | AliveRecord")
 
 
@@ -77,8 +86,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     name: str = ""
     labels: dict[str, str] = {}
-    weight: float = 1.0
-    full_weight: float = 1.0
+    weight: _Weight = 1.0
+    full_weight: _Weight = 1.0
     media: dict[str, int] = {}
     draining: bool = False
     joined: float = 0.0
@@ -94,6 +103,9 @@ class AliveRecord(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     ready : bool
         False while the node opens its memory and does not serve yet.
+    returns : bool
+        True if the member was there before this process. It may have objects, so programs ask it even while it is not
+        ready: if they did not, its objects would read as missing.
     process : str
         Host and process number, for the error that a second process with the same identity gets.
     format : int
@@ -101,6 +113,7 @@ class AliveRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ready: bool = False
+    returns: bool = False
     process: str = ""
     format: int = _FORMAT
 
@@ -115,13 +128,18 @@ def alive_key(identity: bytes) -> str:
     return ALIVE + identity.hex()
 
 
+def removed_key(identity: bytes) -> str:
+    """Return the key that says that a person has removed a member."""
+    return REMOVED + identity.hex()
+
+
 def encode(record: MemberRecord | AliveRecord) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
     return msgspec.json.encode(record)
 
 
 def decode(entry: Entry, kind: type[_Record]) -> _Record:
-    """Decode an entry's record.
+    """Decode an entry's record, without the addresses of kinds that only later releases of farpool know.
 
     Raises
     ------
@@ -136,10 +154,12 @@ def decode(entry: Entry, kind: type[_Record]) -> _Record:
             "'farpool members remove', and its node registers again",
             key=entry.key,
         ) from error
+    if isinstance(record, MemberRecord):
+        record = msgspec.structs.replace(record, addresses=tuple(filter(_is_known, record.addresses)))
     if record.format > _FORMAT or (isinstance(record, MemberRecord) and not record.addresses):
         raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with at least "
-            "one address; a later release of farpool has written it, so update this program",
+            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with an "
+            "address of a node; a later release of farpool has written it, so update this program",
             key=entry.key,
         )
     return record
@@ -159,7 +179,7 @@ def member_of(identity: bytes, record: MemberRecord, alive: AliveRecord | None) 
     """
     if record.draining:
         state = MemberState.DRAINING
-    elif alive is None:
+    elif alive is None or (alive.returns and not alive.ready):
         # Clients still ask it: they find out by themselves whether it answers, and perhaps only its way to the
         # registry is cut.
         state = MemberState.SUSPECT
@@ -184,9 +204,10 @@ def read_members(
     -------
     members : dict of bytes to MemberInfo
         The members by identity. If two records have the same address, the member with the living process has it, else
-        the member whose record is the latest; a member without any address left is not in the list.
+        the one in the list before, else the one whose record is the latest; a member without any address left is not in
+        the list.
     errors : list of RegistryDamagedError
-        An error for each entry that cannot be read.
+        An error for each entry that cannot be read, and for each address that two living members have.
     """
     records: dict[bytes, Entry] = {}
     alive: dict[bytes, Entry] = {}
@@ -205,10 +226,11 @@ def read_members(
                 else:
                     found[identity] = entry
     members: dict[bytes, MemberInfo] = {}
-    # Living members first, and then the latest record: a node that lost its data comes back at its old address as a new
-    # member, and that address must not lead to the old member any more.
-    taken: set[str] = set()
-    for identity in sorted(records, key=lambda one: (one in alive, records[one].revision), reverse=True):
+    # A node that lost its data comes back at its old address as a new member, and that address must not lead to the
+    # old member any more. Once the new one has the address, a change of the old record takes it from no one.
+    taken: dict[str, bytes] = {}
+    order = sorted(records, key=lambda one: (one in alive, one in before, records[one].revision), reverse=True)
+    for identity in order:
         try:
             role = alive.get(identity)
             info = member_of(
@@ -222,10 +244,64 @@ def read_members(
                 continue
             info = before[identity]
         own = tuple(address for address in info.addresses if address not in taken)
+        if identity in alive:
+            errors += [
+                RegistryDamagedError(
+                    f"the members {taken[address].hex()} and {identity.hex()} are both up with the address {address}, "
+                    "which leads to the first one; start one of them with another --advertise or --listen",
+                    key=records[identity].key,
+                )
+                for address in info.addresses
+                if taken.get(address) in alive
+            ]
         if own:
             members[identity] = replace(info, addresses=own)
-            taken.update(own)
+            taken |= dict.fromkeys(own, identity)
     return members, errors
+
+
+def sharing(
+    entries: Iterable[Entry], identity: bytes, addresses: Iterable[str]
+) -> tuple[list[tuple[str, Entry]], list[Entry]]:
+    """Find the other members that have some of a member's addresses.
+
+    Parameters
+    ----------
+    entries : iterable of Entry
+        All present entries under `MEMBERS`.
+    identity : bytes
+        The member's identity.
+    addresses : iterable of str
+        Its addresses.
+
+    Returns
+    -------
+    living : list of tuple of str and Entry
+        An address and a role, for each other member that is up and has this address, too.
+    dead : list of Entry
+        The records of members that are down and have no other addresses: nobody can reach them any more.
+    """
+    present = {entry.key: entry for entry in entries}
+    own = set(addresses)
+    living, dead = [], []
+    for key, entry in present.items():
+        if key.startswith(RECORD) and key != record_key(identity):
+            with suppress(RegistryDamagedError):
+                others = decode(entry, MemberRecord).addresses
+                role = present.get(ALIVE + key.removeprefix(RECORD))
+                if role is not None:
+                    living += [(address, role) for address in others if address in own]
+                elif own.issuperset(others):
+                    dead.append(entry)
+    return living, dead
+
+
+def _is_known(address: str) -> bool:
+    try:
+        parse_address(address)
+    except ConfigError:
+        return False
+    return True
 
 
 def _identity(text: str) -> bytes | None:

@@ -8,6 +8,7 @@ the process was stopped, a registry that was restored from a backup or replaced,
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -20,9 +21,21 @@ import msgspec
 
 from farpool.abc.registry import Condition, Delete, Entry, Put, Registry
 from farpool.closing import Closing
-from farpool.cluster.members.records import AliveRecord, MemberRecord, alive_key, decode, encode, record_key
+from farpool.cluster.members.records import (
+    ALIVE,
+    MEMBERS,
+    RECORD,
+    AliveRecord,
+    MemberRecord,
+    alive_key,
+    decode,
+    encode,
+    record_key,
+    removed_key,
+    sharing,
+)
 from farpool.cluster.members.slow_start import STEPS, step_of, weight_at
-from farpool.cluster.registry.location import open_registry
+from farpool.cluster.registry.location import open_registry, without_password
 from farpool.cluster.roles.session import HeldRole, Session
 from farpool.cluster.wire.host import host_id
 from farpool.errors import (
@@ -77,6 +90,32 @@ class _Former(msgspec.Struct, frozen=True, kw_only=True):
     place: str
 
 
+class _TakenError(ConfigError):
+    """Another process that is up has this node's identity, or one of its addresses.
+
+    Attributes
+    ----------
+    event : str
+        Which of the two it is, for the log.
+    process : str
+        Host and process number of the other process.
+    seconds : float
+        Seconds after which the registry counts that process as down if it has ended.
+    """
+
+    def __init__(self, event: str, role: Entry | None, registry: Registry, what: str, setting: str) -> None:
+        self.event, self.process, self.seconds = event, "another process", _LEASE_END_MARGIN_S
+        if role is not None:
+            with suppress(RegistryDamagedError):
+                self.process = decode(role, AliveRecord).process or self.process
+            with suppress(RegistryLeaseError):  # it has just ended
+                self.seconds += registry.remaining(role.lease)
+        super().__init__(
+            f"{self.process}{what}; if it has ended, start this node again in {math.ceil(self.seconds)} seconds",
+            setting=setting,
+        )
+
+
 class Registration(Closing):
     """Membership of a running node. Call `begin`, then `ready`, and at the end `close`.
 
@@ -119,14 +158,16 @@ class Registration(Closing):
         self._path = Path(folder) / FILE
         self._ttl, self._slow_start, self._kept, self._log = ttl, slow_start, kept, log
         self._record_key, self._alive_key = record_key(identity), alive_key(identity)
+        self._removed_key = removed_key(identity)
         self._call_timeout = _CALL_TIMEOUT_S
         self._session: Session | None = None
         self._held: HeldRole | None = None
+        self._former_key = ""  # key of the record that this folder's last process had
+        self._dead: list[Entry] = []  # records of members that are down and had this node's address or folder
         self._process = f"{socket.gethostname()}, process {os.getpid()}"
         self._is_ready = False
         self._joined = False  # the record did not exist before this start
-        self._has_record = False  # the record was there, or was written, since this process has the role
-        self._removed = False  # a person removed the record while this process had the role
+        self._removed = False  # a person removed the member since this process has joined
         self._last: MemberRecord | None = None  # the record as the registry last had it
         self._step = STEPS
         self._next_step = 0.0
@@ -170,45 +211,45 @@ class Registration(Closing):
             The registry did not answer in time or refused, or another process is this member.
         """
         cancelled = cancelled or threading.Event()
-        deadline = time.monotonic() + timeout
+        deadline = until = time.monotonic() + timeout
         self._call_timeout = min(_CALL_TIMEOUT_S, timeout)
         while True:
             try:
-                self._join(max(_PAUSE_S, deadline - time.monotonic()))
+                self._join()
                 return
-            except RegistryAwayError as error:
+            except _TakenError as error:
+                # Perhaps the lease of an earlier process of this node, or of this address, has not ended yet.
+                if self._trouble != error.event:
+                    until = min(deadline, time.monotonic() + error.seconds)
+                    seconds = round(error.seconds, 1)
+                    self._tell(
+                        error.event, "waiting for the end of another process", level=logging.INFO, seconds=seconds
+                    )
+                wrong: ConfigError = error
+            except (RegistryAwayError, RegistryLeaseError) as error:
+                until = deadline
                 self._tell("away", "waiting for the registry", level=logging.WARNING, reason=str(error))
-                if cancelled.wait(_PAUSE_S) or time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"--registry: {error}; start the registry, or leave out --registry: then the node serves "
-                        "programs that name its address",
-                        setting="registry",
-                    ) from error
+                wrong = ConfigError(
+                    f"--registry: {error}; start the registry, or leave out --registry: then the node serves programs "
+                    "that name its address",
+                    setting="registry",
+                )
             except RegistryError as error:
                 raise ConfigError(f"--registry: {error}", setting="registry") from error
+            if cancelled.wait(_PAUSE_S) or time.monotonic() >= until:
+                raise wrong
 
-    def _join(self, patience: float) -> None:
+    def _join(self) -> None:
         registry, session = self._opened()
         self._end_former(registry)
-        lease = session.lease()
-        self._note_lease(registry, lease)
-        # A copied folder, or the lease of an earlier process of this node that has not ended yet.
-        wait = _seconds_of_other(registry.get(self._alive_key), registry, lease)
-        if wait:
-            self._log("waiting for the end of an earlier process of this node", seconds=round(wait, 1))
-        held = self._take(session, wait=min(wait, patience))
-        if held is None:
-            raise ConfigError(
-                f"{self._name_other(registry)} is already the member {self._identity.hex()} of the registry "
-                f"{registry.address}, so this node's folder is a copy of that one's; stop that process, or delete "
-                f"{self._path.parent}/identity, and this node becomes another member",
-                setting="folder",
-            )
+        self._note_lease(registry, session.lease())
+        # Not at another attempt, because an earlier one may have written the record already.
+        self._joined = self._joined or registry.get(self._record_key) is None
+        held = self._take(registry, session)
         self._note_lease(registry, held.lease)
+        held.commit([], [Delete(self._removed_key)])
         entry = registry.get(self._record_key)
         present = _present(entry)
-        # Not at another attempt, because this one may have written the record already.
-        self._joined = self._joined or entry is None
         if self._slow_start > 0 and self._joined:
             self._step = 0
         elif self._slow_start > 0 and present is not None:
@@ -226,7 +267,7 @@ class Registration(Closing):
         return self._registry, self._session
 
     def _end_former(self, registry: Registry) -> None:
-        """End the lease of this node's last process, and delete the record of a member that it no longer is."""
+        """End the lease of this node's last process, and note which member it was."""
         former = self._read_file()
         if former is None or former.registry != registry.address:
             return
@@ -236,14 +277,7 @@ class Registration(Closing):
         role = registry.get(alive_key(identity))
         if role is not None and role.lease == former.lease:
             registry.revoke(former.lease)
-        if identity != self._identity:
-            registry.commit([Condition(alive_key(identity), 0)], [Delete(record_key(identity))])
-
-    def _name_other(self, registry: Registry) -> str:
-        role = registry.get(self._alive_key)
-        with suppress(RegistryDamagedError):
-            return "another process" if role is None else (decode(role, AliveRecord).process or "another process")
-        return "another process"
+        self._former_key = record_key(identity)
 
     def ready(self, *, empty: bool) -> None:
         """Tell the registry that the node serves now, and keep the member alive from now on.
@@ -270,12 +304,17 @@ class Registration(Closing):
 
     def _pause(self) -> float:
         pause = min(_TURN_S_MAX, self._ttl / _TURNS_PER_TTL)
-        return pause if self._step >= STEPS else max(0.01, min(pause, self._next_step - time.monotonic()))
+        # A turn of a node that is no member now takes no step, so the time of the next one may be over.
+        is_growing = self._registered and self._step < STEPS
+        return max(0.01, min(pause, self._next_step - time.monotonic())) if is_growing else pause
 
     def _try_turn(self) -> None:
         """Make one turn; log an error if it is of another kind than the last turn's."""
         try:
             self._registered = self._turn()
+        except _TakenError as error:
+            self._registered, self._reached = False, time.monotonic()
+            self._tell(error.event, error.event, level=logging.ERROR, process=error.process, reason=str(error))
         except RegistryLeaseError:  # the role was lost during the turn; the next one takes it again
             self._registered = False
         except RegistryReplacedError as error:
@@ -299,20 +338,15 @@ class Registration(Closing):
     def _turn(self) -> bool:
         """Write what differs from what is to be in the registry; return False if this node is no member now."""
         registry, session = self._opened()
-        snapshot = registry.range(self._record_key, self._alive_key)
+        snapshot = registry.range(self._record_key, self._alive_key, self._removed_key)
         entries = {entry.key: entry for entry in snapshot.entries}
         role, record = entries.get(self._alive_key), entries.get(self._record_key)
         held = self._held
         if held is None or held.lost or role is None or role.revision != held.token:
-            held = self._take(session)
-            if held is None:
-                other = self._name_other(registry)
-                self._tell("copied", "another process is this member", level=logging.ERROR, process=other)
-                return False
-            self._has_record = False
+            held = self._take(registry, session)
             self._note_lease(registry, held.lease)
-        elif record is None and self._has_record:
-            self._removed = True
+        # A registry that lost everything since then has no key that says so.
+        self._removed = self._removed_key in entries or (self._removed and record is None)
         if self._removed:
             self._tell("removed", "this member was removed; restart the node to join again", level=logging.WARNING)
             return False
@@ -323,15 +357,51 @@ class Registration(Closing):
         self._write_record(registry, held, record)
         if role is None or role.revision != held.token or role.value != self._alive():
             held.replace(self._alive())
+        if self._is_ready:
+            self._delete_dead(held)
         return True
 
-    def _take(self, session: Session, wait: float = 0.0) -> HeldRole | None:
-        """Return the role, which may have to be taken first; None if another process has it."""
+    def _take(self, registry: Registry, session: Session) -> HeldRole:
+        """Return the role, which may have to be taken first.
+
+        Raises
+        ------
+        _TakenError
+            Another process that is up has the role, or one of this node's addresses.
+        """
         if self._held is not None:
             with suppress(RegistryLeaseError):  # the session then knows that it has lost the role
                 self._held.confirm()
                 return self._held
-        self._held = session.take(self._alive_key, self._alive(), wait=wait)
+        living: list[tuple[str, Entry]] = []
+        with suppress(RegistryDamagedError):  # damage of one member is no reason that another one does not join
+            entries = registry.range(MEMBERS).entries
+            living, dead = sharing(entries, self._identity, self._own.addresses)
+            former = [entry for entry in entries if entry.key == self._former_key != self._record_key]
+            self._dead = [*former, *(entry for entry in dead if entry not in former)]
+        for address, role in living:
+            event = "another member has this node's address"
+            raise _TakenError(
+                event,
+                role,
+                registry,
+                f" has the address {address} as the member {role.key.removeprefix(ALIVE)} of the registry "
+                f"{registry.address}, so programs would not find this node; stop that process, give this node "
+                "another address with --advertise or --listen, or remove that member with 'farpool members remove "
+                "--force'",
+                "advertise",
+            )
+        self._held = session.take(self._alive_key, self._alive())
+        if self._held is None:
+            raise _TakenError(
+                "another process is this member",
+                registry.get(self._alive_key),
+                registry,
+                f" is already the member {self._identity.hex()} of the registry {registry.address}, so this node's "
+                f"folder is a copy of that one's; stop that process, or delete {self._path.parent}/identity, and this "
+                "node becomes another member",
+                "folder",
+            )
         return self._held
 
     def _write_record(self, registry: Registry, held: HeldRole, entry: Entry | None) -> None:
@@ -340,13 +410,27 @@ class Registration(Closing):
             present = _present(entry)
             wanted = self._wanted(present)
             if present == wanted:
-                self._last, self._has_record = present, True
+                self._last = present
                 return
-            condition = Condition(self._record_key, 0 if entry is None else entry.revision)
-            if held.commit([condition], [Put(self._record_key, encode(wanted))]).succeeded:
-                self._last, self._has_record = wanted, True
+            if self._closed.is_set():  # `close` did not wait for this turn, and may have deleted the record
+                return
+            conditions = [
+                Condition(self._record_key, 0 if entry is None else entry.revision),
+                Condition(self._removed_key, 0),
+            ]
+            if held.commit(conditions, [Put(self._record_key, encode(wanted))]).succeeded:
+                self._last = wanted
                 return
             entry = registry.get(self._record_key)  # another program has changed it
+
+    def _delete_dead(self, held: HeldRole) -> None:
+        """Delete the records of members that are gone: this node has their addresses, or one's folder."""
+        for entry in self._dead:
+            identity = entry.key.removeprefix(RECORD)
+            is_unchanged = [Condition(entry.key, entry.revision), Condition(ALIVE + identity, 0)]
+            if held.commit(is_unchanged, [Delete(entry.key)]).succeeded:
+                self._log("removed a member that is gone", member=identity)
+        self._dead = []
 
     def _wanted(self, present: MemberRecord | None) -> MemberRecord:
         """Return the record as it is to be: the node's own settings, and what others have written."""
@@ -357,7 +441,7 @@ class Registration(Closing):
         return msgspec.structs.replace(self._own, weight=weight, draining=known.draining, joined=known.joined)
 
     def _alive(self) -> bytes:
-        return encode(AliveRecord(ready=self._is_ready, process=self._process))
+        return encode(AliveRecord(ready=self._is_ready, returns=not self._joined, process=self._process))
 
     def _reopen(self) -> None:
         if self._where is not None:
@@ -376,7 +460,7 @@ class Registration(Closing):
         """Log trouble once, until it has ended or another kind of trouble follows it."""
         if self._trouble != trouble:
             self._trouble = trouble
-            self._log(event, level=level, registry=self.address or str(self._where), **fields)
+            self._log(event, level=level, registry=self.address or without_password(str(self._where)), **fields)
 
     # The file
 
@@ -437,11 +521,3 @@ def _present(entry: Entry | None) -> MemberRecord | None:
         with suppress(RegistryDamagedError):  # it is written again
             return decode(entry, MemberRecord)
     return None
-
-
-def _seconds_of_other(role: Entry | None, registry: Registry, lease: int) -> float:
-    """Return the seconds after which another lease's role is free unless that lease is renewed; 0 if it is free."""
-    if role is not None and role.lease != lease:
-        with suppress(RegistryLeaseError):  # it has just ended
-            return registry.remaining(role.lease) + _LEASE_END_MARGIN_S
-    return 0.0

@@ -335,7 +335,7 @@ class _Follower:
                 f"the registry {self.address} has no members any more, so it was wiped or replaced; the list of "
                 "members stays as it was, until a node has registered again"
             )
-        notes |= {one.key: f"a member's entry stays as it was read last: {one}" for one in self._entries.errors}
+        notes |= {one.key: f"a member's entry is not used: {one}" for one in self._entries.errors}
         notes |= {text: text for text in self._damage}
         for key in notes.keys() - self._warned - {""}:
             _warn(notes[key])

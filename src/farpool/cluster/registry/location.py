@@ -14,8 +14,10 @@ from farpool.errors import ConfigError
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["default_registry", "is_registry", "open_registry", "without_password"]
+__all__ = ["NODES_VARIABLES", "default_registry", "is_registry", "open_registry", "without_password"]
 
+NODES_VARIABLES = ("FARPOOL_NODES", "FARPOOL_POOL")
+"""Environment variables that name nodes where a program names none; the first one that is set counts."""
 _EXPECTED = "expected a path, sqlite:///PATH, or etcd://HOST:PORT,HOST:PORT/PREFIX (docs/registry.md)"
 _ENDPOINT = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_](?:[A-Za-z0-9._-]*)))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
@@ -31,21 +33,23 @@ def is_registry(text: str) -> bool:
 
 def without_password(text: str) -> str:
     """Return a registry's address without its password, for errors, which end up in logs."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+    # To the last @, as a password may have one, and an address that is refused may have anything.
+    return re.sub(r"(://[^/:]*):.*@", r"\1:…@", text, flags=re.DOTALL)
 
 
 def default_registry() -> str:
     """Return the address of the registry that a program uses if it names none.
 
-    This is the address in ``FARPOOL_REGISTRY``; else the one in ``FARPOOL_POOL``, if that variable names a registry;
+    This is the address in ``FARPOOL_REGISTRY``; else the one in the first of `NODES_VARIABLES` that names a registry;
     else a file's path in the user's state folder.
     """
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
-    pool = os.environ.get("FARPOOL_POOL", "").strip()
-    if is_registry(pool):
-        return pool
+    for name in NODES_VARIABLES:
+        text = os.environ.get(name, "").strip()
+        if is_registry(text):
+            return text
     state = os.environ.get("XDG_STATE_HOME", "")
     return str((Path(state) if state else Path.home() / ".local" / "state") / "farpool" / "registry.sqlite")
 

@@ -407,6 +407,8 @@ class HeldRole(Closing):
             `Session.take` takes it again.
         """
         done = self.commit([], [Put(self.role, value, self.lease)], timeout=timeout)
+        if not done.succeeded:  # the role was lost during the call
+            raise self._lost()
         self.token = done.revision
         self.condition = Condition(self.role, done.revision)
 

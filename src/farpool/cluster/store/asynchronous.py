@@ -45,6 +45,9 @@ class AsyncStore:
     A call that is cancelled before it has begun is never made. A call that has begun uses the caller's buffers, so its
     cancellation takes effect only when the call ends, within the store's timeout.
 
+    With the address of a registry, the list of nodes is read here, and the event loop waits for that. Make the store
+    before the loop runs, or pass a `farpool.RegistryMembers` that you have made before.
+
     Parameters
     ----------
     *nodes : str or Membership
