@@ -22,7 +22,7 @@ from farpool.kv.engines.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.engines.transformers_config import cache_argument
 from tests.faults.flips import flipped
 from tests.faults.forge import Forge, ForgedNode
-from tests.faults.proxy import FlippingProxy
+from tests.faults.proxy import Proxy
 from tests.kv import zoo
 from tests.nodes import PATIENCE
 
@@ -121,7 +121,7 @@ ENGINES: dict[str, tuple[str, Callable[..., Engine]]] = {
 }
 
 
-class Gate(FlippingProxy):
+class Gate(Proxy):
     """A way to a node on which something happens to the bytes that come from some moment on.
 
     Attributes
@@ -131,11 +131,11 @@ class Gate(FlippingProxy):
     """
 
     def __init__(self, node: str) -> None:
-        super().__init__(node, "")
+        super().__init__(node)
         self.happens: Callable[[bytes], bytes] | None = None
         self.over = threading.Event()
 
-    def _damaged(self, data: bytes) -> bytes:
+    def _passed(self, data: bytes) -> bytes:
         return data if self.happens is None else self.happens(data)
 
 

@@ -318,8 +318,8 @@ def test_wrong_settings_are_refused() -> None:
         for wrong in (0, -1, "many"):
             with pytest.raises(ConfigError, match="capacity"):
                 PoolObjects(pool, wrong)
-    with pytest.raises(ConfigError, match="a list of addresses"):
-        BlockCache("tcp://127.0.0.1:1", NAMESPACE)
+    with pytest.raises(ConfigError, match="expected addresses of nodes or one registry"):
+        BlockCache(["tcp://127.0.0.1:1", "etcd://127.0.0.1:2"], NAMESPACE)
 
 
 def test_a_forked_child_is_told_that_its_objects_are_closed_also_while_a_thread_was_at_work() -> None:
