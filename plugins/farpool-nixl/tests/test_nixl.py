@@ -24,7 +24,7 @@ from farpool.memory.tiers import Tier
 from farpool.memory.tiers.remote import Remote
 from farpool.testing import TierConformance
 from farpool_nixl.endpoint import NixlEndpoint, NixlRegion
-from tests.nodes import stop
+from tests.nodes import PATIENCE, stop
 
 INSTALLED = importlib.util.find_spec("nixl_cu13") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="nixl-cu13 is not installed (farpool[nixl])")
@@ -222,7 +222,7 @@ def test_a_process_that_uses_nixl_ends_with_status_zero() -> None:
 
 
 def test_published_objects_are_read_one_sided(node: Node) -> None:
-    with Store(str(node.address), transport="nixl") as store:
+    with Store(str(node.address), transport="nixl", timeout=PATIENCE) as store:
         payloads = {f"key {size}": os.urandom(size) for size in (0, 1, 4096, MIB, 9 * MIB + 7)}
         for key, payload in payloads.items():
             store.put(key, payload)
@@ -238,7 +238,7 @@ def test_published_objects_are_read_one_sided(node: Node) -> None:
 
 
 def test_an_exposure_that_was_killed_is_made_anew_without_an_error(node: Node) -> None:
-    with Remote(str(node.address), size=8 * MIB, transport="nixl") as tier:
+    with Remote(str(node.address), size=8 * MIB, transport="nixl", timeout=PATIENCE) as tier:
         extent = tier.reserve(3 * MIB)
         data = os.urandom(3 * MIB)
         tier.write_from(extent, memoryview(data))
@@ -263,4 +263,4 @@ class TestOneSidedRemote(TierConformance):
         self.node = standing
 
     def make_tier(self) -> Tier:
-        return Remote(self.node, size=16 * MIB, transport="nixl")
+        return Remote(self.node, size=16 * MIB, transport="nixl", timeout=PATIENCE)
