@@ -78,13 +78,17 @@ class Client:
         """Look keys up."""
         return list(self._store.lookup(keys).sizes)
 
-    def refused(self, keys: Sequence[str]) -> list[str]:
-        """Put the keys, get them, and look them up; return the kind and text of each call's error, or its result."""
-        calls = [lambda: self.put(keys), lambda: self._store.get(keys[0]), lambda: self._store.lookup(keys).sizes]
+    def attempt(self, ways: Sequence[str], key: str) -> list[str]:
+        """Make the calls with these names; return the kind and text of each call's error, or its result."""
+        calls = {
+            "put": lambda: self._store.put(key, value_of(key)),
+            "get": lambda: self._store.get(key),
+            "lookup": lambda: self._store.lookup([key]).sizes,
+        }
         said = []
-        for call in calls:
+        for way in ways:
             try:
-                said.append(f"result {call()!r}")
+                said.append(f"result {calls[way]()!r}")
             except farpool.FarpoolError as error:
                 said.append(f"{type(error).__name__}: {error}")
         return said
@@ -170,8 +174,6 @@ class Client:
             self._confirmed.append(key)
             for way, keys in self.found(draw.choices(self._confirmed, k=draw.choice([1, 5]))).items():
                 self._wrong += [f"{way}: {one}" for one in keys]
-            if self._tier is not None:
-                self._wrong += [f"lease: {one}" for one in self.read()]
 
         def run() -> None:
             draw = random.Random(name)
