@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from farpool.cluster.node.process import RunningNode
+from tests.certificates import Certificates, keys_file
 from tests.nodes import PATIENCE, stats
+from tests.upgrade.client import value_of
 from tests.upgrade.releases import Program, Releases, other
 
 BOTH = pytest.mark.parametrize("release", ["old", "new"])
@@ -88,6 +90,22 @@ def test_access_keys_work_between_the_releases(releases: Releases, release: str,
 
 
 @BOTH
+def test_certificates_work_between_the_releases(releases: Releases, release: str, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    keys = keys_file(tmp_path / "keys.toml", {"trainer": (["read", "publish"], 3)})
+    trainer = {"FARPOOL_TLS": str(certificates.client("trainer"))}
+    with (
+        releases.node(other(release), keys=keys, tls=certificates.node()) as node,
+        releases.program(release, trainer) as program,
+    ):
+        assert node.address.startswith("tls://")
+        program.open([node.address], 1, {"transport": "tcp"})
+        assert set(program.put(KEYS)) == {"stored"}
+        assert program.attempt(["get"], KEYS[0])[0].startswith("result b'")
+        nothing_missing(program, KEYS)
+
+
+@BOTH
 def test_the_kv_that_one_release_saved_is_loaded_by_the_other(releases: Releases, release: str) -> None:
     with (
         releases.node("old") as first,
@@ -150,6 +168,25 @@ def test_a_node_becomes_one_of_the_other_release_and_keeps_everything(
                 nothing_missing(program, every)
                 assert program.read() == []
                 program.write(f"later {release_now}")
+
+
+@BOTH
+def test_objects_in_the_nvme_file_of_one_release_are_found_by_the_other(
+    releases: Releases, release: str, tmp_path: Path
+) -> None:
+    keys = [f"far {number}" for number in range(500)]
+    with (
+        releases.node(release, "4MiB", nvme=(tmp_path / "far.nvme", "64MiB")) as node,
+        releases.program(release) as program,
+    ):
+        program.open([node.address], 1, {"transport": "tcp"})
+        assert set(program.put(keys)) == {"stored"}
+        assert stats(node.address)["nvme_objects"] > 0
+        for release_now in (other(release), release):
+            releases.become(node, release_now, kill=True)
+            assert stats(node.address)["nvme_objects"] > 0
+            assert program.sizes(keys) == [len(value_of(key)) for key in keys]
+            assert [key for key in keys if program.attempt(["get"], key) != [f"result {value_of(key)!r}"]] == []
 
 
 @BOTH
