@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import farpool
+import farpool._native
 
 PATIENCE = 60.0
 KV_TOKENS = 64
@@ -42,9 +43,9 @@ class Client:
     def _store(self) -> farpool.Store:
         return self._stores[-1]
 
-    def where(self) -> str:
-        """Return the file of the release that this program runs."""
-        return farpool.__file__
+    def where(self) -> list[str]:
+        """Return the files of the package and of the native core that this program runs."""
+        return [farpool.__file__, farpool._native.__file__]
 
     def open(self, nodes: Sequence[str], replicas: int, options: dict[str, Any]) -> None:
         """Open a store; the calls below use the one that was opened last."""

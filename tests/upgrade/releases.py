@@ -102,17 +102,6 @@ class Releases:
         node.python = self.pythons[release]
         node.start()
 
-    def file(self, release: str) -> str:
-        """Return the file of the package that the release's Python imports."""
-        found = subprocess.run(
-            [self.pythons[release], "-I", "-c", "import farpool._native as native; print(native.__file__)"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=ANSWER_S,
-        )
-        return found.stdout.strip()
-
 
 def other(release: str) -> str:
     """Return the other release."""

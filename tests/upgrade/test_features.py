@@ -14,7 +14,7 @@ from tests.upgrade.releases import Program, Releases
 
 LATER = Path(__file__).parent / "later.py"
 KEYS = ["a", "b", "c"]
-SOON = {"timeout": 2.0}
+SOON = {"timeout": 5.0}
 """A store tries again until its timeout, because a node may be upgraded by then."""
 ADVICE = {
     (
