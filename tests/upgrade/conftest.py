@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("upgrade")
+            item.add_marker(pytest.mark.timeout(900))  # each starts several programs, some of which import torch
 
 
 @pytest.fixture(scope="session")

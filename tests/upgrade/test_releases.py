@@ -212,7 +212,6 @@ def test_names_that_one_release_published_are_read_and_moved_by_the_other(
         assert first.history("a") == second.history("a") == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kill", [False, True], ids=["terminated", "killed"])
 def test_three_nodes_are_upgraded_one_by_one_under_load_and_nothing_is_lost(releases: Releases, kill: bool) -> None:
     with contextlib.ExitStack() as stack:
