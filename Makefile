@@ -26,7 +26,7 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-native test-sanitized test-kv kv-envs lint stub docs format clean dev
+.PHONY: help demo test test-long test-upgrade test-native test-sanitized test-kv kv-envs lint stub docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -36,10 +36,14 @@ demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its 
 	@$(BIN)/farpool demo $(ARGS)
 
 test: $(DEV) test-native ## Run the tests that are quick (ARGS="-k budget")
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow and not upgrade" $(ARGS)
 
 test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m "slow and not upgrade" $(ARGS)
+
+test-upgrade: $(DEV) ## Build the previous release and run it together with this one (tests/upgrade)
+	@scripts/previous-release >/dev/null || [ $$? -eq 3 ]
+	@$(PYTEST) -m upgrade tests/upgrade $(ARGS)
 
 # $(call native_tests,SANITIZERS,FOLDER): build and run the unit tests of the native core in build/FOLDER.
 comma := ,

@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "FarpoolError",
     "FarpoolWarning",
+    "IncompatibleError",
     "KeyConflictError",
     "LeaseLostError",
     "LifetimeError",
@@ -206,6 +207,13 @@ class NodeTimeoutError(NodeError, TimeoutError):
 
 class ProtocolError(NodeError):
     """The other side of a connection does not speak farpool's protocol, or speaks only other versions of it."""
+
+
+class IncompatibleError(ProtocolError):
+    """Client and node have no version of the protocol in common, or one lacks a feature that the other requires.
+
+    The message names the version or the feature, and which of the two must be upgraded.
+    """
 
 
 class KeyConflictError(FarpoolError, ValueError):

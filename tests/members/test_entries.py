@@ -155,6 +155,40 @@ def test_a_member_whose_record_cannot_be_read_keeps_its_former_entry() -> None:
     assert members.errors == []
 
 
+def test_a_member_whose_record_has_a_later_format_stays_as_it_was_and_is_reported() -> None:
+    members = listed(A, B)
+    before = members.members
+    members.change(entries(joined("tcp://new:1", identity=identity_at(B), weight=9.0, format=2), 2), 0.0)
+    assert members.members == before
+    [error] = members.errors
+    assert error.key == record_key(identity_at(B))
+    assert "has format 2, expected at most 1" in str(error)
+    assert "a later release of farpool has written it, so update this program" in str(error)
+    # Its role alone may be of that release, too.
+    members.change(entries(joined(B), 3), 1.0)
+    members.change([Entry(alive_key(identity_at(B)), encode(AliveRecord(format=2)), 4)], 2.0)
+    assert members.members == before
+    assert [error.key for error in members.errors] == [alive_key(identity_at(B))]
+    # A program that starts now does not know the member, and reports that it does not.
+    fresh = listed(A)
+    fresh.change(entries(joined(B, format=2), 2), 0.0)
+    assert set(states(fresh)) == {A}
+    assert [error.key for error in fresh.errors] == [record_key(identity_at(B))]
+    # The member is used again once its node writes the format of this release.
+    fresh.change(entries(joined(B), 3), 1.0)
+    assert set(states(fresh)) == {A, B}
+    assert fresh.errors == []
+
+
+def test_additions_of_a_later_release_to_a_record_are_ignored() -> None:
+    [put, role] = joined(A, version="99.0", features=1 << 40)
+    added = put.value[:-1] + b',"wear":{"nvme":0.3}}'
+    members = MemberEntries()
+    members.read([Entry(put.key, added, 1), *entries([role])], 0.0)
+    assert states(members) == {A: MemberState.ACTIVE}
+    assert members.errors == []
+
+
 def test_addresses_of_unknown_kinds_are_left_out_and_a_member_needs_a_known_one() -> None:
     members = listed(A)
     members.change(entries([*joined("quic://b:1", B, "tcp://b:0"), *joined("quic://c:1"), *joined("")], 2), 0.0)

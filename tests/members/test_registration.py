@@ -252,6 +252,13 @@ def test_a_damaged_record_is_written_again(make: Make, registry: Registry) -> No
     assert made.registered
 
 
+def test_a_node_that_was_taken_back_to_this_release_still_drains(make: Make, registry: Registry) -> None:
+    running(make()).close()
+    write(registry, msgspec.structs.replace(record(registry), draining=True, joined=3.0, features=8, format=99))
+    running(make())
+    assert record(registry) == msgspec.structs.replace(OWN, draining=True, joined=3.0)
+
+
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_a_member_that_was_removed_stays_away_until_its_next_start(
     make: Make, registry: Registry, log: Log, cut_off: bool

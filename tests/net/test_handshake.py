@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.features import FEATURES, FEATURES_BITS, Feature, Features
 from farpool.cluster.wire.frames import FrameReader, Op, Right, pack_frame
 from farpool.cluster.wire.handshake import ClientHandshake, Identity, NodeHandshake, refused_frame
-from farpool.errors import AccessDeniedError, NodeError, ProtocolError
+from farpool.errors import AccessDeniedError, IncompatibleError, NodeError, ProtocolError
 
 NODE = "tcp://10.0.0.7:7471"
 IDENTITY = Identity("n1", bytes(range(16)), bytes(range(16, 32)), 1 << 30, "host", "/run/socket")
@@ -41,6 +42,19 @@ def hello(**changes: object) -> bytes:
         "session": 0,
     }
     return pack_frame(Op.HELLO, msgspec.msgpack.encode(fields | changes))
+
+
+def challenge(**changes: object) -> bytes:
+    fields: dict[str, object] = {
+        "version": 2,
+        "features": 0,
+        "nonce": b"n" * 32,
+        "secret": False,
+        "node": "n1",
+        "id": bytes(16),
+        "identity": bytes(16),
+    }
+    return pack_frame(Op.CHALLENGE, msgspec.msgpack.encode(fields | changes))
 
 
 def meet(key: AccessKey | None, keys: Mapping[str, Grant] | None) -> tuple[ClientHandshake, NodeHandshake]:
@@ -142,14 +156,18 @@ def test_a_proof_that_was_heard_does_not_serve_again() -> None:
         fed(again, proof)
 
 
-@pytest.mark.parametrize(("versions", "spoken"), [([1, 1], "version 1"), ([3, 4], "versions 3 to 4")])
-def test_a_client_of_other_versions_is_refused_by_name(versions: list[int], spoken: str) -> None:
+@pytest.mark.parametrize(
+    ("versions", "spoken", "older"), [([1, 1], "version 1", "client"), ([3, 4], "versions 3 to 4", "node")]
+)
+def test_a_client_of_other_versions_is_refused_by_name(versions: list[int], spoken: str, older: str) -> None:
     node = NodeHandshake(IDENTITY, None)
     # What else the hello of a later version holds is not known.
     meta = msgspec.msgpack.encode({"versions": versions, "nonce": "of another kind"})
-    with pytest.raises(ProtocolError, match=f"the client speaks {spoken} of the protocol, this farpool 2") as caught:
+    with pytest.raises(
+        IncompatibleError, match=f"the client speaks {spoken} of the protocol, this farpool 2; upgrade the {older}"
+    ) as caught:
         fed(node, pack_frame(Op.HELLO, meta))
-    with pytest.raises(ProtocolError, match=f"{NODE}: the node refused the connection: .*{spoken}"):
+    with pytest.raises(IncompatibleError, match=f"{NODE}: the node refused the connection: .*{spoken}"):
         fed(ClientHandshake(NODE, "data", None), refused_frame(caught.value))
 
 
@@ -161,15 +179,157 @@ def test_a_client_that_also_speaks_newer_versions_is_welcome() -> None:
 def test_a_frame_of_another_version_is_refused_by_name() -> None:
     frame = bytearray(hello())
     frame[4] = 1
-    with pytest.raises(ProtocolError, match="sent a frame of version 1, this farpool speaks version 2"):
+    with pytest.raises(IncompatibleError, match="sent a frame of version 1, this farpool speaks version 2"):
         fed(NodeHandshake(IDENTITY, None), bytes(frame))
 
 
 def test_a_node_that_wants_another_version_is_refused_by_name() -> None:
     client, node = ClientHandshake(NODE, "data", None), NodeHandshake(IDENTITY, None)
     fields = msgspec.msgpack.decode(reading(fed(node, client.start())))
-    with pytest.raises(ProtocolError, match=f"{NODE} wants version 3"):
+    with pytest.raises(IncompatibleError, match=f"{NODE} wants version 3 .* upgrade this program"):
         fed(client, pack_frame(Op.CHALLENGE, msgspec.msgpack.encode(fields | {"version": 3})))
+
+
+SMALL = Feature(0, "small", "0.2")
+LARGE = Feature(5, "large", "0.10")
+NEEDED_HERE = Feature(7, "needed", "0.9", client_requires=True)
+NEEDED_THERE = Feature(7, "needed", "0.9", node_requires=True)
+
+
+def agree(client: Features, node: Features) -> tuple[int, int]:
+    """The features that a client and a node use after their handshake, as each of them knows it."""
+    ours, theirs = ClientHandshake(NODE, "data", READER, features=client), NodeHandshake(IDENTITY, KEYS, features=node)
+    fed(ours, fed(theirs, fed(ours, fed(theirs, ours.start()))))
+    assert ours.welcome is not None
+    assert theirs.accepted is not None
+    return ours.welcome.features, theirs.accepted.features
+
+
+@pytest.mark.parametrize(
+    ("client", "node", "chosen"),
+    [
+        ([], [SMALL], 0),
+        ([SMALL], [], 0),
+        ([SMALL, LARGE], [LARGE], 1 << 5),
+        ([LARGE, SMALL], [SMALL, LARGE], 1 << 5 | 1),
+        ([NEEDED_HERE], [SMALL, NEEDED_THERE], 1 << 7),
+    ],
+)
+def test_both_sides_use_the_features_that_both_have(client: list[Feature], node: list[Feature], chosen: int) -> None:
+    assert agree(Features(client), Features(node)) == (chosen, chosen)
+    assert Features(client).names(chosen) == tuple(one.name for one in client if chosen >> one.bit & 1)
+
+
+def test_a_client_that_requires_a_feature_is_refused_by_a_node_that_does_not_know_its_name() -> None:
+    client = ClientHandshake(NODE, "data", None, features=Features([SMALL, NEEDED_HERE]))
+    node = NodeHandshake(IDENTITY, None)
+    with pytest.raises(IncompatibleError, match=r"the client requires the feature 'needed' .*; upgrade the node"):
+        fed(node, client.start())
+
+
+def test_a_node_that_requires_features_refuses_a_client_without_them_by_name() -> None:
+    needed = Feature(3, "also", "0.10", node_requires=True)
+    node = NodeHandshake(IDENTITY, None, features=Features([SMALL, NEEDED_THERE, needed]))
+    client = ClientHandshake(NODE, "data", None)
+    text = r"this node requires the features 'needed', 'also' .*; upgrade the client to farpool 0\.10 or later"
+    with pytest.raises(IncompatibleError, match=text) as caught:
+        fed(node, client.start())
+    with pytest.raises(IncompatibleError, match=f"{NODE}: the node refused the connection: {text}"):
+        fed(client, refused_frame(caught.value))
+
+
+def test_a_client_refuses_a_node_of_a_release_that_ignores_what_the_client_requires() -> None:
+    client = ClientHandshake(NODE, "data", None, features=Features([SMALL, NEEDED_HERE]))
+    client.start()
+    with pytest.raises(IncompatibleError, match=rf"{NODE} does not have the feature 'needed' .* farpool 0\.9 or later"):
+        fed(client, challenge(features=0))
+
+
+def test_a_client_refuses_features_that_it_did_not_offer() -> None:
+    client = ClientHandshake(NODE, "data", None, features=Features([SMALL]))
+    client.start()
+    with pytest.raises(IncompatibleError, match=f"{NODE} wants features 0x22 .*; upgrade this program"):
+        fed(client, challenge(features=0x23))
+
+
+def test_a_hello_and_a_challenge_of_the_previous_release_are_understood() -> None:
+    node = NodeHandshake(IDENTITY, None, features=Features([SMALL, LARGE]))
+    fields = msgspec.msgpack.decode(reading(fed(node, hello())))
+    assert fields["features"] == 0
+    client = ClientHandshake(NODE, "data", None, features=Features([SMALL, LARGE]))
+    client.start()
+    assert fed(client, challenge(features=0))
+
+
+def test_two_features_with_one_bit_or_one_name_are_a_mistake() -> None:
+    for other in (Feature(0, "other", "0.2"), Feature(1, "small", "0.2")):
+        with pytest.raises(ValueError, match="the same bit or the same name"):
+            Features([SMALL, other])
+
+
+def test_the_features_of_this_release_fit_into_a_hello() -> None:
+    assert FEATURES.bits < 1 << FEATURES_BITS
+    every = Features(Feature(bit, f"{bit}".ljust(32, "f"), "0.2", client_requires=True) for bit in range(FEATURES_BITS))
+    assert agree(every, every) == (every.bits, every.bits)
+
+
+tables = st.lists(
+    st.builds(
+        lambda bit, here, there: Feature(bit, f"feature {bit}", f"0.{bit}", here, there),
+        st.integers(0, FEATURES_BITS - 1),
+        st.integers(0, 4).map(lambda drawn: drawn == 0),
+        st.integers(0, 4).map(lambda drawn: drawn == 0),
+    ),
+    max_size=5,
+    unique_by=lambda one: one.bit,
+)
+
+
+@given(tables, tables)
+@settings(deadline=None, max_examples=200)
+def test_two_releases_agree_on_features_or_one_refuses_the_other_by_name(
+    client: list[Feature], node: list[Feature]
+) -> None:
+    ours, theirs = {one.bit for one in client}, {one.bit for one in node}
+    lacking = [one for one in client if one.client_requires and one.bit not in theirs]
+    lacking += [one for one in node if one.node_requires and one.bit not in ours]
+    if not lacking:
+        bits = sum(1 << bit for bit in ours & theirs)
+        assert agree(Features(client), Features(node)) == (bits, bits)
+        return
+    with pytest.raises(IncompatibleError, match=r"upgrade the (node|client)") as caught:
+        agree(Features(client), Features(node))
+    assert any(f"'{one.name}'" in str(caught.value) for one in lacking)
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.text(max_size=40), max_size=70), tables)
+@settings(deadline=None, max_examples=200)
+def test_any_features_in_a_hello_give_known_bits_or_a_typed_error(
+    bits: int, requires: list[str], node: list[Feature]
+) -> None:
+    half, said = NodeHandshake(IDENTITY, KEYS, features=Features(node)), b""
+    with contextlib.suppress(ProtocolError):
+        said = fed(half, hello(features=bits, requires=requires))
+    if said:
+        assert msgspec.msgpack.decode(reading(said))["features"] == bits & Features(node).bits
+        assert set(requires) <= {one.name for one in node}
+    else:
+        assert requires or any(one.node_requires for one in node)
+
+
+@given(st.integers(-1, 2**64 - 1), tables)
+@settings(deadline=None, max_examples=200)
+def test_any_features_in_a_challenge_are_the_clients_own_or_give_a_typed_error(bits: int, table: list[Feature]) -> None:
+    client = ClientHandshake(NODE, "data", None, features=Features(table))
+    client.start()
+    required = sum(1 << one.bit for one in table if one.client_requires)
+    try:
+        fed(client, challenge(features=bits))
+    except ProtocolError:
+        assert bits < 0 or bits & ~Features(table).bits or required & ~bits
+    else:
+        assert bits & ~Features(table).bits == 0
+        assert required & ~bits == 0
 
 
 def test_another_protocol_is_told_by_its_first_bytes() -> None:
@@ -235,7 +395,21 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-fields = st.sampled_from(["versions", "features", "nonce", "key", "purpose", "session", "version", "proof", "reason"])
+fields = st.sampled_from(
+    [
+        "versions",
+        "features",
+        "requires",
+        "incompatible",
+        "nonce",
+        "key",
+        "purpose",
+        "session",
+        "version",
+        "proof",
+        "reason",
+    ]
+)
 metas = st.one_of(
     st.binary(max_size=200),
     st.dictionaries(fields, values, max_size=9).map(msgspec.msgpack.encode),

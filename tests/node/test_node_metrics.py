@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import farpool
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.features import Feature, Features
+from farpool.cluster.wire.frames import Op, pack_frame
+from farpool.cluster.wire.handshake import ClientHandshake
 from tests.certificates import Certificates, keys_file
 from tests.nodes import eventually
 
@@ -48,6 +53,34 @@ def test_evictions_and_refusals_are_counted_by_tenant_and_reason() -> None:
         assert found[evicted, "reason=file", "tenant=0"] == found[evicted, "reason=damaged", "tenant=0"] == 0
         assert found["farpool_node_tenant_refusals_total", "reason=too_large", "tenant=0"] == 1
         assert found["farpool_node_tenant_refusals_total", "reason=full", "tenant=0"] == 1
+
+
+def refused_with(client: ClientHandshake, hello: bytes, node: RunningNode) -> str:
+    """Send a hello to a node that refuses it as too old or too new; return the client's error."""
+    host, port = node.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), 20) as connection:
+        connection.sendall(hello)
+        try:
+            while data := connection.recv(client.needed):
+                client.feed(data)
+        except farpool.IncompatibleError as error:
+            return str(error)
+    return "not refused"
+
+
+def test_clients_that_lack_a_version_or_a_feature_are_told_so_and_counted() -> None:
+    later = ClientHandshake("n", "data", None, features=Features([Feature(9, "later", "9.0", client_requires=True)]))
+    newer = pack_frame(Op.HELLO, msgspec.msgpack.encode({"versions": [9, 9]}))
+    with running_node("8MiB", metrics="127.0.0.1:0") as node:
+        for client, hello, reason in (
+            (later, later.start(), "requires the feature 'later' of the protocol, which this node does not have; "),
+            (ClientHandshake("n", "data", None), newer, "speaks version 9 of the protocol, this farpool 2; "),
+        ):
+            assert f"{reason}upgrade the node" in refused_with(client, hello, node)
+            assert f"{reason}upgrade the node" in node.log
+        found = samples(node)
+        assert found["farpool_node_incompatible_connections_total",] == 2
+        assert found["farpool_node_refused_connections_total",] == 2
 
 
 def test_times_of_operations_are_histograms_whose_buckets_add_up() -> None:

@@ -65,7 +65,7 @@ def test_all_stages_run_and_the_tests_begin_when_nothing_is_in_the_background(tm
     status, output, calls = ci_run(tmp_path)
     assert status == 0, output
     assert stages(calls) == STAGES
-    assert calls[-1] == "python scripts/ci_tests.py test test-long"
+    assert calls[-1] == "python scripts/ci_tests.py test test-long test-upgrade"
     # The clone is built with the option that make dev has, so that ccache finds what is compiled.
     assert {"scripts/check-install began FARPOOL_WERROR=ON", "scripts/kv-envs began "} <= set(calls)
     assert {"scripts/check-install ended", "scripts/kv-envs ended"} <= set(calls)

@@ -138,8 +138,17 @@ def encode(record: MemberRecord | AliveRecord) -> bytes:
     return msgspec.json.encode(record)
 
 
-def decode(entry: Entry, kind: type[_Record]) -> _Record:
+def decode(entry: Entry, kind: type[_Record], *, any_format: bool = False) -> _Record:
     """Decode an entry's record, without the addresses of kinds that only later releases of farpool know.
+
+    Parameters
+    ----------
+    entry : Entry
+        The entry.
+    kind : type
+        The kind of its record.
+    any_format : bool
+        True to read also a record in a later format, as far as this release can.
 
     Raises
     ------
@@ -156,7 +165,7 @@ def decode(entry: Entry, kind: type[_Record]) -> _Record:
         ) from error
     if isinstance(record, MemberRecord):
         record = msgspec.structs.replace(record, addresses=tuple(filter(_is_known, record.addresses)))
-    if record.format > _FORMAT or (isinstance(record, MemberRecord) and not record.addresses):
+    if (record.format > _FORMAT and not any_format) or (isinstance(record, MemberRecord) and not record.addresses):
         raise RegistryDamagedError(
             f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with an "
             "address of a node; a later release of farpool has written it, so update this program",

@@ -518,6 +518,8 @@ def _place(descriptor: int) -> str:
 
 def _present(entry: Entry | None) -> MemberRecord | None:
     if entry is not None:
-        with suppress(RegistryDamagedError):  # it is written again
-            return decode(entry, MemberRecord)
+        # It is written again. If a later release of farpool wrote it, the node was taken back to this one, and still
+        # drains if it did.
+        with suppress(RegistryDamagedError):
+            return decode(entry, MemberRecord, any_format=True)
     return None

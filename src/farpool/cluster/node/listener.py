@@ -29,7 +29,7 @@ from farpool.cluster.wire.access import Grant
 from farpool.cluster.wire.handshake import Accepted, NodeHandshake, refused_frame
 from farpool.cluster.wire.shortage import is_shortage
 from farpool.cluster.wire.tcp import set_options
-from farpool.errors import AccessDeniedError, NodeError, NodeFullError, ProtocolError
+from farpool.errors import AccessDeniedError, IncompatibleError, NodeError, NodeFullError, ProtocolError
 
 __all__ = ["Listener"]
 
@@ -69,6 +69,8 @@ class Listener:
     ) -> None:
         self.refused = 0
         """Number of connections that were refused in the handshake."""
+        self.incompatible = 0
+        """Number of these that were refused because the client or this node has to be upgraded."""
         self._sockets = sockets
         self._access = access
         self._server = server
@@ -255,6 +257,7 @@ class Listener:
                     # Before the welcome: this refuses a session that belongs to another key or tenant.
                     self._server.connect(client.session, client.tenant, client.key)
             except NodeError as error:
+                self.incompatible += isinstance(error, IncompatibleError)
                 raise _Refused(str(error), refused_frame(error)) from error
             if handshake.accepted is None:
                 await arrival.send(to_send)

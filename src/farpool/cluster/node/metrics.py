@@ -119,6 +119,10 @@ _COUNTERS = {
     "checksum_errors": ("checksum_errors", "Payloads whose checksum did not match"),
     "bad_frames": ("bad_frames", "Connections ended because of a bad frame"),
     "refused": ("refused_connections", "Connections refused in the handshake"),
+    "incompatible": (
+        "incompatible_connections",
+        "Connections refused because the client or the node has to be upgraded",
+    ),
 }
 
 

@@ -290,6 +290,7 @@ class Node:
             **server.stats(),
             "process": _own_memory(),
             "refused": listener.refused,
+            "incompatible": listener.incompatible,
             "half_open": listener.half_open,
             **in_pool,
         }

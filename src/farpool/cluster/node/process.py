@@ -45,6 +45,8 @@ class RunningNode:
 
     Attributes
     ----------
+    python : str
+        Path of the Python that runs the node, from its next start on: by default the one of this process.
     address : str
         The node's address, for example ``tcp://127.0.0.1:40123``.
     ready : dict
@@ -63,6 +65,7 @@ class RunningNode:
         timeout: float = 60.0,
     ) -> None:
         self.folder = Path(folder)
+        self.python = sys.executable
         self.address = ""
         self.ready: dict[str, Any] = {}
         self._options = options
@@ -94,7 +97,7 @@ class RunningNode:
             raise RuntimeError(f"the node at {self.address} runs already")
         if self._listen.endswith(":0"):
             self._port, self._listen = _reserved(self._listen)
-        command = [sys.executable, "-m", "farpool", "node", "--listen", self._listen, "--folder", str(self.folder)]
+        command = [self.python, "-m", "farpool", "node", "--listen", self._listen, "--folder", str(self.folder)]
         command += ["--name", self.folder.name, "--json", *self._options]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **self._environment}
@@ -199,6 +202,7 @@ def running_node(
     listen: str = "127.0.0.1:0",
     environment: Mapping[str, str] | None = None,
     timeout: float = 60.0,
+    python: str = sys.executable,
     **options: Any,
 ) -> Iterator[RunningNode]:
     """Run a node for the time of a ``with`` block.
@@ -213,6 +217,8 @@ def running_node(
         Environment variables for the node, in addition to the variables of this process.
     timeout : float
         Seconds that a start or an end may take.
+    python : str
+        Path of the Python that runs the node.
     **options
         Further options of ``farpool node``: ``grace=1`` is ``--grace 1``, ``ephemeral=True`` is ``--ephemeral``,
         ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``, ``label=["a=1", "b=2"]`` is ``--label a=1 --label
@@ -236,6 +242,7 @@ def running_node(
                 given.append(str(one))
     folder = tempfile.mkdtemp(prefix="farpool-test-", dir=_SHARED_MEMORY)
     node = RunningNode(folder, given, listen=listen, environment=environment, timeout=timeout)
+    node.python = python
     try:
         node.start()
         yield node

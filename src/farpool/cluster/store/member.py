@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 from farpool.abc.membership import MemberInfo
 from farpool.cluster.store.pace import Pace
 from farpool.cluster.wire.frames import Op
-from farpool.errors import AccessDeniedError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
+from farpool.errors import (
+    AccessDeniedError,
+    ConfigError,
+    IncompatibleError,
+    NodeError,
+    NodeTimeoutError,
+    ProtocolError,
+)
 
 if TYPE_CHECKING:
     from farpool._native import Connection, ObjectReader
@@ -314,5 +321,5 @@ class Member:
 
 
 def _described(error: Exception) -> tuple[type[NodeError], str]:
-    kinds = (NodeTimeoutError, ProtocolError)
+    kinds = (NodeTimeoutError, IncompatibleError, ProtocolError)
     return next((kind for kind in kinds if isinstance(error, kind)), NodeError), str(error)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from farpool.cluster.wire.handshake import ClientHandshake, Purpose, Welcome
 from farpool.cluster.wire.secure import SecureSocket
 from farpool.cluster.wire.shortage import is_shortage
 from farpool.cluster.wire.tcp import set_options
-from farpool.errors import NodeError, NodeTimeoutError
+from farpool.errors import FarpoolWarning, IncompatibleError, NodeError, NodeTimeoutError
 
 __all__ = ["Connected", "Dialled", "dial", "remaining"]
 
@@ -84,7 +85,7 @@ def dial(
         The deadline passed.
     NodeError
         The node cannot be reached, or ended the connection.
-    ProtocolError, AccessDeniedError
+    ProtocolError, IncompatibleError, AccessDeniedError
         As raised by `ClientHandshake.feed` and `SecureSocket.do_handshake`.
     ConfigError
         The address begins with ``tls://``, and there is no certificate that can be used.
@@ -102,11 +103,19 @@ def dial(
                 connected.do_handshake()
             welcome = _shake_hands(connected, ClientHandshake(node, purpose, key, session, secure=secure), deadline)
             connected.settimeout(None)
-        except BaseException:
+        except BaseException as error:
             connected.close()
+            if isinstance(error, IncompatibleError):
+                _warn(error)
             raise
     credential = Credential.CERTIFICATE if secure else Credential.NONE if key is None else Credential.SECRET
     return Dialled(connected, welcome, node, credential)
+
+
+def _warn(error: IncompatibleError) -> None:
+    """Warn that a node cannot be used. A cache turns the error into misses, and only a warning would tell why."""
+    with contextlib.suppress(FarpoolWarning):  # if warnings are errors, the error itself is raised
+        warnings.warn(str(error), FarpoolWarning, stacklevel=1)
 
 
 def remaining(deadline: float) -> float:

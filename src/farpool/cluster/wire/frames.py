@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 from farpool._native import crc32c
-from farpool.errors import ProtocolError
+from farpool.errors import IncompatibleError, ProtocolError
 
 __all__ = [
     "COMMIT",
@@ -251,7 +251,8 @@ class FrameReader:
         if magic != _MAGIC:
             raise self._error(f"does not speak farpool's protocol: it sent {bytes(self._data[:8])!r}")
         if version != VERSION:
-            raise self._error(f"sent a frame of version {version}, this farpool speaks version {VERSION}")
+            what = f"sent a frame of version {version}, this farpool speaks version {VERSION}"
+            raise IncompatibleError(f"{self._sender} {what}", node=self._node)
         if meta_nbytes > self._meta_bytes_max:
             raise self._error(
                 f"sent a frame with {meta_nbytes} bytes of meta, expected at most {self._meta_bytes_max} here"
@@ -262,5 +263,9 @@ class FrameReader:
             )
         return int(meta_nbytes)
 
+    @property
+    def _sender(self) -> str:
+        return self._node or "the other side"
+
     def _error(self, what: str) -> ProtocolError:
-        return ProtocolError(f"{self._node or 'the other side'} {what}", node=self._node)
+        return ProtocolError(f"{self._sender} {what}", node=self._node)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.features import FEATURES, Features
 from farpool.cluster.wire.frames import VERSION, Credential, Frame, FrameReader, Op, Right, Status, pack_frame
 from farpool.cluster.wire.messages import (
     HANDSHAKE_META_BYTES_MAX,
@@ -40,7 +41,7 @@ from farpool.cluster.wire.messages import (
     expect,
 )
 from farpool.cluster.wire.refusals import refusal, status_of
-from farpool.errors import AccessDeniedError, NodeError, ProtocolError
+from farpool.errors import AccessDeniedError, IncompatibleError, NodeError, ProtocolError
 
 __all__ = ["Accepted", "ClientHandshake", "Identity", "NodeHandshake", "Purpose", "Welcome", "refused_frame"]
 
@@ -99,6 +100,8 @@ class Welcome:
         16 bytes, random at each start of the node.
     identity : bytes
         16 bytes, random at the node's first start and the same from then on.
+    features : int
+        Bits of the features that this connection uses.
     """
 
     session: int
@@ -110,6 +113,7 @@ class Welcome:
     node: str
     id: bytes
     identity: bytes
+    features: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ class Accepted:
         Rights of the key.
     tenant : int
         Tenant whose objects and leases the client sees.
+    features : int
+        Bits of the features that this connection uses.
     """
 
     purpose: Purpose
@@ -135,6 +141,7 @@ class Accepted:
     key: str
     rights: Right
     tenant: int
+    features: int = 0
 
 
 class ClientHandshake:
@@ -153,6 +160,8 @@ class ClientHandshake:
         The program's session; 0 if the node shall make a new one.
     secure : bool
         True if the connection has TLS; certificates then replace the key.
+    features : Features, optional
+        The features that the client has; by default those of this release.
 
     Attributes
     ----------
@@ -161,16 +170,27 @@ class ClientHandshake:
     """
 
     def __init__(
-        self, node: str, purpose: Purpose, key: AccessKey | None, session: int = 0, *, secure: bool = False
+        self,
+        node: str,
+        purpose: Purpose,
+        key: AccessKey | None,
+        session: int = 0,
+        *,
+        secure: bool = False,
+        features: Features = FEATURES,
     ) -> None:
         self.welcome: Welcome | None = None
         self._node = node
+        self._features = features
         # Over TLS the certificates prove both sides, and the node takes the key's name from the client's certificate.
         self._key = key = None if secure else key
         self._credential = Credential.CERTIFICATE if secure else Credential.SECRET if key else Credential.NONE
         # A new nonce for each connection: a proof that somebody has recorded does not fit it.
         self._nonce = os.urandom(32)
-        self._hello = Hello((VERSION, VERSION), 0, self._nonce, key.name if key else "", purpose, session)
+        name = key.name if key else ""
+        self._hello = Hello(
+            (VERSION, VERSION), features.bits, self._nonce, name, purpose, session, features.required_by_client
+        )
         self._reader = FrameReader(node, HANDSHAKE_META_BYTES_MAX)
         self._challenge: Challenge | None = None
 
@@ -189,7 +209,10 @@ class ClientHandshake:
         Raises
         ------
         ProtocolError
-            The node does not speak this protocol, or this farpool does not speak any of its versions.
+            The node does not speak this protocol.
+        IncompatibleError
+            This farpool does not speak any of the node's versions of it, or one of them lacks a feature that the other
+            requires.
         AccessDeniedError
             The node refuses the key, needs a key, or does not prove that it knows the secret.
         NodeFullError
@@ -199,10 +222,12 @@ class ClientHandshake:
         if frame is None:
             return b""
         if frame.op == Op.REFUSED:
-            reason = decoded(frame, Refused, self._node).reason
+            refused = decoded(frame, Refused, self._node)
+            reason = f"the node refused the connection: {refused.reason}"
+            if refused.incompatible:
+                raise IncompatibleError(f"{self._node}: {reason}", node=self._node, refused=True)
             # A node that lacks descriptors or memory may have them again soon, so this refusal is temporary.
-            passes = frame.status == Status.FULL
-            raise refusal(frame.status, f"the node refused the connection: {reason}", self._node, passes=passes)
+            raise refusal(frame.status, reason, self._node, passes=frame.status == Status.FULL)
         if self._challenge is None:
             return self._answer(frame)
         self._finish(frame, self._challenge)
@@ -211,12 +236,14 @@ class ClientHandshake:
     def _answer(self, frame: Frame) -> bytes:
         expect(frame, Op.CHALLENGE, self._node)
         challenge = decoded(frame, Challenge, self._node)
-        if challenge.version != VERSION or challenge.features:
-            raise ProtocolError(
-                f"{self._node} wants version {challenge.version} with features {challenge.features:#x} of the "
-                f"protocol, this farpool speaks {VERSION} without features",
+        if challenge.version != VERSION:
+            older = "this program" if challenge.version > VERSION else "the node"
+            raise IncompatibleError(
+                f"{self._node} wants version {challenge.version} of the protocol, this farpool speaks {VERSION}; "
+                f"upgrade {older}",
                 node=self._node,
             )
+        self._features.check(challenge.features, self._node)
         key = self._key
         if challenge.secret and key is None:
             raise AccessDeniedError(
@@ -261,6 +288,7 @@ class ClientHandshake:
             challenge.node,
             challenge.id,
             challenge.identity,
+            challenge.features,
         )
 
     def _pack(self, op: Op, message: msgspec.Struct) -> bytes:
@@ -278,6 +306,8 @@ class NodeHandshake:
         Access keys by name; None if every client that can connect has all rights.
     certificate : str or None
         Name in the client's certificate, which is also the name of its access key; None without TLS.
+    features : Features, optional
+        The features that the node has; by default those of this release.
 
     Attributes
     ----------
@@ -288,8 +318,17 @@ class NodeHandshake:
         Grant of the client's key as it was when the client's hello arrived; None before, or if the key is unknown.
     """
 
-    def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, certificate: str | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        keys: Mapping[str, Grant] | None,
+        certificate: str | None = None,
+        *,
+        features: Features = FEATURES,
+    ) -> None:
         self.accepted: Accepted | None = None
+        self._features = features
+        self._chosen = 0
         self.grant: Grant | None = None
         self._certificate = certificate
         self._identity = identity
@@ -326,8 +365,12 @@ class NodeHandshake:
         lowest, highest = decoded(frame, Versions, "").versions
         if not lowest <= VERSION <= highest:
             spoken = f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}"
-            raise ProtocolError(f"the client speaks {spoken} of the protocol, this farpool {VERSION}")
+            older = "client" if highest < VERSION else "node"
+            raise IncompatibleError(
+                f"the client speaks {spoken} of the protocol, this farpool {VERSION}; upgrade the {older}"
+            )
         hello = decoded(frame, Hello, "")
+        self._chosen = self._features.chosen(hello.features, hello.requires)
         # `NodeAccess.refusal` lets in only the node's own user then.
         if self._keys is None:
             self.grant = Grant(b"", _ALL_RIGHTS, 0)
@@ -347,7 +390,7 @@ class NodeHandshake:
         self._hello = hello
         identity = self._identity
         challenge = Challenge(
-            VERSION, 0, self._nonce, bool(self._secret), identity.name, identity.id, identity.identity
+            VERSION, self._chosen, self._nonce, bool(self._secret), identity.name, identity.id, identity.identity
         )
         return pack_frame(Op.CHALLENGE, msgspec.msgpack.encode(challenge))
 
@@ -369,7 +412,7 @@ class NodeHandshake:
         # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
-        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant)
+        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant, self._chosen)
         identity = self._identity
         message = WelcomeFields(
             answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket
@@ -380,7 +423,8 @@ class NodeHandshake:
 def refused_frame(error: NodeError) -> bytes:
     """Encode the frame that tells a client why the node refuses it."""
     reason = str(error)[:TEXT_CHARACTERS_MAX]
-    return pack_frame(Op.REFUSED, msgspec.msgpack.encode(Refused(reason)), status=status_of(error))
+    message = Refused(reason, isinstance(error, IncompatibleError))
+    return pack_frame(Op.REFUSED, msgspec.msgpack.encode(message), status=status_of(error))
 
 
 def _node_proof(secret: bytes, client_nonce: bytes, node_nonce: bytes) -> bytes:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from farpool.cluster.wire.access import LONGEST_NAME
+from farpool.cluster.wire.features import FEATURES_BITS, NAME_CHARACTERS_MAX
 from farpool.cluster.wire.frames import Frame, Op
 from farpool.errors import ProtocolError
 
@@ -37,6 +38,7 @@ _Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS_MAX)]
 _Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 _Session = Annotated[int, msgspec.Meta(ge=0, le=SESSION_MAX)]
+_FeatureName = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -46,7 +48,11 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The client's first message: its versions, nonce, access key, purpose and session."""
+    """The client's first message: its versions, features, nonce, access key, purpose and session.
+
+    `requires` has the names of the features without which the client cannot work. Nodes of releases before features
+    were chosen ignore it.
+    """
 
     versions: tuple[_Unsigned, _Unsigned]
     features: _Unsigned
@@ -54,10 +60,11 @@ class Hello(msgspec.Struct, frozen=True):
     key: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
     purpose: Purpose
     session: _Session
+    requires: Annotated[tuple[_FeatureName, ...], msgspec.Meta(max_length=FEATURES_BITS)] = ()
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The node's reply to a hello: its version, nonce and identity, and whether the client must prove a secret."""
+    """The node's reply to a hello: its version, nonce and identity, the chosen features, and if it wants a proof."""
 
     version: _Unsigned
     features: _Unsigned
@@ -87,9 +94,13 @@ class WelcomeFields(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """The node's refusal, with the reason why it ends the connection."""
+    """The node's refusal, with the reason why it ends the connection.
+
+    `incompatible` is True if the client or the node has to be upgraded.
+    """
 
     reason: _Text
+    incompatible: bool = False
 
 
 def expect(frame: Frame, op: Op, node: str) -> None:
