@@ -128,6 +128,8 @@ class Accepted:
         Rights of the key.
     tenant : int
         Tenant whose objects and leases the client sees.
+    latency : bool
+        True if small requests of the client are served first.
     """
 
     purpose: Purpose
@@ -135,6 +137,7 @@ class Accepted:
     key: str
     rights: Right
     tenant: int
+    latency: bool = False
 
 
 class ClientHandshake:
@@ -369,7 +372,7 @@ class NodeHandshake:
         # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
-        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant)
+        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant, grant.latency)
         identity = self._identity
         message = WelcomeFields(
             answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket
