@@ -309,8 +309,7 @@ first it is 0), 0 at the end.)")
                     made["bytes_in"] = stats.usage.work.bytes_in;
                     made["bytes_out"] = stats.usage.work.bytes_out;
                     made["work"] = stats.usage.work.units();
-                    made["throttled_us"] =
-                        std::chrono::duration_cast<std::chrono::microseconds>(stats.usage.throttled).count();
+                    made["throttled_us"] = std::chrono::duration_cast<std::chrono::microseconds>(stats.usage.throttled).count();
                     add_charges(made, stats.charges);
                     found[nb::int_(tenant)] = made;
                 }

@@ -51,7 +51,7 @@ class Lists:
                 # Taken again for each slice: other keys of the tenant wait in its queue, so they take turns.
                 async with self._alone(client.tenant):
                     while (delay := self._server.seconds_above_cap(client.tenant)) > 0:
-                        # Not for all of a long delay: the cap may be raised, and the node's debts with it.
+                        # Asked again soon, because the cap may be raised before a long delay is over.
                         await asyncio.sleep(min(delay, _CAP_CHECK_INTERVAL_S))
                     missing = call.limit - len(objects)
                     some, place = await asyncio.get_running_loop().run_in_executor(
