@@ -36,7 +36,7 @@ public:
     }
     bool is_used() const noexcept { return rate_ > 0; }
     void refill(Clock::time_point now) noexcept {
-        if (now > at_) {
+        if (is_used() && now > at_) {
             level_ = std::min(depth_, level_ + rate_ * std::chrono::duration<double>(now - at_).count());
             at_ = now;
         }
@@ -44,9 +44,15 @@ public:
     double level() const noexcept { return level_; }
     // The time for which the rate would have to pause for the bucket to be as full as it is.
     double seconds() const noexcept { return level_ / rate_; }
-    void take(double nbytes) noexcept { level_ -= nbytes; }
+    void take(double nbytes, Clock::time_point now) noexcept {
+        refill(now);
+        level_ -= nbytes;
+    }
     // Takes bytes, but leaves no larger debt than the bucket is deep.
-    void drain(double nbytes) noexcept { level_ = std::max(level_ - nbytes, std::min(level_, -depth_)); }
+    void drain(double nbytes, Clock::time_point now) noexcept {
+        refill(now);
+        level_ = std::max(level_ - nbytes, std::min(level_, -depth_));
+    }
     // True if the bucket has to refill. Half a byte covers the rounding of filled_at().
     bool is_empty() const noexcept { return level_ < -0.5; }
     // The time at which an empty bucket is not empty any more.

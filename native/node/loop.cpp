@@ -45,9 +45,8 @@ bool Loop::wait(int milliseconds) {
 }
 
 void Loop::end_round() {
-    const Clock::time_point now = Clock::now();
-    next_at_ = turns_.next_at(now);
-    has_work_ = services_.unsent.has_room() || (next_at_ && *next_at_ <= now);
+    next_at_ = turns_.next_at(now_);
+    has_work_ = services_.unsent.has_room() || (next_at_ && *next_at_ <= now_);
 }
 
 bool Loop::note_events(Clock::time_point now) {
@@ -77,7 +76,9 @@ void Loop::serve() {
 // that a new request waits for this one turn and not for all connections with work.
 void Loop::serve_turns() {
     for (std::uint64_t spent = 0; spent < Turns::quantum / 2;) {
-        now_ = Clock::now();
+        if (spent > 0) {  // the first turn begins with the round
+            now_ = Clock::now();
+        }
         Turns::Flow* const next = turns_.next(now_);
         if (next == nullptr) {
             return;

@@ -76,7 +76,7 @@ private:
     std::uint64_t numbers_ = 0;  // of connections
     std::array<epoll_event, 64> ready_{};
     int ready_count_ = 0;
-    Clock::time_point now_{};                     // of the last event or turn
+    Clock::time_point now_{};                     // the time of this round, or of its last turn
     bool has_work_ = false;                       // connections have work that needs no event
     std::optional<Clock::time_point> next_at_{};  // as Turns::next_at() said at the end of the round
 };

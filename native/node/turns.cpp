@@ -308,13 +308,12 @@ void Turns::charge(Tenant& tenant, const Work& work, std::optional<Reason> reaso
     tenant.usage_.work.bytes_out += work.bytes_out;
     tenant.usage_.work.other += work.other;
     tenant.is_served_ = true;
-    tenant.cap_.refill(now);
-    tenant.cap_.take(metered);
+    tenant.cap_.take(metered, now);
     tenant.guarantee_.refill(now);
     const double clock = tenant.clock_ + units / tenant.share_;
     const bool by_guarantee = reason == Reason::guarantee ||
                               (reason == Reason::urgent && tenant.guarantee_.is_used() && tenant.guarantee_.level() > 0);
-    tenant.guarantee_.drain(metered);
+    tenant.guarantee_.drain(metered, now);
     if (by_guarantee) {
         // A guarantee may be more than the part by the share, so this does not become a debt without bounds.
         tenant.clock_ = std::min(clock, std::max(tenant.clock_, clock_ + static_cast<double>(ahead) / tenant.share_));

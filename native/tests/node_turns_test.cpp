@@ -424,7 +424,7 @@ TEST("a client that waits for its tenant's cap is not closed as one that stalls"
         world.server.step(1000);
         CHECK_EQUAL(world.server.stats().connections, 1u);
     }
-    CHECK(farpool::Clock::now() > begun + std::chrono::milliseconds(1500));  // the node judged its clients meanwhile
+    CHECK(farpool::Clock::now() > begun + std::chrono::milliseconds(1500));  // the node has judged its clients by then
 }
 
 TEST("lists and handshakes are charged to their tenant") {

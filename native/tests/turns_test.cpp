@@ -466,7 +466,7 @@ TEST("a cap counts bytes of both directions, and other work if that is more") {
             busy.turns.charge(*next, work, busy.now);
             ++turns;
         }
-        // 100 turns, those of a full bucket, and one that may exceed it
+        // 100 turns, as many as a full bucket has, and one that may exceed it
         CHECK(turns >= 100 && turns <= 104);
         const Turns::Usage usage = busy.turns.usage(1, busy.now);
         CHECK_EQUAL(usage.work.bytes_in, turns * work.bytes_in);
@@ -658,105 +658,125 @@ TEST("a new bandwidth holds from then on: debts stay units, and a tenant that is
     CHECK(busy.next() == flow);  // a cap begins with a full bucket
 }
 
-// A tenant, as the test below sees it.
-struct Seen {
-    std::set<std::uint64_t> working{};  // connections
-    double waited = 0;                  // units of others since it had work and was below its cap
+namespace {
+
+// Connections that come and go, and have work or not, under bandwidths that change; with checks after each turn.
+class Changing {
+public:
+    explicit Changing(unsigned seed) : busy_(seed) {}
+
+    void act() {
+        const std::uint64_t some = seats_.empty() ? 0 : std::next(seats_.begin(), below(seats_.size()))->first;
+        switch (below(16)) {
+            case 0:
+                return seats_.size() < 30 ? connect() : void();
+            case 1:
+                return some != 0 && below(6) == 0 ? disconnect(some) : void();
+            case 2:
+            case 3:
+            case 4:
+                return some != 0 ? want(some) : void();
+            case 5:
+                return some != 0 ? rest(some) : void();
+            case 6:
+                busy_.now += std::chrono::microseconds(below(300));
+                return below(20) == 0 ? change_bandwidth() : void();
+            default:
+                serve();
+        }
+    }
+
+private:
+    // Units that others may have while a tenant has work and is below its cap.
+    static constexpr std::uint64_t most_waited = 100 << 20;
+
+    struct Tenant {
+        std::set<std::uint64_t> working{};  // connections
+        std::uint64_t waited = 0;           // units of others since its last turn
+    };
+
+    long below(std::size_t bound) { return static_cast<long>(busy_.random() % bound); }
+    void connect() {
+        const auto tenant = static_cast<std::uint32_t>(1 + below(5));
+        const auto key = static_cast<std::uint64_t>(below(3));
+        const std::uint64_t number = ++numbers_;
+        seats_.emplace(number, busy_.turns.join(tenant, key, number, below(3) == 0));
+        tenant_of_[number] = tenant;
+    }
+    void disconnect(std::uint64_t number) {
+        seats_.erase(number);
+        tenants_[tenant_of_[number]].working.erase(number);
+    }
+    void want(std::uint64_t number) {
+        busy_.turns.want(*seats_.at(number));
+        tenants_[tenant_of_[number]].working.insert(number);
+    }
+    void rest(std::uint64_t number) {
+        busy_.turns.rest(*seats_.at(number));
+        tenants_[tenant_of_[number]].working.erase(number);
+    }
+    void change_bandwidth() {
+        Policy policy;
+        for (std::uint32_t tenant = 1; tenant <= 5; ++tenant) {
+            const auto guarantee = static_cast<std::uint64_t>(below(3) == 0 ? below(200'000'000) : 0);
+            const auto cap = below(3) == 0 ? guarantee + 1'000'000 + static_cast<std::uint64_t>(below(100'000'000)) : 0;
+            policy[tenant] = {std::exp2(static_cast<double>(below(7)) - 3), guarantee, cap};
+        }
+        busy_.turns.set_bandwidth(policy, busy_.now);
+    }
+    // The tenants that have work and are below their caps. The others do not wait for the node.
+    std::set<std::uint32_t> waiting() {
+        std::set<std::uint32_t> found;
+        for (auto& [tenant, one] : tenants_) {
+            if (!one.working.empty() && busy_.turns.below_cap_at(tenant, busy_.now) == busy_.now) {
+                found.insert(tenant);
+            } else {
+                one.waited = 0;
+            }
+        }
+        return found;
+    }
+    void serve() {
+        const std::set<std::uint32_t> waiting = this->waiting();
+        const bool have_work =
+            std::any_of(tenants_.begin(), tenants_.end(), [](const auto& one) { return !one.second.working.empty(); });
+        const auto at = busy_.turns.next_at(busy_.now);
+        CHECK_EQUAL(at.has_value(), have_work);
+        CHECK_EQUAL(at.has_value() && *at == busy_.now, !waiting.empty());
+        Turns::Flow* const next = busy_.next();
+        CHECK_EQUAL(next != nullptr, !waiting.empty());
+        if (next == nullptr) {
+            busy_.now = at.value_or(busy_.now);
+            return;
+        }
+        const std::uint32_t served = tenant_of_[next->name()];
+        CHECK(waiting.contains(served) && tenants_[served].working.contains(next->name()));
+        const auto units = static_cast<std::uint64_t>(1 + below(Busy::most));
+        if (below(2) == 0) {
+            rest(next->name());
+        }
+        busy_.charge(*next, units);
+        for (const std::uint32_t tenant : waiting) {
+            std::uint64_t& waited = tenants_[tenant].waited;
+            waited = tenant == served ? 0 : waited + units;
+            CHECK(waited < most_waited);
+        }
+    }
+
+    Busy busy_;
+    std::map<std::uint64_t, Turns::Seat> seats_;
+    std::map<std::uint64_t, std::uint32_t> tenant_of_;
+    std::map<std::uint32_t, Tenant> tenants_;
+    std::uint64_t numbers_ = 0;
 };
 
-TEST("the node is never idle while a tenant below its cap has work, and each of those has turns, through random changes") {
+}  // namespace
+
+TEST("the node is never idle while a tenant below its cap has work, and each such tenant has turns, through random changes") {
     for (unsigned seed = 0; seed < 30; ++seed) {
-        Busy busy(seed);
-        std::map<std::uint64_t, Turns::Seat> seats;
-        std::map<std::uint64_t, std::uint32_t> tenant_of;
-        std::map<std::uint32_t, Seen> tenants;
-        std::set<std::uint64_t> working;
-        for (std::uint64_t act = 1; act < 8000; ++act) {
-            const std::uint64_t some =
-                seats.empty() ? 0 : std::next(seats.begin(), static_cast<long>(busy.random() % seats.size()))->first;
-            const auto rested = [&](std::uint64_t number) {
-                working.erase(number);
-                Seen& seen = tenants[tenant_of[number]];
-                seen.working.erase(number);
-                seen.waited = seen.working.empty() ? 0 : seen.waited;
-            };
-            switch (busy.random() % 16) {
-                case 0:
-                    if (seats.size() < 30) {
-                        tenant_of[act] = 1 + busy.random() % 5;
-                        seats.emplace(act, busy.turns.join(tenant_of[act], busy.random() % 3, act, busy.random() % 3 == 0));
-                    }
-                    break;
-                case 1:
-                    if (some != 0 && busy.random() % 6 == 0) {
-                        seats.erase(some);
-                        rested(some);
-                    }
-                    break;
-                case 2:
-                case 3:
-                case 4:
-                    if (some != 0) {
-                        busy.turns.want(*seats.at(some));
-                        working.insert(some);
-                        tenants[tenant_of[some]].working.insert(some);
-                    }
-                    break;
-                case 5:
-                    if (some != 0) {
-                        busy.turns.rest(*seats.at(some));
-                        rested(some);
-                    }
-                    break;
-                case 6:
-                    if (busy.random() % 20 == 0) {
-                        Policy policy;
-                        for (std::uint32_t tenant = 1; tenant <= 5; ++tenant) {
-                            const std::uint64_t guarantee = busy.random() % 3 == 0 ? busy.random() % 200'000'000 : 0;
-                            const std::uint64_t cap =
-                                busy.random() % 3 == 0 ? guarantee + 1'000'000 + busy.random() % 100'000'000 : 0;
-                            policy[tenant] = {std::exp2(static_cast<double>(busy.random() % 7) - 3), guarantee, cap};
-                        }
-                        busy.turns.set_bandwidth(policy, busy.now);
-                    } else {
-                        busy.now += std::chrono::microseconds(busy.random() % 300);
-                    }
-                    break;
-                default: {
-                    bool may_work = false;
-                    std::set<std::uint32_t> below;
-                    for (auto& [tenant, seen] : tenants) {
-                        if (!seen.working.empty() && busy.turns.below_cap_at(tenant, busy.now) == busy.now) {
-                            may_work = true;
-                            below.insert(tenant);
-                        } else {
-                            seen.waited = 0;
-                        }
-                    }
-                    const auto at = busy.turns.next_at(busy.now);
-                    CHECK_EQUAL(at.has_value(), !working.empty());
-                    CHECK_EQUAL(may_work, at.has_value() && *at == busy.now);
-                    Turns::Flow* const next = busy.next();
-                    CHECK_EQUAL(next != nullptr, may_work);
-                    if (next == nullptr) {
-                        busy.now = at.value_or(busy.now);
-                        break;
-                    }
-                    CHECK(working.contains(next->name()) && below.contains(tenant_of[next->name()]));
-                    const std::uint64_t units = 1 + busy.random() % Busy::most;
-                    if (busy.random() % 2 == 0) {
-                        const std::uint64_t name = next->name();
-                        busy.turns.rest(*next);
-                        rested(name);
-                    }
-                    busy.charge(*next, units);
-                    for (const std::uint32_t tenant : below) {
-                        Seen& seen = tenants[tenant];
-                        seen.waited = tenant == tenant_of[next->name()] ? 0 : seen.waited + static_cast<double>(units);
-                        CHECK(seen.waited < 100.0 * 1024 * 1024);
-                    }
-                }
-            }
+        Changing changing(seed);
+        for (int act = 0; act < 8000; ++act) {
+            changing.act();
         }
     }
 }

@@ -188,7 +188,7 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
         settings = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
         # The message names field and type, never the value.
-        raise ConfigError(f"{what}: {error}; expected secret, rights, tenant, bytes and class", setting="keys") from None
+        raise ConfigError(f"{what}: {error}; expected secret, rights, tenant, bytes, class", setting="keys") from None
     secret = None if isinstance(settings.secret, msgspec.UnsetType) else settings.secret.encode()
     _check(name, secret, what)
     rights = Right(0)
