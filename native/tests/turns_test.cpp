@@ -582,6 +582,7 @@ TEST("a request of the latency class that needs more than a turn waits like othe
     busy.turns.want(*large);
     CHECK(busy.next() == large.get());
     busy.charge(*large, quantum / 2);  // it still has work
+    CHECK(busy.next() != large.get());
     for (int turn = 0; turn < 100; ++turn) {
         busy.serve();
     }
@@ -600,7 +601,8 @@ TEST("the latency class takes no more than the part of its tenant, and of its ke
         busy.add(1, 10, 4);
         std::vector<Turns::Seat> flood;
         for (std::uint64_t number = 0; number < 50; ++number) {
-            flood.push_back(busy.turns.join(same_tenant ? 1 : 2, 20, 1000 + number, true));
+            // A tenant is bounded as a whole, also with many keys.
+            flood.push_back(busy.turns.join(same_tenant ? 1 : 2, same_tenant ? 20 : 20 + number, 1000 + number, true));
         }
         std::uint64_t of_flood = 0;
         for (int turn = 0; turn < 20'000; ++turn) {
@@ -622,6 +624,63 @@ TEST("the latency class takes no more than the part of its tenant, and of its ke
         CHECK(of_flood <= bulk + Turns::ahead + 2 * Busy::most);
         CHECK(bulk <= of_flood + Turns::ahead + 2 * Busy::most);
     }
+}
+
+TEST("latency keys of a tenant take turns") {
+    Busy busy(4);
+    busy.add(1, 10, 4);
+    std::vector<Turns::Seat> seats;
+    for (std::uint64_t number = 0; number < 6; ++number) {
+        seats.push_back(busy.turns.join(1, number < 5 ? 20 : 21, 1000 + number, true));
+    }
+    for (const Turns::Seat& seat : seats) {
+        busy.turns.want(*seat);
+    }
+    for (const std::uint64_t expected : {1000, 1005, 1001}) {
+        Turns::Flow* const next = busy.next();
+        CHECK_EQUAL(next->name(), expected);
+        busy.turns.rest(*next);
+        busy.charge(*next, quantum / 16);
+    }
+}
+
+// How much more two tenants have had, of which the first one was throttled, guaranteed much or alone, a while after the change.
+void check_equal_after(Busy& busy) {
+    busy.turns.set_bandwidth({}, busy.now);
+    busy.of_tenants.clear();
+    for (int turn = 0; turn < 500; ++turn) {
+        busy.serve();
+    }
+    CHECK(spread(busy.of_tenants) <= 2 * Busy::most + Turns::ahead);
+}
+
+TEST("a tenant that was throttled saves nothing up, and one that had much by its guarantee owes nothing") {
+    for (const Bandwidth& before : {Bandwidth{1.0, 0, 1'000'000}, Bandwidth{1.0, 900'000'000, 0}}) {
+        Busy busy(2);
+        busy.add(1, 10, 1);
+        busy.add(2, 20, 1);
+        busy.turns.set_bandwidth({{1, before}}, busy.now);
+        for (int turn = 0; turn < 5000; ++turn) {
+            busy.serve();
+        }
+        check_equal_after(busy);
+    }
+}
+
+TEST("what a tenant had in addition to its guarantee is not held against it for longer than its bucket takes to fill") {
+    Busy busy(2);
+    busy.add(1, 10, 1);
+    busy.turns.set_bandwidth({{1, {1.0 / 64, 100'000'000, 0}}}, busy.now);
+    for (int turn = 0; turn < 20'000; ++turn) {  // a second, alone
+        busy.serve();
+    }
+    busy.add(2, 20, 1);
+    busy.of_tenants.clear();
+    const Time begun = busy.now;
+    while (busy.now < begun + std::chrono::milliseconds(200)) {
+        busy.serve();
+    }
+    CHECK(static_cast<double>(busy.of_tenants[1]) >= 100'000'000 * 0.2 - 2 * depth(100'000'000));
 }
 
 TEST("a bandwidth that cannot be kept is refused, and nothing changes") {
