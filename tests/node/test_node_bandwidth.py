@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_node_serves_keys_of_both_classes_and_charges_their_handshakes(tmp_pat
         listener._server = Watched()
         deadline = time.monotonic() + 60
         for name in keys:
-            with dial(running.address, "data", key=AccessKey(name, SECRET), deadline=deadline).socket:
+            with closing(dial(running.address, "data", key=AccessKey(name, SECRET), deadline=deadline).socket):
                 until(lambda name=name: name in seen, "the connection did not reach the data loop")  # type: ignore[misc]
         assert seen == {"bulk": False, "quick": True}
         work = running.tenants()[1]["work"]
