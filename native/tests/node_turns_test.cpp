@@ -383,7 +383,7 @@ TEST("a tenant that is not capped has turns while another one waits for its cap"
     }
 }
 
-TEST("a new bandwidth wakes the loop, and a tenant above its former cap has its turn") {
+TEST("with a new bandwidth a tenant above its former cap has its turn") {
     World world;
     const auto client = world.client(1);
     world.answered(*client, put("object", 4096));
