@@ -109,14 +109,16 @@ Methods may be called from any thread. OSError where the system refuses a file o
         .def(
             "adopt",
             [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights,
-               const std::string& key) {
+               const std::string& key, bool latency) {
                 farpool::Stream stream = taken_stream(fd);
-                refusing([&] { self.adopt(std::move(stream), session, tenant, rights, key); });
+                refusing([&] { self.adopt(std::move(stream), session, tenant, rights, key, latency); });
             },
-            nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"),
-            nb::sig("def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None"),
-            R"(Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
-another tenant's or another access key's.)")
+            nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"), nb::kw_only(),
+            nb::arg("latency") = false,
+            nb::sig("def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str, *, "
+                    "latency: bool = False) -> None"),
+            R"(Serve an authenticated stream, which belongs to the server from now on. With `latency`, small requests of the
+connection are served first. AccessDeniedError where the session is another tenant's or another access key's.)")
         .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released(),
              "Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others.")
         .def(
@@ -133,6 +135,33 @@ another tenant's or another access key's.)")
             nb::arg("keys"),
             R"(Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
 the bytes that it may hold, 0 for the node's own limit.)")
+        .def(
+            "set_bandwidth",
+            [](Server& self, const std::map<std::uint32_t, std::tuple<double, std::uint64_t, std::uint64_t>>& tenants) {
+                std::map<std::uint32_t, farpool::Bandwidth> bandwidth;
+                for (const auto& [tenant, one] : tenants) {
+                    const auto& [share, guarantee, cap] = one;
+                    bandwidth.emplace(tenant, farpool::Bandwidth{share, guarantee, cap});
+                }
+                nb::gil_scoped_release release;
+                self.set_bandwidth(bandwidth);
+            },
+            nb::arg("tenants"),
+            R"(Set the share, the guarantee and the cap of each tenant, from now on. A tenant that is not named has the share 1, no
+guarantee and no cap. Guarantees and caps are bytes a second, and 0 for none. ValueError if a value cannot be used;
+then nothing changes.)")
+        .def(
+            "bandwidth",
+            [](Server& self) {
+                std::map<std::uint32_t, std::tuple<double, std::uint64_t, std::uint64_t>> found;
+                for (const auto& [tenant, one] : self.bandwidth()) {
+                    found.emplace(tenant, std::tuple(one.share, one.guarantee, one.cap));
+                }
+                return found;
+            },
+            Released(), "Return what `set_bandwidth` has set.")
+        .def("seconds_above_cap", &Server::seconds_above_cap, nb::arg("tenant"), Released(),
+             "Return the seconds until a tenant is below its cap; 0 if it is.")
         .def(
             "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released(),
             "Close all connections that were opened with this access key.")
@@ -277,6 +306,10 @@ first it is 0), 0 at the end.)")
                     made["evictions_of_damaged"] = stats.counts.damaged;
                     made["evictions_from_file"] = stats.counts.from_file;
                     made["expired"] = stats.counts.expired;
+                    made["bytes_in"] = stats.usage.work.bytes_in;
+                    made["bytes_out"] = stats.usage.work.bytes_out;
+                    made["work"] = stats.usage.work.units();
+                    made["throttled_us"] = std::chrono::duration_cast<std::chrono::microseconds>(stats.usage.throttled).count();
                     add_charges(made, stats.charges);
                     found[nb::int_(tenant)] = made;
                 }
@@ -285,7 +318,8 @@ first it is 0), 0 at the end.)")
             nb::sig("def tenants(self) -> dict[int, dict[str, int]]"),
             R"(Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
 guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
-for want of room in the NVMe file.)")
+for want of room in the NVMe file; bytes moved in each direction, units of work, and microseconds for which the tenant
+had work but was above its cap.)")
         .def(
             "refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); },
             "Requests over data connections that were refused, by tenant and by status.")

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <stdexcept>
 
 #include "fuzz/check.hpp"
 #include "node/catalogue/index.hpp"
@@ -42,6 +43,7 @@ World::World(std::string folder, std::uint64_t seed)
       dice_(seed),
       capacity_((std::uint64_t{16} << 10) + dice_.below(dice_.one_in(4) ? 1 << 20 : 1 << 17)),
       with_shelf_(dice_.one_in(4)),
+      with_rates_(dice_.one_in(4)),
       ephemeral_(dice_.one_in(8)) {
     fs::remove_all(folder_);
     fs::create_directories(folder_);
@@ -94,7 +96,7 @@ void World::act() {
         case 10:
             return client.pull(dice_.one_in(4) ? 1 + dice_.below(100) : 1 << 16);
         case 11:
-            return dice_.one_in(10) ? look() : scribble();
+            return dice_.one_in(10) ? look() : dice_.one_in(10) ? set_bandwidth() : scribble();
         case 12:
             return dice_.one_in(8) ? (client.lease == 0 ? lend(client) : release(client)) : request_on_lease(client);
         case 13:
@@ -226,6 +228,27 @@ void World::look() {
     server_->events();
 }
 
+// Gives tenants random parts of the bandwidth, of which some cannot be kept.
+void World::set_bandwidth() {
+    const auto before = server_->bandwidth();
+    std::map<std::uint32_t, Bandwidth> tenants;
+    for (const std::uint32_t tenant : {1u, 2u, 3u, 4u}) {
+        if (dice_.one_in(2)) {
+            const std::uint64_t cap = !with_rates_ || dice_.one_in(2) ? 0 : dice_.below(std::uint64_t{64} << 20);
+            const std::uint64_t guarantee =
+                !with_rates_ || dice_.one_in(2) ? 0 : dice_.below(cap == 0 ? std::uint64_t{1} << 30 : cap + cap / 8);
+            tenants[tenant] = {static_cast<double>(dice_.below(1000)) / 16, guarantee, cap};
+        }
+    }
+    try {
+        server_->set_bandwidth(tenants);
+    } catch (const std::invalid_argument&) {
+        require(server_->bandwidth() == before, "a refused bandwidth was set");
+        return;
+    }
+    require(server_->bandwidth() == tenants, "a bandwidth was not set");
+}
+
 // Restarts the node after a clean stop, or after a kill: with the files as they are at this moment.
 void World::restart() {
     const bool killed = dice_.one_in(2);
@@ -297,6 +320,7 @@ void World::damage_files() {
 }
 
 void World::settle() {
+    server_->set_bandwidth({});  // otherwise replies of capped tenants take seconds
     for (int round = 0; round < 4000; ++round) {
         bool busy = false;
         for (const auto& client : clients_) {

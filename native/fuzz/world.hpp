@@ -42,6 +42,7 @@ private:
     void release(Client& client);
     void scribble();
     void look();
+    void set_bandwidth();
     void restart();
     void damage_files();
     void open_server();
@@ -58,6 +59,7 @@ private:
     Dice dice_;
     const std::uint64_t capacity_;
     const bool with_shelf_;
+    const bool with_rates_;  // tenants have caps and guarantees, so that the clock takes part in what happens
     const bool ephemeral_;
     std::unique_ptr<Server> server_;
     std::vector<std::unique_ptr<Client>> clients_;

@@ -21,6 +21,7 @@ struct Client {
     Quotas::Owner owner;  // tenant and access key
     Catalogue& objects;   // of the tenant
     Unsent& unsent;       // of the access key
+    bool is_latency;      // the class of its traffic
 
     bool may(std::uint32_t right) const noexcept { return (rights & right) != 0; }
 };

@@ -52,7 +52,16 @@ std::uint32_t NodeConnection::wanted_events() {
     return EPOLLIN | EPOLLRDHUP | EPOLLET | (waits_for_room ? EPOLLOUT : 0u);
 }
 
+void NodeConnection::begin_turn(Clock::time_point now) {
+    if (waits_since_) {
+        input_.progress().excuse(now - *waits_since_);
+        replies_.progress().excuse(now - *waits_since_);
+        waits_since_.reset();
+    }
+}
+
 const char* NodeConnection::stall(Clock::time_point now) const noexcept {
+    now = waits_since_.value_or(now);  // since then the node delays the connection, and not the client
     if (input_.is_in_frame() && listening_ && input_.progress().is_over(now)) {
         return "a connection rested in the middle of a frame for too long and was closed";
     }
@@ -132,7 +141,7 @@ ssize_t NodeConnection::receive_some(std::vector<std::byte>& scratch) {
         return got;
     }
     const auto nbytes = static_cast<std::size_t>(got);
-    services_.turn.spend(nbytes);
+    services_.turn.receive(nbytes);
     services_.tallies.add_in(nbytes);
     readable_ = nbytes == room || hung_up_;  // otherwise nothing more was there, and epoll reports when more arrives
     const std::size_t landed = std::min(nbytes, direct.iov_len);

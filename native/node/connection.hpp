@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,11 @@ public:
     void note_events(std::uint32_t events);
     bool may_read() const;
     bool may_send() const { return writable_ && replies_.is_ready(); }
+    // Notes that the connection waits for its turn, or has no work and does not.
+    void wait_for_turn(Clock::time_point now) { waits_since_ = waits_since_.value_or(now); }
+    void end_wait() noexcept { waits_since_.reset(); }
+    // Begins a turn. The client does not answer for the time for which the connection waited.
+    void begin_turn(Clock::time_point now);
     // Receives and handles requests, and sends replies, as far as the turn allows. `scratch`: for bytes that are not payload.
     void serve(std::vector<std::byte>& scratch);
     // Events that epoll should report, and a note that it does: true if it did not before.
@@ -75,6 +81,7 @@ private:
     bool dead_ = false;
     bool closed_ = false;
     std::uint32_t watched_ = 0;
+    std::optional<Clock::time_point> waits_since_{};  // for its turn
 };
 
 }  // namespace farpool

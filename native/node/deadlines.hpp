@@ -67,6 +67,8 @@ public:
         const std::chrono::duration<double> bought(static_cast<double>(nbytes) / bytes_per_s_min);
         end_ = std::min(now + deadlines_.stall(), end_ + std::chrono::duration_cast<Clock::duration>(bought));
     }
+    // Adds time for which the node kept the client from making progress.
+    void excuse(Clock::duration waited) { end_ += waited; }
     bool is_over(Clock::time_point now) const noexcept { return now > end_; }
     Clock::time_point end() const noexcept { return end_; }
 

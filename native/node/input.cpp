@@ -184,7 +184,7 @@ void Input::go_on(FrameHandler& handler) {
         copying_.offset += step;
         copying_.nbytes -= step;
         copied_ += step;
-        turn_.spend(step);
+        turn_.receive(step);
         progress_.moved(step, deadlines_.now());
         take(handler, from, step);
     }

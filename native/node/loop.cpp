@@ -34,11 +34,23 @@ Loop::Loop(Services& services, const Alarm& alarm)
 }
 
 bool Loop::wait(int milliseconds) {
-    ready_count_ = epoll_wait(epoll_.fd(), ready_.data(), static_cast<int>(ready_.size()), has_work_ ? 0 : milliseconds);
-    return ready_count_ > 0 || has_work_;
+    if (has_work_) {
+        milliseconds = 0;
+    } else if (next_at_) {  // all tenants that have work are above their caps
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next_at_ - Clock::now()).count();
+        milliseconds = static_cast<int>(std::clamp<std::int64_t>(left, 0, milliseconds));
+    }
+    ready_count_ = epoll_wait(epoll_.fd(), ready_.data(), static_cast<int>(ready_.size()), milliseconds);
+    return ready_count_ > 0 || has_work_ || (next_at_ && *next_at_ <= Clock::now());
 }
 
-bool Loop::note_events() {
+void Loop::end_round() {
+    next_at_ = turns_.next_at(now_);
+    has_work_ = services_.unsent.has_room() || (next_at_ && *next_at_ <= now_);
+}
+
+bool Loop::note_events(Clock::time_point now) {
+    now_ = now;
     bool woken = false;
     for (int event = 0; event < ready_count_; ++event) {
         const epoll_event& found = ready_[static_cast<std::size_t>(event)];
@@ -64,17 +76,23 @@ void Loop::serve() {
 // that a new request waits for this one turn and not for all connections with work.
 void Loop::serve_turns() {
     for (std::uint64_t spent = 0; spent < Turns::quantum / 2;) {
-        Turns::Flow* const next = turns_.next();
+        if (spent > 0) {  // the first turn begins with the round
+            now_ = Clock::now();
+        }
+        Turns::Flow* const next = turns_.next(now_);
         if (next == nullptr) {
             return;
         }
-        services_.turn = Turn(turns_.is_shared() ? Turns::quantum : lone_turn);
+        services_.turn = Turn(turns_.is_shared() || turns_.is_capped(*next) ? Turns::quantum : lone_turn);
         NodeConnection& connection = *connections_.at(static_cast<int>(next->name()));
+        connection.begin_turn(services_.deadlines.at(now_));
         work_on(connection, [&] { connection.serve(scratch_); });
-        const std::uint64_t units =
-            std::max(services_.turn.spent(), work::call);  // a turn that did nothing costs something, too
-        turns_.charge(*next, units);
-        spent += units;
+        Work work = services_.turn.work();
+        if (work.units() < work::call) {  // a turn that did nothing costs something, too
+            work.other = work::call - work.bytes();
+        }
+        turns_.charge(*next, work, now_);
+        spent += work.units();
     }
 }
 
@@ -122,8 +140,10 @@ void Loop::settle(NodeConnection& connection) {
 void Loop::queue(NodeConnection& connection) {
     if (connection.may_read() || connection.may_send()) {
         turns_.want(connection.seat());
+        connection.wait_for_turn(services_.deadlines.at(now_));
     } else {
         turns_.rest(connection.seat());
+        connection.end_wait();
     }
 }
 
@@ -135,7 +155,7 @@ void Loop::add(Stream stream, Client client) {
     bound_loopback_sending(fd);
     client.fd = fd;
     client.number = ++numbers_;
-    Turns::Seat seat = turns_.join(client.owner.first, client.owner.second, static_cast<std::uint64_t>(fd));
+    Turns::Seat seat = turns_.join(client.owner.first, client.owner.second, static_cast<std::uint64_t>(fd), client.is_latency);
     const bool has_input = stream.pending();  // TLS has read it already, so epoll cannot report it
     auto made = std::make_unique<NodeConnection>(std::move(stream), std::move(client), std::move(seat), services_);
     NodeConnection& connection = *connections_.insert_or_assign(fd, std::move(made)).first->second;
@@ -148,6 +168,7 @@ void Loop::add(Stream stream, Client client) {
         fail("epoll_ctl");
     }
     if (has_input) {
+        now_ = Clock::now();
         queue(connection);
         alarm_.wake();
     }
@@ -162,7 +183,10 @@ NodeConnection* Loop::find(int fd, std::uint64_t number) const {
 void Loop::deliver(const Fetch& fetch, bool ok) {
     NodeConnection* const connection = find(fetch.fd, fetch.connection);
     if (connection != nullptr) {
-        work_on(*connection, [&] { turns_.charge(connection->seat(), connection->replies().deliver(fetch, ok)); });
+        work_on(*connection, [&] {
+            const std::uint64_t copied = connection->replies().deliver(fetch, ok);
+            turns_.charge(connection->seat(), Work{0, 0, copied}, now_);
+        });
     }
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -27,16 +28,15 @@ public:
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // Waits at most `milliseconds` for events, and not at all if connections have work. False if there are none and no work.
-    // Called by the loop's thread, without the node's lock, as has_work() is.
+    // Waits at most `milliseconds` for events, until a tenant that has work is below its cap, and not at all if connections
+    // have work. False if there are no events and no work. Called by the loop's thread, without the node's lock.
     bool wait(int milliseconds);
-    bool has_work() const noexcept { return has_work_; }
     // Notes the events that wait() found; true if the alarm woke the loop.
-    bool note_events();
+    bool note_events(Clock::time_point now);
     // Serves connections for about the work of one turn, and closes the ones that are finished.
     void serve();
-    // Ends a round: finds out whether connections have more work.
-    void end_round() noexcept { has_work_ = turns_.has_work() || services_.unsent.has_room(); }
+    // Ends a round: finds out whether connections have more work, and when.
+    void end_round();
     // Adds a connection. `client` lacks its number. Throws std::system_error, and then the stream is closed.
     void add(Stream stream, Client client);
     // Completes the reply that waits for a fetch, if its connection is still open.
@@ -49,6 +49,9 @@ public:
     void close_all();
 
     std::size_t size() const noexcept { return connections_.size(); }
+    // The order of turns, with the bandwidth of each tenant.
+    Turns& turns() noexcept { return turns_; }
+    const Turns& turns() const noexcept { return turns_; }
     // Bytes that publish areas take according to the system, by tenant.
     std::map<std::uint32_t, std::uint64_t> areas_taken() const;
 
@@ -73,7 +76,9 @@ private:
     std::uint64_t numbers_ = 0;  // of connections
     std::array<epoll_event, 64> ready_{};
     int ready_count_ = 0;
-    bool has_work_ = false;  // connections have work that needs no event
+    Clock::time_point now_{};                     // the time of this round, or of its last turn
+    bool has_work_ = false;                       // connections have work that needs no event
+    std::optional<Clock::time_point> next_at_{};  // as Turns::next_at() said at the end of the round
 };
 
 }  // namespace farpool

@@ -240,7 +240,7 @@ Replies::Sent Replies::flush(Stream& socket, Turn& turn) {
             return errno == EAGAIN ? Sent::blocked : errno == EINTR ? Sent::all : Sent::broken;
         }
         file = File();
-        turn.spend(static_cast<std::uint64_t>(done));
+        turn.send(static_cast<std::uint64_t>(done));
         note_sent(static_cast<std::size_t>(done));
         if (static_cast<std::size_t>(done) < offered) {
             return Sent::blocked;

@@ -33,6 +33,7 @@ public:
     // True if the client has not taken its replies for too long.
     bool is_stalled(Clock::time_point now) const noexcept { return is_ready() && progress_.is_over(now); }
     Reply& last() noexcept { return queue_.back(); }
+    Patience& progress() noexcept { return progress_; }
 
     // Adds the reply to a request whose header arrived at `begun`.
     void add(const FrameHeader& request, Clock::time_point begun, Status status, std::uint64_t serial = 0,

@@ -119,7 +119,7 @@ bool Server::step(int milliseconds) {
     if (deadlines_.begin_round(begun)) {
         ticks_.postpone(begun);
     }
-    if (loop_.note_events()) {
+    if (loop_.note_events(begun)) {
         for (const auto& then : tenants_.finished()) {
             events_.guard(0, then);  // each by itself, because each releases what it holds
         }
@@ -140,14 +140,15 @@ void Server::tick() {
     tenants_.tidy();
 }
 
-void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key) {
+void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,
+                   bool latency) {
     const Guard guard(mutex_);
     const Quotas::Owner owner = sessions_.bind(session, tenant, key);
     if (stopped_) {
         fail_as_stopped("taking a connection over");
     }
     loop_.add(std::move(stream),
-              {0, 0, session, tenant, rights, std::string(key), owner, tenants_.of(tenant), unsent_.of(owner)});
+              {0, 0, session, tenant, rights, std::string(key), owner, tenants_.of(tenant), unsent_.of(owner), latency});
     sessions_.connect(session, false);
 }
 
@@ -161,6 +162,23 @@ void Server::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
     sessions_.expect_keys(keys);
 }
 
+void Server::set_bandwidth(const std::map<std::uint32_t, Bandwidth>& tenants) {
+    const Guard guard(mutex_);
+    loop_.turns().set_bandwidth(tenants, Clock::now());
+    alarm_.wake();  // a tenant that waits may have its turn earlier
+}
+
+std::map<std::uint32_t, Bandwidth> Server::bandwidth() {
+    const Guard guard(mutex_);
+    return loop_.turns().bandwidth();
+}
+
+double Server::seconds_above_cap(std::uint32_t tenant) {
+    const Guard guard(mutex_);
+    const Clock::time_point now = Clock::now();
+    return std::chrono::duration<double>(loop_.turns().below_cap_at(tenant, now) - now).count();
+}
+
 void Server::end_key(std::string_view key) {
     const Guard guard(mutex_);
     loop_.close_key(key);
@@ -170,6 +188,7 @@ void Server::connect(std::uint64_t session, std::uint32_t tenant, std::string_vi
     const Guard guard(mutex_);
     sessions_.bind(session, tenant, key);
     sessions_.connect(session, true);
+    loop_.turns().charge_tenant(tenant, Work{0, 0, work::handshake}, Clock::now());
 }
 
 void Server::disconnect(std::uint64_t session) {
@@ -273,7 +292,10 @@ std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place
             const Guard guard(mutex_);
             const Catalogue& objects = tenants_.of(tenant);
             place = place == 0 ? objects.place_of(after) : place;
+            const std::size_t before_slice = found.size();
             objects.list(place, after, prefix, limit, found);
+            const std::uint64_t units = work::listed_slice + work::listed * (found.size() - before_slice);
+            loop_.turns().charge_tenant(tenant, Work{0, 0, units}, Clock::now());
         }
         if (place == 0 || found.size() >= limit) {
             break;
@@ -326,13 +348,14 @@ Server::Stats Server::stats() {
 
 std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
     const Guard guard(mutex_);
+    const Clock::time_point now = Clock::now();
     std::map<std::uint32_t, TenantStats> found;
     for (const auto& [tenant, objects] : tenants_.all()) {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          objects->counts(), quotas_.of_tenant(tenant)});
+                                          objects->counts(), quotas_.of_tenant(tenant), loop_.turns().usage(tenant, now)});
     }
     for (const auto& lease : lending_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {

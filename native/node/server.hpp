@@ -63,6 +63,7 @@ public:
         std::uint64_t objects, used, backed, taken, lent, share;
         Catalogue::Counts counts;
         Quotas::Charges charges;
+        Turns::Usage usage;
     };
 
     explicit Server(Settings settings);
@@ -75,10 +76,18 @@ public:
     void stop();
     // Takes the stream over, and makes it non-blocking. A session belongs to the tenant and the access key that first used it;
     // throws Denied if they are others.
-    void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key);
+    // `latency`: the connection's class is latency, and not bulk.
+    void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,
+               bool latency = false);
     // Sets the tenants that may connect; memory that one of them pins, keeps or leases leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
+    // Sets each tenant's part of the bandwidth; a tenant that is not named has the default. Throws std::invalid_argument, and
+    // then changes nothing.
+    void set_bandwidth(const std::map<std::uint32_t, Bandwidth>& tenants);
+    std::map<std::uint32_t, Bandwidth> bandwidth();
+    // Seconds until a tenant is below its cap; 0 if it is.
+    double seconds_above_cap(std::uint32_t tenant);
     // Closes all connections that were opened with this access key.
     void end_key(std::string_view key);
     // Counts a connection to the session, until disconnect(). Throws Denied, and Busy if the key or its tenant has too many.

@@ -2,12 +2,14 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/crc32c.hpp"
@@ -54,11 +56,12 @@ std::string lookup(const std::string& prefix, std::uint32_t count) {
 // A connection that sends as much as the node takes, and reads all that the node sends.
 class Client {
 public:
-    Client(Server& server, std::uint32_t tenant) {
+    Client(Server& server, std::uint32_t tenant, const std::string& key = {}, bool latency = false) {
         int ends[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
         socket_ = Stream(ends[0]);
-        server.adopt(Stream(ends[1]), tenant, tenant, 15, "key " + std::to_string(tenant));
+        const std::string name = key.empty() ? "key " + std::to_string(tenant) : key;
+        server.adopt(Stream(ends[1]), key.empty() ? tenant : 10 + tenant, tenant, 15, name, latency);
     }
 
     void ask(const std::string& request) { outgoing_ += request; }
@@ -111,7 +114,7 @@ private:
 };
 
 struct World {
-    World() { server.expect_tenants({1, 2}); }
+    explicit World(double stall = 30.0) : stall_s(stall) { server.expect_tenants({1, 2}); }
 
     std::unique_ptr<Client> client(std::uint32_t tenant) { return std::make_unique<Client>(server, tenant); }
     // Sends one request and waits for its reply to begin; returns the steps that it took.
@@ -134,7 +137,8 @@ struct World {
     }
 
     const Folder folder;
-    Server server{Server::Settings{folder.path(), 256 * mib, true, 10.0, 30.0, 0.0, {}, 0}};
+    const double stall_s;
+    Server server{Server::Settings{folder.path(), 256 * mib, true, 10.0, stall_s, 0.0, {}, 0}};
 };
 
 // The most work of the node between a request of an idle tenant and its answer, while another tenant floods the node.
@@ -169,6 +173,49 @@ std::uint64_t most_work_before_an_answer(std::size_t connections, const std::fun
 
 constexpr std::uint64_t most_work = 4 * farpool::Turns::quantum;
 
+// Work that was done for a tenant between two looks at its counters.
+farpool::Work since(const Server::TenantStats& before, const Server::TenantStats& now) {
+    const farpool::Work& one = before.usage.work;
+    const farpool::Work& other = now.usage.work;
+    return {other.bytes_in - one.bytes_in, other.bytes_out - one.bytes_out, other.other - one.other};
+}
+
+bool differ_by_5_percent_at_most(std::uint64_t one, std::uint64_t other) {
+    return 20 * (std::max(one, other) - std::min(one, other)) <= std::max(one, other);
+}
+
+// Clients that read their tenants' objects without end, each with two replies under way.
+class Readers {
+public:
+    explicit Readers(std::uint64_t nbytes) : nbytes_(nbytes) {}
+
+    Client& add(World& world, std::unique_ptr<Client> client) {
+        world.answered(*client, put("object", nbytes_));
+        clients_.push_back(std::move(client));
+        return *clients_.back();
+    }
+    void read_on() {
+        for (const auto& client : clients_) {
+            for (; client->asked < client->received + 2 * nbytes_; client->asked += nbytes_) {
+                client->ask(framed(Op::get, "object"));
+            }
+            client->move();
+        }
+    }
+    // Bytes that all of them have received.
+    std::uint64_t received() const {
+        std::uint64_t sum = 0;
+        for (const auto& client : clients_) {
+            sum += client->received;
+        }
+        return sum;
+    }
+
+private:
+    std::uint64_t nbytes_;
+    std::vector<std::unique_ptr<Client>> clients_;
+};
+
 }  // namespace
 
 TEST("another tenant's lookups delay a get a little") {
@@ -201,32 +248,24 @@ TEST("two tenants that read all the time have equal parts of the bytes, with 1, 
     for (const std::size_t connections : {1, 16, 64}) {
         for (const std::uint64_t nbytes : {64 * 1024, 1 << 20, 8 << 20}) {
             World world;
-            std::vector<std::unique_ptr<Client>> many;
+            Readers readers(nbytes);
             for (std::size_t number = 0; number < connections; ++number) {
-                many.push_back(world.client(1));
+                readers.add(world, world.client(1));
             }
-            const auto one = world.client(2);
-            world.answered(*many[0], put("object", nbytes));
-            world.answered(*one, put("object", nbytes));
-            const auto read_on = [&](Client& client) {  // two replies are under way at any time
-                for (; client.asked < client.received + 2 * nbytes; client.asked += nbytes) {
-                    client.ask(framed(Op::get, "object"));
-                }
-                client.move();
-            };
-            std::uint64_t of_many = 0;
-            for (int steps = 0; of_many + one->received < 96 * mib; ++steps) {
+            readers.add(world, world.client(2));
+            const auto before = world.server.tenants();
+            for (int steps = 0; readers.received() < 96 * mib; ++steps) {
                 CHECK(steps < 100'000);
                 world.server.step(0);
-                read_on(*one);
-                of_many = 0;
-                for (const auto& client : many) {
-                    read_on(*client);
-                    of_many += client->received;
-                }
+                readers.read_on();
             }
-            const double share = static_cast<double>(one->received) / static_cast<double>(of_many + one->received);
-            CHECK(share >= 0.45 && share <= 0.55);
+            // Half of the bytes and of the work each, to 5%.
+            const auto tenants = world.server.tenants();
+            const farpool::Work first = since(before.at(1), tenants.at(1));
+            const farpool::Work second = since(before.at(2), tenants.at(2));
+            CHECK(first.bytes_out > 40 * mib && second.bytes_out > 40 * mib);
+            CHECK(differ_by_5_percent_at_most(first.bytes_out, second.bytes_out));
+            CHECK(differ_by_5_percent_at_most(first.units(), second.units()));
         }
     }
 }
@@ -284,6 +323,154 @@ TEST("a lookup that takes several turns begins again when its tenant is rotated,
     const std::string meta = answer.substr(sizeof header);
     CHECK_EQUAL(meta.size(), farpool::LookedUp::nbytes(4000));
     CHECK(meta.substr(8).find_first_not_of('\0') == std::string::npos);
+}
+
+TEST("tenants that read all the time have bytes in proportion to their shares") {
+    World world;
+    world.server.set_bandwidth({{1, {3.0, 0, 0}}});
+    CHECK_EQUAL(world.server.bandwidth().at(1).share, 3.0);
+    Readers readers(256 * 1024);
+    readers.add(world, world.client(1));
+    for (int number = 0; number < 8; ++number) {
+        readers.add(world, world.client(2));
+    }
+    const auto before = world.server.tenants();
+    for (int steps = 0; readers.received() < 96 * mib; ++steps) {
+        CHECK(steps < 100'000);
+        world.server.step(0);
+        readers.read_on();
+    }
+    const auto tenants = world.server.tenants();
+    CHECK(differ_by_5_percent_at_most(since(before.at(1), tenants.at(1)).bytes_out,
+                                      3 * since(before.at(2), tenants.at(2)).bytes_out));
+}
+
+TEST("a capped tenant has its cap at most, and the loop sleeps until it has room") {
+    World world;
+    constexpr std::uint64_t nbytes = 64 * 1024;
+    constexpr std::uint64_t cap = 8 * mib;
+    Readers readers(nbytes);
+    readers.add(world, world.client(1));
+    world.server.set_bandwidth({{1, {1.0, 0, cap}}});
+    const auto before = world.server.tenants();
+    const auto begun = farpool::Clock::now();
+    std::uint64_t steps = 0;
+    const std::uint64_t first = readers.received();
+    while (readers.received() < first + 32 * nbytes) {
+        readers.read_on();
+        world.server.step(1000);
+        ++steps;
+    }
+    const std::chrono::duration<double> took = farpool::Clock::now() - begun;
+    // A turn sends at least a part of an object. A loop that does not sleep takes thousands of steps.
+    CHECK(steps <= 32 * 8);
+    const std::uint64_t sent = since(before.at(1), world.server.tenants().at(1)).metered();
+    const auto burst = static_cast<std::uint64_t>(cap * 0.02) + 2 * nbytes;
+    CHECK(static_cast<double>(sent) <= cap * took.count() + static_cast<double>(burst));
+    CHECK(world.server.tenants().at(1).usage.throttled > farpool::Clock::duration::zero());
+    CHECK(world.server.tenants().at(1).usage.throttled <= took);
+}
+
+TEST("a tenant that is not capped has turns while another one waits for its cap") {
+    World world;
+    Readers readers(64 * 1024);
+    readers.add(world, world.client(1));
+    world.server.set_bandwidth({{1, {1.0, 0, 64 * 1024}}});
+    const auto other = world.client(2);
+    for (int request = 0; request < 50; ++request) {
+        readers.read_on();
+        CHECK(world.answered(*other, put("small", 4096)) < 20);
+    }
+}
+
+TEST("with a new bandwidth a tenant above its former cap has its turn") {
+    World world;
+    const auto client = world.client(1);
+    world.answered(*client, put("object", 4096));
+    world.server.set_bandwidth({{1, {1.0, 0, 64 * 1024}}});
+    for (int number = 0; number < 100; ++number) {
+        world.server.connect(100, 1, "key 1");  // handshakes of 50 MiB of work: the tenant waits for minutes
+    }
+    CHECK(world.server.seconds_above_cap(1) > 60);
+    world.server.start();
+    client->ask(framed(Op::get, "object"));
+    const std::uint64_t before = client->received;
+    const auto begun = farpool::Clock::now();
+    while (world.server.tenants().at(1).usage.throttled == farpool::Clock::duration::zero()) {
+        CHECK(farpool::Clock::now() < begun + std::chrono::seconds(50));
+        client->move();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK_EQUAL(client->received, before);
+    world.server.set_bandwidth({});
+    while (client->received == before) {
+        CHECK(farpool::Clock::now() < begun + std::chrono::seconds(50));
+        client->move();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    world.server.stop();
+}
+
+TEST("a client that waits for its tenant's cap is not closed as one that stalls") {
+    World world(0.3);
+    world.server.set_bandwidth({{1, {1.0, 0, 64 * 1024}}});
+    const auto client = world.client(1);
+    const std::string request = put("object", 128 * 1024);
+    client->ask(request);
+    const auto begun = farpool::Clock::now();
+    while (client->received == 0) {
+        CHECK(farpool::Clock::now() < begun + std::chrono::seconds(60));
+        client->move();
+        world.server.step(1000);
+        CHECK_EQUAL(world.server.stats().connections, 1u);
+    }
+    CHECK(farpool::Clock::now() > begun + std::chrono::milliseconds(1500));  // the node has judged its clients by then
+}
+
+TEST("lists and handshakes are charged to their tenant") {
+    World world;
+    const auto client = world.client(1);
+    for (int number = 0; number < 100; ++number) {
+        world.answered(*client, put("object " + std::to_string(number), 1));
+    }
+    const auto before = world.server.tenants();
+    world.server.connect(100, 1, "key 1");
+    const auto shaken = world.server.tenants();
+    CHECK_EQUAL(since(before.at(1), shaken.at(1)).units(), farpool::work::handshake);
+    std::uint64_t place = 0;
+    CHECK_EQUAL(world.server.list_some(1, place, {}, {}, 1000).size(), 100u);
+    CHECK_EQUAL(place, 0u);
+    const farpool::Work listing = since(shaken.at(1), world.server.tenants().at(1));
+    CHECK(listing.units() >= farpool::work::listed_slice + 100 * farpool::work::listed);
+    CHECK_EQUAL(listing.bytes(), 0u);
+}
+
+// The most work of the node between a small request and its answer, next to busy connections of the same tenant and another.
+std::uint64_t most_work_before_a_small_answer(bool latency) {
+    World world;
+    Readers readers(256 * 1024);
+    readers.add(world, world.client(2));
+    for (int number = 0; number < 16; ++number) {
+        readers.add(world, world.client(1));
+    }
+    Client asking(world.server, 1, "other key", latency);
+    std::uint64_t most = 0;
+    for (int round = 0; round < 60; ++round) {
+        for (int step = 0; step < 40 + round % 7; ++step) {
+            readers.read_on();
+            world.server.step(0);
+        }
+        const std::uint64_t before = world.work();
+        world.answered(asking, framed(Op::get, "not there"));
+        most = std::max(most, world.work() - before);
+    }
+    return most;
+}
+
+TEST("small requests of the latency class pass busy connections of their own tenant") {
+    constexpr std::uint64_t turn = farpool::Turns::quantum;
+    CHECK(most_work_before_a_small_answer(true) <= 2 * turn);
+    CHECK(most_work_before_a_small_answer(false) > 2 * turn);
 }
 
 int main() { return farpool::testing::run(); }

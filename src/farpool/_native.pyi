@@ -294,9 +294,11 @@ class NodeServer:
     def stop(self) -> None:
         """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
 
-    def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None:
-        """Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
-        another tenant's or another access key's.
+    def adopt(
+        self, fd: int | Stream, session: int, tenant: int, rights: int, key: str, *, latency: bool = False
+    ) -> None:
+        """Serve an authenticated stream, which belongs to the server from now on. With `latency`, small requests of the
+        connection are served first. AccessDeniedError where the session is another tenant's or another access key's.
         """
 
     def expect_tenants(self, tenants: Set[int]) -> None:
@@ -306,6 +308,18 @@ class NodeServer:
         """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
         the bytes that it may hold, 0 for the node's own limit.
         """
+
+    def set_bandwidth(self, tenants: Mapping[int, tuple[float, int, int]]) -> None:
+        """Set the share, the guarantee and the cap of each tenant, from now on. A tenant that is not named has the share 1, no
+        guarantee and no cap. Guarantees and caps are bytes a second, and 0 for none. ValueError if a value cannot be used;
+        then nothing changes.
+        """
+
+    def bandwidth(self) -> dict[int, tuple[float, int, int]]:
+        """Return what `set_bandwidth` has set."""
+
+    def seconds_above_cap(self, tenant: int) -> float:
+        """Return the seconds until a tenant is below its cap; 0 if it is."""
 
     def end_key(self, key: str) -> None:
         """Close all connections that were opened with this access key."""
@@ -359,7 +373,8 @@ class NodeServer:
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
         guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
-        for want of room in the NVMe file.
+        for want of room in the NVMe file; bytes moved in each direction, units of work, and microseconds for which the tenant
+        had work but was above its cap.
         """
 
     def refusals(self) -> dict[int, dict[int, int]]:

@@ -42,6 +42,12 @@ def test_a_file_can_say_how_many_bytes_a_key_may_hold(tmp_path: Path, written: s
     assert grants["a"].bytes == nbytes
 
 
+def test_a_file_can_give_a_key_the_latency_class(tmp_path: Path) -> None:
+    text = entry() + entry(name="b", rest='class = "latency"') + entry(name="c", rest='class = "bulk"')
+    grants = load_keys(private(tmp_path / "keys.toml", text))
+    assert [grants[name].latency for name in "abc"] == [False, True, False]
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_may_use_is_refused_with_the_command_that_helps(tmp_path: Path, mode: int) -> None:
     path = private(tmp_path / "keys.toml", FILE)
@@ -73,6 +79,7 @@ def entry(secret: str = f'"{SECRET}"', rights: str = '["read"]', name: str = "a"
         (entry(rest='bytes = "much"'), "keys.a.bytes is 'much', expected a number of bytes or a size"),
         (entry(rest="bytes = 0"), "keys.a.bytes is 0, expected at least 1 byte"),
         (entry(rest="bytes = 1.5"), r"\$.bytes"),
+        (entry(rest='class = "fast"'), r"Invalid enum value 'fast'.*\$.class"),
         (entry(name='"a b"'), "has the name 'a b'"),
     ],
 )

@@ -64,6 +64,12 @@ def meet(key: AccessKey | None, keys: Mapping[str, Grant] | None) -> tuple[Clien
     return client, node
 
 
+def test_the_node_takes_the_class_of_the_key() -> None:
+    _, node = meet(READER, {"reader": Grant(SECRET, Right.READ, 3, latency=True)})
+    assert node.accepted is not None
+    assert node.accepted.latency
+
+
 def test_both_halves_agree_on_session_rights_and_tenant() -> None:
     client, node = meet(READER, KEYS)
     assert client.welcome is not None
@@ -72,6 +78,7 @@ def test_both_halves_agree_on_session_rights_and_tenant() -> None:
     assert (node.accepted.purpose, node.accepted.key) == ("data", "reader")
     assert (client.welcome.rights, client.welcome.tenant) == (node.accepted.rights, node.accepted.tenant)
     assert (client.welcome.rights, client.welcome.tenant) == (Right.READ, 3)
+    assert not node.accepted.latency
     assert (client.welcome.node, client.welcome.id, client.welcome.socket) == ("n1", bytes(range(16)), "/run/socket")
 
 

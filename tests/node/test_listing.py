@@ -21,8 +21,13 @@ class TurnByTurn:
 
     def __init__(self, turns: int) -> None:
         self.turns: list[tuple[int, bytes]] = []
+        self.capped: dict[int, list[float]] = {}
         self.go_on = threading.Event()
         self._last = turns
+
+    def seconds_above_cap(self, tenant: int) -> float:
+        answers = self.capped.get(tenant, [])
+        return answers.pop(0) if answers else 0.0
 
     def list_some(self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int) -> tuple[list[Entry], int]:
         assert self.go_on.wait(20)
@@ -71,6 +76,15 @@ def test_an_access_key_has_one_list_under_way() -> None:
     server = TurnByTurn(3)
     asyncio.run(all_at_once(server, [(1, "a", List(prefix=b"%d" % number)) for number in range(4)]))
     assert server.turns == [(1, b"%d" % number) for number in range(4) for _ in range(3)]
+
+
+def test_a_list_of_a_tenant_above_its_cap_waits_and_delays_no_other_tenant() -> None:
+    server = TurnByTurn(3)
+    server.capped[1] = [0.001] * 5 + [3600.0, 0.0]  # an hour, unless the cap is raised
+    asked = [(1, "a", List(prefix=b"capped")), (2, "b", List(prefix=b"b"))]
+    asyncio.run(all_at_once(server, asked))
+    assert server.capped[1] == []
+    assert server.turns == [(2, b"b")] * 3 + [(1, b"capped")] * 3
 
 
 def test_keys_of_a_tenant_take_turns() -> None:

@@ -14,7 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import farpool
+from farpool.cluster.node import Node
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.features import Feature, Features
 from farpool.cluster.wire.frames import Op, pack_frame
 from farpool.cluster.wire.handshake import ClientHandshake
@@ -24,9 +26,9 @@ from tests.nodes import eventually
 DAY = 24 * 3600
 
 
-def samples(node: RunningNode) -> dict[tuple[str, ...], float]:
+def samples(node: RunningNode | str) -> dict[tuple[str, ...], float]:
     """Values by name of the metric and its labels but for the node's name, each once."""
-    with urllib.request.urlopen(node.ready["metrics"], timeout=20) as page:
+    with urllib.request.urlopen(node if isinstance(node, str) else node.ready["metrics"], timeout=20) as page:
         text = page.read().decode()
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
@@ -81,6 +83,32 @@ def test_clients_that_lack_a_version_or_a_feature_are_told_so_and_counted() -> N
         found = samples(node)
         assert found["farpool_node_incompatible_connections_total",] == 2
         assert found["farpool_node_refused_connections_total",] == 2
+
+
+def test_bytes_work_and_bandwidth_are_counted_by_tenant(tmp_path: Path) -> None:
+    node = Node(
+        parse_address("127.0.0.1:0", any_port=True),
+        8 << 20,
+        folder=tmp_path / "n",
+        ephemeral=True,
+        metrics=parse_address("127.0.0.1:0", any_port=True),
+    )
+    with node:
+        node.set_bandwidth({0: (2.5, 1 << 20, 1 << 30), 7: (1.0, 0, 0)})
+        with farpool.Store(str(node.address), transport="tcp") as store:
+            store.put("object", bytes(1_000_000))
+            assert store.get("object") == bytes(1_000_000)
+        found = samples(f"http://{node.metrics_address}/metrics".replace("tcp://", ""))
+    tenant = "farpool_node_tenant_"
+    received, sent = found[f"{tenant}received_bytes_total", "tenant=0"], found[f"{tenant}sent_bytes_total", "tenant=0"]
+    assert 1_000_000 < received < 1_010_000
+    assert 1_000_000 < sent < 1_010_000
+    assert found[f"{tenant}work_units_total", "tenant=0"] > received + sent
+    assert found[f"{tenant}throttled_seconds_total", "tenant=0"] >= 0
+    assert found[f"{tenant}bandwidth_share", "tenant=0"] == 2.5
+    assert found[f"{tenant}bandwidth_guarantee_bytes_per_second", "tenant=0"] == 1 << 20
+    assert found[f"{tenant}bandwidth_cap_bytes_per_second", "tenant=0"] == 1 << 30
+    assert found[f"{tenant}bandwidth_cap_bytes_per_second", "tenant=7"] == 0
 
 
 def test_times_of_operations_are_histograms_whose_buckets_add_up() -> None:

@@ -206,8 +206,14 @@ class Listener:
                 self._serving[meeting] = client.key
                 await self._control.serve(arrival, client)
             else:
-                rights = int(client.rights)
-                self._server.adopt(arrival.detach(), client.session, client.tenant, rights, client.key)
+                self._server.adopt(
+                    arrival.detach(),
+                    client.session,
+                    client.tenant,
+                    int(client.rights),
+                    client.key,
+                    latency=client.latency,
+                )
         finally:
             self._server.disconnect(client.session)
 

@@ -4,7 +4,8 @@ To make a list, the node may have to look at all objects of a tenant. It does so
 limited number of objects. All slices run in one thread that makes only lists, so other calls never wait for a list.
 
 At any time, an access key has at most one list under way, and a tenant at most one slice. Further lists and slices wait
-in the event loop. So the tenants that list objects share the thread equally, and so do the keys of one tenant.
+in the event loop. So the tenants that list objects share the thread equally, and so do the keys of one tenant. The node
+charges each slice to its tenant, and a tenant above its bandwidth cap has no slice until it is below.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from farpool.cluster.node.calls import List
 from farpool.cluster.wire.handshake import Accepted
 
 __all__ = ["Lists"]
+
+_CAP_CHECK_INTERVAL_S = 0.25
 
 
 class Lists:
@@ -47,6 +50,9 @@ class Lists:
             while True:
                 # Taken again for each slice: other keys of the tenant wait in its queue, so they take turns.
                 async with self._alone(client.tenant):
+                    while (delay := self._server.seconds_above_cap(client.tenant)) > 0:
+                        # Asked again soon, because the cap may be raised before a long delay is over.
+                        await asyncio.sleep(min(delay, _CAP_CHECK_INTERVAL_S))
                     missing = call.limit - len(objects)
                     some, place = await asyncio.get_running_loop().run_in_executor(
                         self._thread, self._server.list_some, client.tenant, place, call.after, call.prefix, missing

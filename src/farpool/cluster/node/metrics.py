@@ -29,6 +29,10 @@ class Source(Protocol):
         """Return the counters of each tenant, by the tenant's number."""
         ...
 
+    def bandwidth(self) -> Mapping[int, tuple[float, int, int]]:
+        """Return share, guarantee and cap of each tenant for which they were set."""
+        ...
+
     def keys(self) -> Mapping[str, Mapping[str, int]]:
         """Return the counters of each access key in the keys file, by the key's name."""
         ...
@@ -97,7 +101,15 @@ _TENANT_COUNTERS = {
     "searches": ("searches", "Keys looked for in the index of a tenant"),
     "gets": ("gets", "Objects that a tenant asked for over a connection"),
     "hits": ("hits", "Objects that a tenant asked for over a connection and that were there"),
+    "bytes_in": ("received_bytes", "Bytes that a tenant sent, over data connections and through publish areas"),
+    "bytes_out": ("sent_bytes", "Bytes that a tenant received over data connections"),
+    "work": ("work_units", "Work for a tenant; a unit is about the work of moving a byte"),
 }
+_TENANT_BANDWIDTH = (
+    ("share", "Weight of a tenant's turns next to other tenants that have work"),
+    ("guarantee_bytes_per_second", "Bytes a second below which a tenant is served first; 0 for none"),
+    ("cap_bytes_per_second", "Bytes a second above which a tenant is not served; 0 for none"),
+)
 _KEY_GAUGES = {
     "held": ("held_bytes", "Bytes that an access key holds in leases, pins and unfinished publishes"),
     "pins": ("pins", "Pins of an access key"),
@@ -164,6 +176,7 @@ class NodeCollector(Collector):
             for tenant, has in tenants.items():
                 counter.add_metric([self._node, str(tenant)], has[name])
             yield counter
+        yield from self._bandwidth(tenants)
         keys = self._source.keys()
         for name, (metric, text) in _KEY_GAUGES.items():
             gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])
@@ -178,6 +191,22 @@ class NodeCollector(Collector):
         yield self._refusals()
         yield self._latencies()
         yield from self._settings()
+
+    def _bandwidth(self, tenants: Mapping[int, Mapping[str, int]]) -> Iterator[Metric]:
+        throttled = CounterMetricFamily(
+            "farpool_node_tenant_throttled_seconds",
+            "Time for which a tenant had requests but no turn, because it was above its cap",
+            labels=["node", "tenant"],
+        )
+        for tenant, has in tenants.items():
+            throttled.add_metric([self._node, str(tenant)], has["throttled_us"] / 1e6)
+        yield throttled
+        bandwidth = self._source.bandwidth()
+        for place, (metric, text) in enumerate(_TENANT_BANDWIDTH):
+            gauge = GaugeMetricFamily(f"farpool_node_tenant_bandwidth_{metric}", text, labels=["node", "tenant"])
+            for tenant, values in bandwidth.items():
+                gauge.add_metric([self._node, str(tenant)], values[place])
+            yield gauge
 
     def _evictions(self, tenants: Mapping[int, Mapping[str, int]]) -> Metric:
         counter = CounterMetricFamily(

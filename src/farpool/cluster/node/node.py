@@ -303,6 +303,33 @@ class Node:
         server = self._server
         return {} if server is None else server.tenants()
 
+    def set_bandwidth(self, tenants: Mapping[int, tuple[float, int, int]]) -> None:
+        """Set the share, the guarantee and the cap of each tenant's bandwidth, from now on.
+
+        Parameters
+        ----------
+        tenants : mapping of int to tuple
+            By the tenant's number: its weight next to other tenants that have work, and the least and the most bytes a
+            second (0 for none). A tenant that is not named has the weight 1, no guarantee and no cap.
+
+        Raises
+        ------
+        ConfigError
+            A value cannot be used, or the node does not run. Nothing changes.
+        """
+        server = self._server
+        if server is None:
+            raise ConfigError("the node does not run, so it has no bandwidth to set", setting="bandwidth")
+        try:
+            server.set_bandwidth(dict(tenants))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error), setting="bandwidth") from error
+
+    def bandwidth(self) -> dict[int, tuple[float, int, int]]:
+        """Return what `set_bandwidth` has set; empty unless the node runs."""
+        server = self._server
+        return {} if server is None else server.bandwidth()
+
     def keys(self) -> dict[str, dict[str, int]]:
         """Return the counters of each access key in the keys file, by the key's name; empty unless the node runs.
 

@@ -9,6 +9,7 @@ A node reads its keys from a TOML file that no other user may read::
     rights = ["read", "write", "publish"]
     tenant = 0
     bytes = "4GiB"
+    class = "bulk"
 
 A program has one key, written as ``NAME:SECRET``: in the argument ``key``, in the environment variable ``FARPOOL_KEY``,
 or in a file that the variable ``FARPOOL_KEY_FILE`` names.
@@ -24,7 +25,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -100,19 +101,23 @@ class Grant:
     bytes : int
         Maximum bytes that users of the key may hold in leases, pins and unfinished publishes; 0 for the node's own
         limit.
+    latency : bool
+        True if small requests over connections with this key are served first.
     """
 
     secret: bytes = field(repr=False)
     rights: Right
     tenant: int
     bytes: int = field(default=0, compare=False)  # not compared: a new limit ends no open connection
+    latency: bool = False
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, rename={"traffic": "class"}):
     rights: list[str]
     secret: str | msgspec.UnsetType = msgspec.UNSET
     tenant: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
     bytes: str | int | msgspec.UnsetType = msgspec.UNSET
+    traffic: Literal["bulk", "latency"] = "bulk"
 
 
 def is_key_name(text: str) -> bool:
@@ -183,7 +188,7 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
         settings = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
         # The message names field and type, never the value.
-        raise ConfigError(f"{what}: {error}; expected secret, rights, tenant and bytes", setting="keys") from None
+        raise ConfigError(f"{what}: {error}; expected secret, rights, tenant, bytes, class", setting="keys") from None
     secret = None if isinstance(settings.secret, msgspec.UnsetType) else settings.secret.encode()
     _check(name, secret, what)
     rights = Right(0)
@@ -194,7 +199,7 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
         rights |= Right[right.upper()]
     nbytes = 0 if isinstance(settings.bytes, msgspec.UnsetType) else parse_size(settings.bytes, f"{what}.bytes")
     # An empty secret marks a key that only a certificate can prove (`NodeHandshake._greet`).
-    return Grant(secret or b"", rights, settings.tenant, nbytes)
+    return Grant(secret or b"", rights, settings.tenant, nbytes, settings.traffic == "latency")
 
 
 def _check(name: str, secret: bytes | None, what: str) -> None:

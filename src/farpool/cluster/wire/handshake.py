@@ -134,6 +134,8 @@ class Accepted:
         Tenant whose objects and leases the client sees.
     features : int
         Bits of the features that this connection uses.
+    latency : bool
+        True if small requests of the client are served first.
     """
 
     purpose: Purpose
@@ -142,6 +144,7 @@ class Accepted:
     rights: Right
     tenant: int
     features: int = 0
+    latency: bool = False
 
 
 class ClientHandshake:
@@ -412,7 +415,9 @@ class NodeHandshake:
         # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
-        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant, self._chosen)
+        self.accepted = Accepted(
+            hello.purpose, session, key, grant.rights, grant.tenant, self._chosen, grant.latency
+        )
         identity = self._identity
         message = WelcomeFields(
             answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket
