@@ -61,6 +61,7 @@ public:
 
     struct TenantStats {
         std::uint64_t objects, used, backed, taken, lent, share;
+        Budget::Allowance allowance;
         Catalogue::Counts counts;
         Quotas::Charges charges;
     };
@@ -78,6 +79,10 @@ public:
     void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key);
     // Sets the tenants that may connect; memory that one of them pins, keeps or leases leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
+    // Replaces what a policy gives the tenants of the node's memory. Throws std::invalid_argument for a burst below its
+    // guarantee.
+    void set_memory(Budget::Allowances allowances);
+    Budget::Allowances memory();
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Closes all connections that were opened with this access key.
     void end_key(std::string_view key);
