@@ -62,7 +62,7 @@ def read_copy(folder: Path) -> Copy | None:
     if len(content) > _BYTES_MAX or not separator or len(words) != 4 or words[0] != _MAGIC:
         raise ValueError(f"it has {len(content)} bytes and begins with {content[:32]!r}, which is not such a file")
     if words[1] != b"%d" % _VERSION or words[2] != b"0":
-        raise ValueError("a later release of farpool has written it")
+        raise ValueError("it was written by a later release of farpool")
     if words[3] != hashlib.sha256(rest).hexdigest().encode():
         raise ValueError("it does not match its checksum")
     try:
