@@ -164,7 +164,7 @@ TEST("borrowed bytes of the lowest priority are evicted first, and bytes within 
     CHECK_EQUAL(high.used(), 80u);
 }
 
-TEST("under random puts and policies nobody passes a burst that was not lowered, or loses guaranteed bytes to others") {
+TEST("under random puts and policies no tenant passes a burst that was not lowered, or loses guaranteed bytes to others") {
     for (unsigned seed = 0; seed < 200; ++seed) {
         std::mt19937 random(seed);
         const std::uint64_t limit = 200 + random() % 800;

@@ -95,7 +95,9 @@ def test_a_wiped_registry_leaves_the_policy_as_it_was(kept: bool) -> None:
     assert follower.policy == followed
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"name": "a", "media": {"dram": [-1, 0]}}', b'{"name":"a","format":9}'])
+@pytest.mark.parametrize(
+    "value", [b"", b"{", b"[]", b'{"name": "a", "media": {"dram": [-1, 0]}}', b'{"name":"a","format":9}']
+)
 def test_a_damaged_policy_leaves_the_tenant_as_it_was_and_the_others_follow(value: bytes) -> None:
     follower = PolicyFollower(OWN, known(t1=GIB, t2=GIB))
     entries = [fleet(1, 2, 3, revision=9), Entry(policy_key(1), value, 9), policy(2, tenant(5, name="t2"), 8)]
@@ -293,7 +295,9 @@ class World:
         self.seen = dict(applied)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 400, 100)], ids=lambda one: str(one[0]))
+@pytest.mark.parametrize(
+    "seeds", [range(start, start + 100) for start in range(0, 400, 100)], ids=lambda one: str(one[0])
+)
 def test_whatever_happens_to_the_registry_no_policy_turns_to_zero(seeds: range) -> None:
     for seed in seeds:
         world = World(seed)

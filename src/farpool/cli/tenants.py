@@ -121,8 +121,8 @@ def _list(registry: Registry, *, json: bool) -> None:
         if guaranteed or medium in found.fleet.oversubscription:
             pool = found.media.get(medium, 0)
             typer.echo(
-                f"{medium}: {format_size(guaranteed)} guaranteed, {found.members} members lend {format_size(pool)}, "
-                f"oversubscription {found.fleet.factor(medium):g}"
+                f"{medium}: {format_size(guaranteed)} guaranteed of {format_size(pool)} "
+                f"(members: {found.members}), oversubscription {found.fleet.factor(medium):g}"
             )
     typer.echo(f"revision {found.revision}")
     for number, text in found.damage.items():

@@ -101,7 +101,7 @@ class Tenancy(Closing):
             remove_copy(self._folder)
         if not is_away:
             self._try_look()
-        self._settle()
+        self._try_settle()
 
     def start(self) -> None:
         """Follow the registry from now on, in a thread."""
@@ -136,7 +136,7 @@ class Tenancy(Closing):
         try:
             while not self._ended.wait(wait):
                 wait = self._try_look()
-                self._settle()
+                self._try_settle()
         finally:
             self._let_go()
 
@@ -144,7 +144,7 @@ class Tenancy(Closing):
         """Look for changes; return the seconds until the next look."""
         try:
             return self._look()
-        except Exception as error:  # a policy that nobody follows any more would be worse than any of them
+        except Exception as error:  # the thread must not end, or the node would follow no policy any more
             # Watches continue at the same place after the registry was away, and perhaps not after another error.
             if not isinstance(error, RegistryAwayError):
                 self._drop_watches()
@@ -206,6 +206,12 @@ class Tenancy(Closing):
         intact, _ = registry.check(timeout=_CALL_TIMEOUT_S)
         return tuple(entry for entry in intact if entry.key.startswith((TENANTS, RECORD))), revision
 
+    def _try_settle(self) -> None:
+        try:
+            self._settle()
+        except Exception as error:  # as above
+            self._tell(type(error).__name__, f"a policy of tenants cannot be applied: {error}")
+
     def _settle(self) -> None:
         """Apply the policy and write the copy if they are not the present one; log what is wrong."""
         policy = self._follower.policy
@@ -214,11 +220,7 @@ class Tenancy(Closing):
         if policy is None:
             return
         if policy != self._applied:
-            try:
-                self._apply(policy)
-            except Exception as error:
-                self._tell("apply", f"a policy of tenants cannot be applied: {error}")
-                return
+            self._apply(policy)
             before = 0 if self._applied is None else self._applied.revision
             self._applied = policy
             if policy.revision != before:

@@ -1,4 +1,4 @@
-"""What a pool gives its tenants: memory, bandwidth and priority, as its registry says and as its nodes apply it."""
+"""The policy of a pool's tenants: memory, bandwidth and priority. The registry has it, and nodes apply it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class RegisteredTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """What to change of a tenant's policy; a field that is None or a medium that is missing stays as it is.
+    """Changes of a tenant's policy. Fields that are None and media that are missing stay as they are.
 
     Attributes
     ----------
@@ -411,8 +411,8 @@ def _check_guarantees(policy: RegisteredTenants, medium: str) -> None:
     total = policy.guaranteed(medium)
     if total > math.floor(pool * factor):
         raise ConfigError(
-            f"all guarantees of {medium} together would be {format_size(total)} ({total} bytes), but the pool's "
-            f"{policy.members} members lend {format_size(pool)} ({pool} bytes), times an oversubscription of "
+            f"all guarantees of {medium} together would be {format_size(total)} ({total} bytes), but the pool "
+            f"lends {format_size(pool)} ({pool} bytes, members: {policy.members}), times an oversubscription of "
             f"{factor:g}; guarantee less, start more nodes, or state a higher one with 'farpool tenants oversubscribe'",
             setting="guarantee",
         )

@@ -54,7 +54,7 @@ _Record = TypeVar("_Record", bound="TenantPolicy | FleetPolicy")
 
 
 class MediumPolicy(msgspec.Struct, frozen=True):
-    """What a tenant gets of one medium, in all members together.
+    """Part of one medium for a tenant, in all members together.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class MediumPolicy(msgspec.Struct, frozen=True):
 
 
 class BandwidthPolicy(msgspec.Struct, frozen=True):
-    """What a tenant gets of the bandwidth of each node.
+    """Part of the bandwidth of each node for a tenant.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class BandwidthPolicy(msgspec.Struct, frozen=True):
 
 
 class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pool gives a tenant.
+    """Parts of the pool for a tenant.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all tenants together.
+    """Rules for all tenants together.
 
     Attributes
     ----------
