@@ -93,7 +93,9 @@ TEST("bytes that cannot be evicted do not pass a burst") {
     Budget budget(100);
     Objects one(budget, 1);
     budget.allow({{1, {0, 10, 0}}});
+    CHECK_EQUAL(budget.share(1), 10u);
     CHECK(one.put(9, true));
+    CHECK(!budget.may_fix(1, 2));
     CHECK(!one.put(2, true));
     CHECK(one.put(1));
     CHECK(one.put(1));

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -618,7 +619,7 @@ def test_a_member_with_objects_gets_its_full_weight_in_a_registry_that_has_lost_
             away.setattr(registration, "open_registry", _away)
             later.begin(60.0)
         later.ready(empty=empty)
-        eventually(lambda one=later: one.registered)
+        eventually(partial(_is_registered, later))
         [info] = read_members(registry.range(MEMBERS).entries, {})[0].values()
         assert info.weight == weight_at(1.0, step)
         killed(later)
@@ -639,6 +640,10 @@ def test_a_node_that_was_no_member_of_this_registry_does_not_start_without_it(
             monkeypatch.setattr(registration, "open_registry", settings.pop("registry"))
         with pytest.raises(ConfigError, match="start the registry"):
             make(**settings).begin(0.3)
+
+
+def _is_registered(made: Registration) -> bool:
+    return made.registered
 
 
 def _away(where: object, *, timeout: float) -> Registry:

@@ -209,7 +209,7 @@ def test_parts_are_never_none_for_something_and_fit_the_member() -> None:
             assert (burst > 0) == (given.burst > 0)
             assert burst == 0 or burst >= guaranteed
             assert priority == number
-            assert guaranteed <= max(1, Fraction(given.guaranteed * own, own + others) + 1)
+            assert guaranteed <= Fraction(given.guaranteed * own, own + others) + 1
         total = sum(guaranteed for guaranteed, _, _ in parts.values())
         assert total <= allowed + len(parts)
 

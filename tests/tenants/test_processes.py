@@ -7,6 +7,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def of_tenant(node: RunningNode, tenant: int, what: str) -> float:
 
 
 def test_a_policy_reaches_running_nodes_and_the_commands_show_it(place: str, registry: Registry) -> None:
-    options = {"registry": place, "slow_start": 0, "metrics": "127.0.0.1:0"}
+    options: dict[str, Any] = {"registry": place, "slow_start": 0, "metrics": "127.0.0.1:0"}
     with running_node("96MiB", **options) as one, running_node("32MiB", **options) as two:
         assert metrics(one)[f'policy_revision{{node="{one.folder.name}"}}'] == 0
         with pytest.raises(ConfigError, match=r"would be 129 MiB .* the pool lends 128 MiB .*members: 2"):
@@ -109,7 +110,7 @@ def test_a_policy_reaches_running_nodes_and_the_commands_show_it(place: str, reg
 def test_a_guarantee_is_kept_and_a_lowered_burst_evicts_only_its_tenant(
     place: str, registry: Registry, keys: Path
 ) -> None:
-    options = {"registry": place, "slow_start": 0, "metrics": "127.0.0.1:0", "keys": str(keys)}
+    options: dict[str, Any] = {"registry": place, "slow_start": 0, "metrics": "127.0.0.1:0", "keys": str(keys)}
     with (
         running_node("32MiB", share=["1=8MiB"], **options) as node,
         Store(node.address, key=KEY.format(1)) as first,
@@ -132,7 +133,7 @@ def test_a_guarantee_is_kept_and_a_lowered_burst_evicts_only_its_tenant(
 
 
 def test_a_killed_node_keeps_the_policy_when_its_registry_was_wiped(place: str, registry: Registry) -> None:
-    options = {"registry": place, "slow_start": 0, "member_ttl": 2}
+    options: dict[str, Any] = {"registry": place, "slow_start": 0, "member_ttl": 2}
     with running_node("32MiB", **options) as node:
         revision = guarantee(registry, 0, 8 * MIB, 16 * MIB)
         eventually(follows(node, revision))
