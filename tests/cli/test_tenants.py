@@ -42,7 +42,7 @@ def test_all_values_are_set_shown_and_removed(registry: SqliteRegistry) -> None:
     policy = TenantPolicy(
         name="web",
         media={"dram": MediumPolicy(10 * GIB, 20 * GIB)},
-        bandwidth=BandwidthPolicy(2.0, float(GIB), 4.0 * GIB),
+        bandwidth=BandwidthPolicy(2.0, GIB, 4 * GIB),
         priority=-1,
     )
     assert list_tenants(registry).tenants == {3: policy}
@@ -59,7 +59,7 @@ def test_all_values_are_set_shown_and_removed(registry: SqliteRegistry) -> None:
                 "number": 3,
                 "name": "web",
                 "media": {"dram": {"guaranteed": 10 * GIB, "burst": 20 * GIB}},
-                "bandwidth": {"share": 2.0, "guarantee": float(GIB), "cap": 4.0 * GIB},
+                "bandwidth": {"share": 2.0, "guarantee": GIB, "cap": 4 * GIB},
                 "priority": -1,
                 "features": 0,
                 "format": 1,
@@ -68,7 +68,7 @@ def test_all_values_are_set_shown_and_removed(registry: SqliteRegistry) -> None:
     }
     told(registry, "set", "web", "--burst", "dram=0", "--bandwidth-cap", "0", "--bandwidth-guarantee", "0")
     [policy] = list_tenants(registry).tenants.values()
-    assert (policy.media["dram"], policy.bandwidth) == (MediumPolicy(10 * GIB, 0), BandwidthPolicy(2.0, 0.0, 0.0))
+    assert (policy.media["dram"], policy.bandwidth) == (MediumPolicy(10 * GIB, 0), BandwidthPolicy(2.0, 0, 0))
     assert "policy of tenant 3 removed, revision 5" in told(registry, "remove", "web")
     assert list_tenants(registry).tenants == {}
 

@@ -17,7 +17,7 @@ COPY = Copy(
         revision=12,
         tenants={
             3: TenantPolicy(name="web", media={"dram": MediumPolicy(10, 20)}, priority=4),
-            2**32 - 1: TenantPolicy(name="batch", bandwidth=BandwidthPolicy(2.0, 1e9, 0.0)),
+            2**32 - 1: TenantPolicy(name="batch", bandwidth=BandwidthPolicy(2.0, 10**9, 0)),
         },
         oversubscription={"dram": 1.5},
         others={"dram": 1 << 40},

@@ -133,8 +133,8 @@ def _cells(number: int, policy: TenantPolicy) -> list[str]:
     given = sorted(policy.media.items())
     bandwidth = policy.bandwidth
     rates = [f"share {bandwidth.share:g}"]
-    rates += [f"guarantee {format_size(round(bandwidth.guarantee))}/s"] if bandwidth.guarantee else []
-    rates += [f"cap {format_size(round(bandwidth.cap))}/s"] if bandwidth.cap else []
+    rates += [f"guarantee {format_size(bandwidth.guarantee)}/s"] if bandwidth.guarantee else []
+    rates += [f"cap {format_size(bandwidth.cap)}/s"] if bandwidth.cap else []
     return [
         policy.name,
         str(number),
@@ -244,8 +244,8 @@ def _size(text: str, what: str) -> int:
     return 0 if text.strip() == "0" else parse_size(text, what)
 
 
-def _rate(text: str, what: str) -> float:
-    return 0.0 if text.strip() == "0" else parse_rate(text, what)
+def _rate(text: str, what: str) -> int:
+    return 0 if text.strip() == "0" else int(parse_rate(text, what))
 
 
 def _factor(text: str, what: str) -> float:

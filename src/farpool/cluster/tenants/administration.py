@@ -87,8 +87,10 @@ class TenantChange:
     ----------
     guaranteed, burst : mapping of str to int
         Bytes by medium; 0 for no guarantee of its own, and no limit.
-    share, guarantee, cap : float or None
-        Bandwidth, as in `BandwidthPolicy`.
+    share : float or None
+        Share of the bandwidth, as in `BandwidthPolicy`.
+    guarantee, cap : int or None
+        Bytes per second, as in `BandwidthPolicy`.
     priority : int or None
         As in `TenantPolicy`.
     """
@@ -96,8 +98,8 @@ class TenantChange:
     guaranteed: Mapping[str, int] = field(default_factory=dict)
     burst: Mapping[str, int] = field(default_factory=dict)
     share: float | None = None
-    guarantee: float | None = None
-    cap: float | None = None
+    guarantee: int | None = None
+    cap: int | None = None
     priority: int | None = None
 
 
@@ -351,7 +353,7 @@ def _changed(policy: TenantPolicy, change: TenantChange) -> TenantPolicy:
     cap = former_bandwidth.cap if change.cap is None else change.cap
     if 0 < cap < guarantee:
         raise ConfigError(
-            f"the bandwidth cap would be {cap:g} bytes/s, which is below the guarantee of {guarantee:g}; expected at "
+            f"the bandwidth cap would be {cap} bytes/s, which is below the guarantee of {guarantee}; expected at "
             "least the guarantee, or 0 for no limit",
             setting="bandwidth_cap",
         )
@@ -394,9 +396,10 @@ def _check_change(change: TenantChange) -> None:
             f"the bandwidth share is {change.share!r}, expected a number above 0", setting="bandwidth_share"
         )
     for what, rate in (("guarantee", change.guarantee), ("cap", change.cap)):
-        if rate is not None and not (math.isfinite(rate) and rate >= 0):
+        if rate is not None and not 0 <= rate <= _BYTES_MAX:
             raise ConfigError(
-                f"the bandwidth {what} is {rate!r}, expected bytes per second, at least 0", setting=f"bandwidth_{what}"
+                f"the bandwidth {what} is {rate!r}, expected bytes per second, at least 0 and at most {_BYTES_MAX}",
+                setting=f"bandwidth_{what}",
             )
     if change.priority is not None and not -PRIORITY_MAX <= change.priority <= PRIORITY_MAX:
         raise ConfigError(

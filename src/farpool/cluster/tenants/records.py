@@ -49,7 +49,6 @@ _FORMAT = 1
 _NAME = re.compile(r"(?![0-9]+\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_Rate = Annotated[float, msgspec.Meta(ge=0)]
 _Record = TypeVar("_Record", bound="TenantPolicy | FleetPolicy")
 
 
@@ -80,15 +79,15 @@ class BandwidthPolicy(msgspec.Struct, frozen=True):
     ----------
     share : float
         Share of the bandwidth that no guarantee takes, relative to the shares of other tenants.
-    guarantee : float
+    guarantee : int
         Bytes per second that the tenant gets if it asks for them; 0 for no guarantee.
-    cap : float
+    cap : int
         Most bytes per second that the tenant gets; 0 for no limit.
     """
 
     share: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    guarantee: _Rate = 0.0
-    cap: _Rate = 0.0
+    guarantee: _Bytes = 0
+    cap: _Bytes = 0
 
     def __post_init__(self) -> None:
         if 0 < self.cap < self.guarantee:
