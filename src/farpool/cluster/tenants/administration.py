@@ -17,10 +17,13 @@ from farpool.abc.registry import Condition, Delete, Entry, Operation, Put, Regis
 from farpool.cluster.members.records import RECORD, MemberRecord
 from farpool.cluster.members.records import decode as decode_member
 from farpool.cluster.tenants.records import (
+    CAP_MIN_BYTES_PER_S,
     FLEET,
     MEDIA,
     NUMBER_MAX,
     PRIORITY_MAX,
+    SHARE_MAX,
+    SHARE_MIN,
     TENANTS,
     BandwidthPolicy,
     FleetPolicy,
@@ -391,9 +394,10 @@ def _check_change(change: TenantChange) -> None:
                     f"the {what} of {medium} is {nbytes!r}, expected bytes, at least 0 and at most {_BYTES_MAX}",
                     setting=what,
                 )
-    if change.share is not None and not (math.isfinite(change.share) and change.share > 0):
+    if change.share is not None and not SHARE_MIN <= change.share <= SHARE_MAX:
         raise ConfigError(
-            f"the bandwidth share is {change.share!r}, expected a number above 0", setting="bandwidth_share"
+            f"the bandwidth share is {change.share!r}, expected a number from {SHARE_MIN} to {SHARE_MAX:.0f}",
+            setting="bandwidth_share",
         )
     for what, rate in (("guarantee", change.guarantee), ("cap", change.cap)):
         if rate is not None and not 0 <= rate <= _BYTES_MAX:
@@ -401,6 +405,12 @@ def _check_change(change: TenantChange) -> None:
                 f"the bandwidth {what} is {rate!r}, expected bytes per second, at least 0 and at most {_BYTES_MAX}",
                 setting=f"bandwidth_{what}",
             )
+    if change.cap is not None and 0 < change.cap < CAP_MIN_BYTES_PER_S:
+        raise ConfigError(
+            f"the bandwidth cap is {change.cap}, expected at least {CAP_MIN_BYTES_PER_S} bytes per second, or 0 for no "
+            "limit",
+            setting="bandwidth_cap",
+        )
     if change.priority is not None and not -PRIORITY_MAX <= change.priority <= PRIORITY_MAX:
         raise ConfigError(
             f"the priority is {change.priority!r}, expected a number from {-PRIORITY_MAX} to {PRIORITY_MAX}",

@@ -21,11 +21,14 @@ from farpool.abc.registry import Entry
 from farpool.errors import RegistryDamagedError
 
 __all__ = [
+    "CAP_MIN_BYTES_PER_S",
     "FLEET",
     "MEDIA",
     "NUMBER_MAX",
     "POLICY",
     "PRIORITY_MAX",
+    "SHARE_MAX",
+    "SHARE_MIN",
     "TENANTS",
     "BandwidthPolicy",
     "FleetPolicy",
@@ -45,6 +48,10 @@ MEDIA = ("dram",)
 """Media of which nodes limit what a tenant uses. The NVMe file below the memory has no limits by tenant."""
 NUMBER_MAX = 2**32 - 1
 PRIORITY_MAX = 1000
+SHARE_MIN, SHARE_MAX = 1 / 1024, float(1 << 20)
+"""Smallest and largest bandwidth share that a node can apply."""
+CAP_MIN_BYTES_PER_S = 64 << 10
+"""Smallest bandwidth cap that a node can apply."""
 _FORMAT = 1
 _NAME = re.compile(r"(?![0-9]+\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -85,11 +92,13 @@ class BandwidthPolicy(msgspec.Struct, frozen=True):
         Most bytes per second that the tenant gets; 0 for no limit.
     """
 
-    share: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    share: Annotated[float, msgspec.Meta(ge=SHARE_MIN, le=SHARE_MAX)] = 1.0
     guarantee: _Bytes = 0
     cap: _Bytes = 0
 
     def __post_init__(self) -> None:
+        if 0 < self.cap < CAP_MIN_BYTES_PER_S:
+            raise ValueError(f"cap is {self.cap}, expected 0 or at least {CAP_MIN_BYTES_PER_S} bytes/s")
         if 0 < self.cap < self.guarantee:
             raise ValueError(f"cap is {self.cap}, expected 0 or at least the guarantee of {self.guarantee} bytes/s")
 
