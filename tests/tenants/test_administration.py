@@ -110,14 +110,15 @@ def test_a_pool_that_has_shrunk_may_still_guarantee_less(pool: Registry) -> None
         (TenantChange(burst={"dram": -5}), "the burst of dram is -5"),
         (guarantee(GIB, burst={"dram": GIB - 1}), "the burst of dram would be .* below the guarantee of 1 GiB"),
         (TenantChange(guaranteed={"nvme": 1}), "'nvme' is no medium that nodes divide among tenants"),
-        (TenantChange(share=0.0), "the bandwidth share is 0.0, expected a number above 0"),
+        (TenantChange(share=0.0), "the bandwidth share is 0.0, expected a number from 0.0009765625 to 1048576"),
         (TenantChange(share=float("nan")), "the bandwidth share is nan"),
         (TenantChange(guarantee=-1), "the bandwidth guarantee is -1"),
         (TenantChange(cap=2**63), "the bandwidth cap is 9223372036854775808"),
         (
-            TenantChange(guarantee=2, cap=1),
-            "the bandwidth cap would be 1 bytes/s, which is below the guarantee of 2",
+            TenantChange(guarantee=65537, cap=65536),
+            "cap would be 65536 bytes/s, which is below the guarantee of 65537",
         ),
+        (TenantChange(cap=65535), "the bandwidth cap is 65535, expected at least 65536"),
         (TenantChange(priority=1001), "the priority is 1001, expected a number from -1000 to 1000"),
     ],
 )

@@ -116,6 +116,17 @@ def test_a_burst_below_its_guarantee_counts_as_damage() -> None:
     assert follower.policy.tenants == {1: tenant(GIB, name="t1")}
 
 
+@pytest.mark.parametrize(
+    "bandwidth", ['{"share": 0}', '{"share": 1e9}', '{"cap": 5}', '{"cap": 65536, "guarantee": 65537}']
+)
+def test_bandwidth_that_a_node_cannot_apply_counts_as_damage(bandwidth: str) -> None:
+    follower = PolicyFollower(OWN, known(t1=GIB))
+    value = f'{{"name": "t1", "bandwidth": {bandwidth}}}'.encode()
+    follower.read([fleet(1, revision=9), Entry(policy_key(1), value, 9)], 0.0)
+    assert follower.policy is not None
+    assert follower.policy.tenants == {1: tenant(GIB, name="t1")}
+
+
 def test_a_damaged_list_of_tenants_leaves_all_as_they_were() -> None:
     before = known(t1=GIB, t2=GIB)
     follower = PolicyFollower(OWN, before)
