@@ -194,6 +194,7 @@ def test_a_member_whose_record_is_damaged_counts_with_its_former_bytes() -> None
     follower = PolicyFollower(OWN)
     follower.read([fleet(1), policy(1, tenant(GIB)), member(OTHER, 3 * GIB)], 0.0)
     follower.change([Entry(OTHER, b"{", 2)], 1.0)
+    follower.change([], 1.0 + 2 * RETURN_S)
     assert follower.policy is not None
     assert follower.policy.others == {"dram": 3 * GIB}
 
