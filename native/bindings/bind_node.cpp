@@ -122,6 +122,31 @@ connection are served first. AccessDeniedError where the session is another tena
         .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released(),
              "Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others.")
         .def(
+            "set_memory",
+            [](Server& self, const std::map<std::uint32_t, std::tuple<std::uint64_t, std::uint64_t, std::int32_t>>& tenants) {
+                farpool::Budget::Allowances allowances;
+                for (const auto& [tenant, given] : tenants) {
+                    const auto& [guaranteed, burst, priority] = given;
+                    allowances.emplace(tenant, farpool::Budget::Allowance{guaranteed, burst, priority});
+                }
+                nb::gil_scoped_release release;
+                self.set_memory(std::move(allowances));
+            },
+            nb::arg("tenants"),
+            R"(Replace what a policy gives each tenant of the memory: guaranteed bytes (0: its share without a policy), burst (the
+most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). ValueError if a
+burst is below its guarantee.)")
+        .def(
+            "memory",
+            [](Server& self) {
+                std::map<std::uint32_t, std::tuple<std::uint64_t, std::uint64_t, std::int32_t>> found;
+                for (const auto& [tenant, given] : refusing([&] { return self.memory(); })) {
+                    found.emplace(tenant, std::tuple(given.guaranteed, given.burst, given.priority));
+                }
+                return found;
+            },
+            "Return what `set_memory` was given last.")
+        .def(
             "expect_keys",
             [](Server& self, const std::map<std::string, std::tuple<std::uint32_t, bool, std::uint64_t>>& keys) {
                 std::map<std::string, Server::ExpectedKey> expected;
@@ -299,6 +324,8 @@ first it is 0), 0 at the end.)")
                     made["taken"] = stats.taken;
                     made["lent"] = stats.lent;
                     made["share"] = stats.share;
+                    made["burst"] = stats.allowance.burst;
+                    made["priority"] = stats.allowance.priority;
                     made["searches"] = stats.counts.searches;
                     made["gets"] = stats.counts.gets;
                     made["hits"] = stats.counts.hits;

@@ -1,6 +1,8 @@
 #include "node/budget.hpp"
 
 #include <algorithm>
+#include <limits>
+#include <tuple>
 
 namespace farpool {
 
@@ -18,6 +20,50 @@ void Budget::lend(std::uint32_t tenant, std::uint64_t nbytes) {
 void Budget::take_back(std::uint32_t tenant, std::uint64_t nbytes) {
     used_ -= nbytes;
     tenants_.at(tenant).lent -= nbytes;
+}
+
+void Budget::allow(Allowances allowances) {
+    allowances_ = std::move(allowances);
+    shares_ = first_shares_;
+    for (const auto& [tenant, allowance] : allowances_) {
+        if (allowance.guaranteed > 0) {
+            shares_[tenant] = std::min(allowance.guaranteed, limit_);
+        }
+    }
+}
+
+Budget::Allowance Budget::allowance(std::uint32_t tenant) const {
+    const auto found = allowances_.find(tenant);
+    return found == allowances_.end() ? Allowance{} : found->second;
+}
+
+std::uint64_t Budget::burst(std::uint32_t tenant) const {
+    const std::uint64_t nbytes = allowance(tenant).burst;
+    return nbytes == 0 ? std::numeric_limits<std::uint64_t>::max() : nbytes;
+}
+
+// A tenant above a burst that was lowered gives twice what it takes, so that its use falls, but one request does not evict for
+// all of the difference: the node would serve nobody else until then.
+std::uint64_t Budget::own_excess(std::uint32_t tenant, std::uint64_t nbytes) const {
+    const std::uint64_t most = burst(tenant);
+    const std::uint64_t use = this->use(tenant);
+    return use + nbytes <= most ? 0 : std::min(use + nbytes - most, 2 * nbytes);
+}
+
+std::size_t Budget::evict_above_bursts(std::size_t objects_max) {
+    std::size_t evicted = 0;
+    for (const auto& [tenant, allowance] : allowances_) {
+        const auto found = tenants_.find(tenant);
+        if (found == tenants_.end() || found->second.objects == nullptr) {
+            continue;
+        }
+        const std::uint64_t most = burst(tenant);
+        while (evicted < objects_max && moving_ < moving_bytes_max && found->second.use() > most &&
+               found->second.objects->evict_one(false)) {
+            ++evicted;
+        }
+    }
+    return evicted;
 }
 
 // The share of each tenant without a share of its own. `tenant` and all expected tenants count as if they used something
@@ -40,7 +86,7 @@ std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uin
 
 std::uint64_t Budget::share(std::uint32_t tenant, std::uint64_t common, double given) const {
     const auto found = shares_.find(tenant);
-    const std::uint64_t own = found == shares_.end() ? common : found->second;
+    const std::uint64_t own = std::min(found == shares_.end() ? common : found->second, burst(tenant));
     return given < 1.0 ? static_cast<std::uint64_t>(static_cast<double>(own) * given) : own;
 }
 
@@ -72,14 +118,18 @@ std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
 bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
     const std::uint64_t common = common_share(tenant);
     Evictable* victim = nullptr;
-    std::int64_t farthest = 0;
+    // Borrowed bytes before bytes within a share, then the lowest priority, then the farthest above its share.
+    std::tuple<bool, std::int32_t, std::int64_t> first{};
     for (const auto& [owner, account] : tenants_) {
         const bool own = owner == tenant;
         const auto above = static_cast<std::int64_t>(account.use() + (own ? nbytes : 0)) -
                            static_cast<std::int64_t>(share(owner, common, way.given));
-        if ((own || above > 0) && account.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
-            victim = account.objects;
-            farthest = above;
+        if ((own || above > 0) && account.reclaimable() > 0) {
+            const std::tuple rank(above <= 0, allowance(owner).priority, -above);
+            if (victim == nullptr || rank < first) {
+                victim = account.objects;
+                first = rank;
+            }
         }
     }
     return victim != nullptr && victim->evict_one(way.at_once);
@@ -106,6 +156,12 @@ std::uint64_t Budget::evictable(std::uint32_t tenant, Way way) const {
 }
 
 bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
+    if (const std::uint64_t excess = own_excess(tenant, nbytes); excess > 0) {
+        const auto found = tenants_.find(tenant);
+        if (found == tenants_.end() || found->second.reclaimable() < excess) {
+            return false;
+        }
+    }
     return left() >= nbytes || left() + evictable(tenant, {}) >= nbytes;
 }
 
@@ -127,6 +183,15 @@ double Budget::given(std::uint64_t more) const {
 bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
     if (!can_make_room(tenant, nbytes)) {
         return false;
+    }
+    if (const std::uint64_t excess = own_excess(tenant, nbytes); excess > 0) {
+        const Tenant& own = tenants_.at(tenant);
+        const std::uint64_t enough = own.use() - excess;
+        while (own.use() > enough) {
+            if (!own.objects->evict_one(false)) {
+                return false;
+            }
+        }
     }
     while (left() < nbytes) {
         if (!evict_one(tenant, nbytes, {})) {

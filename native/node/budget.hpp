@@ -1,10 +1,11 @@
 // The memory budget of a node: how much it may lend, how much is in use, and whose objects are evicted when room is needed.
 //
 // Each tenant has a share: the one that was set for it, or an equal part of the rest with all other tenants that use something.
-// A tenant may borrow beyond its share. Borrowed bytes are evicted when another tenant needs the room; bytes within a share are
-// never evicted for another tenant.
+// A tenant may borrow beyond its share, up to its burst if it has one. Borrowed bytes are evicted when another tenant needs the
+// room, those of the lowest priority first; bytes within a share are never evicted for another tenant.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -36,12 +37,20 @@ public:
     static constexpr std::uint64_t moving_bytes_max = std::uint64_t{64} << 20;
 
     using Shares = std::map<std::uint32_t, std::uint64_t>;
+    // What a policy gives a tenant. Without a guarantee of its own (0), the tenant keeps the share that it has without a
+    // policy.
+    struct Allowance {
+        std::uint64_t guaranteed = 0;
+        std::uint64_t burst = 0;  // most bytes that the tenant may use; 0 for no limit
+        std::int32_t priority = 0;
+    };
+    using Allowances = std::map<std::uint32_t, Allowance>;
     // Returns the bytes that the system can give to objects and leases in addition to those that it has given.
     using SystemLeft = std::function<std::uint64_t()>;
 
     // Without `system_left` the budget counts on the system's memory until the system refuses some.
     explicit Budget(std::uint64_t limit, Shares shares = {}, SystemLeft system_left = {})
-        : limit_(limit), shares_(std::move(shares)), system_left_(std::move(system_left)) {}
+        : limit_(limit), first_shares_(std::move(shares)), shares_(first_shares_), system_left_(std::move(system_left)) {}
 
     std::uint64_t limit() const noexcept { return limit_; }
     // Bytes of objects, their tables and leases.
@@ -68,6 +77,15 @@ public:
     void lend(std::uint32_t tenant, std::uint64_t nbytes);
     void take_back(std::uint32_t tenant, std::uint64_t nbytes);
 
+    // Replaces all allowances. A tenant's guarantee takes the place of the share that it got at the start. Evicts nothing: see
+    // evict_above_bursts().
+    void allow(Allowances allowances);
+    const Allowances& allowances() const noexcept { return allowances_; }
+    Allowance allowance(std::uint32_t tenant) const;
+    // Evicts objects, at most this many, of tenants that use more than their bursts, which were lowered or which tables have
+    // passed. Returns how many. Evicts none while as many bytes move to the lower medium as may: they would be forgotten.
+    std::size_t evict_above_bursts(std::size_t objects_max);
+
     std::uint64_t share(std::uint32_t tenant) const;
     std::uint64_t share_of_fixed(std::uint32_t tenant) const;
     // Bytes in use by a tenant, and the part of them that cannot be evicted.
@@ -80,12 +98,13 @@ public:
     bool may_fix(std::uint32_t tenant, std::uint64_t nbytes) const;
     // Bytes of that share that the tenant's leases leave for objects.
     std::uint64_t share_of_objects(std::uint32_t tenant) const;
-    // True if `nbytes` are free or can be freed by eviction.
+    // True if `nbytes` are free or can be freed by eviction, and the tenant's burst allows them.
     bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const;
     // True if the system can back `nbytes` more with memory, if necessary after eviction: other programs use the same file
     // system, so it may have less than the limit. Call it before the first eviction.
     bool can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const;
-    // Evicts until `nbytes` are free. If that is impossible, returns false and evicts nothing.
+    // Evicts until `nbytes` are free, first the tenant's own objects if it would pass its burst. If that is impossible, returns
+    // false and evicts nothing.
     bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Makes sure that the system may give `nbytes` more memory: first returns the memory of holes, then evicts.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
@@ -111,9 +130,14 @@ private:
         double given = 1.0;
         bool at_once = false;
     };
-    // Evicts an object of the tenant that is farthest above its share, counting `nbytes` that `tenant` is about to take. False
-    // if no object may be evicted.
+    // Evicts an object of a tenant above its share, counting `nbytes` that `tenant` is about to take: of the lowest priority,
+    // and among these of the one that is farthest above. If there is none, an object of `tenant`. False if no object may be
+    // evicted.
     bool evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way);
+    // Bytes by which the tenant's own use has to fall before it may take `nbytes`.
+    std::uint64_t own_excess(std::uint32_t tenant, std::uint64_t nbytes) const;
+    // Most bytes that the tenant may use.
+    std::uint64_t burst(std::uint32_t tenant) const;
     // Evicts objects of `nbytes`, or as many as there are. False if not even one may be evicted.
     bool evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way);
     // Bytes of objects that could be evicted for a tenant.
@@ -126,7 +150,9 @@ private:
     std::uint64_t objects_ = 0;  // bytes of `used_`
     std::uint64_t moving_ = 0;
     std::uint64_t backed_ = 0;
-    Shares shares_;
+    const Shares first_shares_;
+    Allowances allowances_;
+    Shares shares_;  // `first_shares_`, with the guarantees of `allowances_` in their places
     SystemLeft system_left_;
     std::set<std::uint32_t> expected_;
     std::map<std::uint32_t, Tenant> tenants_;

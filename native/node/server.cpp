@@ -5,6 +5,8 @@
 
 #include <cerrno>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "core/signals_blocked.hpp"
@@ -15,7 +17,8 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t listed_slices = 32;  // in one call of list_some()
+constexpr std::size_t listed_slices = 32;       // in one call of list_some()
+constexpr std::size_t evicted_per_tick = 1024;  // objects above their tenants' bursts: about a millisecond's work
 
 // The server's mutex and a bus guard together: exclusive state, and no client can end the process by truncating a file.
 class Guard {
@@ -138,6 +141,7 @@ void Server::tick() {
     lending_.check();
     sessions_.tidy();
     tenants_.tidy();
+    budget_.evict_above_bursts(evicted_per_tick);
 }
 
 void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,
@@ -155,6 +159,23 @@ void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, s
 void Server::expect_tenants(std::set<std::uint32_t> tenants) {
     const Guard guard(mutex_);
     budget_.expect(std::move(tenants));
+}
+
+void Server::set_memory(Budget::Allowances allowances) {
+    for (const auto& [tenant, allowance] : allowances) {
+        if (allowance.burst > 0 && allowance.burst < allowance.guaranteed) {
+            throw std::invalid_argument("tenant " + std::to_string(tenant) + " has a burst of " +
+                                        std::to_string(allowance.burst) + " bytes, expected at least its guarantee of " +
+                                        std::to_string(allowance.guaranteed) + ", or 0 for no limit");
+        }
+    }
+    const Guard guard(mutex_);
+    budget_.allow(std::move(allowances));
+}
+
+Budget::Allowances Server::memory() {
+    const Guard guard(mutex_);
+    return budget_.allowances();
 }
 
 void Server::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
@@ -355,7 +376,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          objects->counts(), quotas_.of_tenant(tenant), loop_.turns().usage(tenant, now)});
+                                          budget_.allowance(tenant), objects->counts(), quotas_.of_tenant(tenant),
+                                          loop_.turns().usage(tenant, now)});
     }
     for (const auto& lease : lending_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {

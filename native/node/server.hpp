@@ -61,6 +61,7 @@ public:
 
     struct TenantStats {
         std::uint64_t objects, used, backed, taken, lent, share;
+        Budget::Allowance allowance;
         Catalogue::Counts counts;
         Quotas::Charges charges;
         Turns::Usage usage;
@@ -81,6 +82,10 @@ public:
                bool latency = false);
     // Sets the tenants that may connect; memory that one of them pins, keeps or leases leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
+    // Replaces what a policy gives the tenants of the node's memory. Throws std::invalid_argument for a burst below its
+    // guarantee.
+    void set_memory(Budget::Allowances allowances);
+    Budget::Allowances memory();
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Sets each tenant's part of the bandwidth; a tenant that is not named has the default. Throws std::invalid_argument, and
     // then changes nothing.

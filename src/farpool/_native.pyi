@@ -304,6 +304,15 @@ class NodeServer:
     def expect_tenants(self, tenants: Set[int]) -> None:
         """Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others."""
 
+    def set_memory(self, tenants: Mapping[int, tuple[int, int, int]]) -> None:
+        """Replace what a policy gives each tenant of the memory: guaranteed bytes (0: its share without a policy), burst (the
+        most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). ValueError if a
+        burst is below its guarantee.
+        """
+
+    def memory(self) -> dict[int, tuple[int, int, int]]:
+        """Return what `set_memory` was given last."""
+
     def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
         """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
         the bytes that it may hold, 0 for the node's own limit.

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,21 +190,22 @@ def own_etcd() -> Iterator[tuple[Cluster, str]]:
 
 @needs_etcd
 @pytest.mark.slow
-def test_a_node_goes_on_while_its_registry_is_away_and_waits_for_it_at_the_start() -> None:
+def test_a_node_goes_on_while_its_registry_is_away_and_starts_again_without_it() -> None:
     with own_etcd() as (cluster, url), running_node(registry=url, member_ttl=2) as node:
         [etcd] = cluster.members
         etcd.kill()
         eventually(lambda: stats(node.address)["registered"] == 0)
         assert stats(node.address)["registry_silence"] > 0
         assert node.log.count("the registry does not answer") == 1
-        node.kill()
-        starter = threading.Thread(target=node.start)
-        starter.start()
-        eventually(lambda: "waiting for the registry" in node.log)
+        node.restart()
+        assert "the node starts without its registry" in node.log
+        assert stats(node.address)["registered"] == 0
         cluster.start(etcd)
-        starter.join(120)
+        cluster.wait()
         with open_registry(url, timeout=60.0) as registry:
+            eventually(lambda: stats(node.address)["registered"] == 1)
             assert state(registry, node) is MemberState.ACTIVE
+            assert "registered again" in node.log
             etcd.kill()
             eventually(lambda: stats(node.address)["registered"] == 0)
             cluster.start(etcd)

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from farpool.cluster.members.records import (
 from farpool.cluster.members.registration import FILE, Registration
 from farpool.cluster.members.slow_start import STEPS, weight_at
 from farpool.cluster.registry import open_registry
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, RegistryAwayError
 from tests.nodes import eventually
 from tests.registry.conftest import place, single
 
@@ -590,3 +591,67 @@ def test_trouble_is_told_once_and_its_end(
     monkeypatch.setattr(made, "_turn", turn)
     eventually(lambda: made.registered)
     assert log.events == ["not registered", "registered again"]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_member_starts_without_its_registry_and_registers_later(
+    make: Make, registry: Registry, log: Log, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    monkeypatch.setattr(registration, "RETURN_TIMEOUT_S", 0.0)
+    killed(running(make()))
+    before = registry.get(record_key(IDENTITY))
+    later = make()
+    with monkeypatch.context() as away:
+        away.setattr(registration, "open_registry", _away)
+        later.begin(60.0)
+        assert later.is_late
+        assert log.events[-1] == "the node starts without its registry"
+        later.ready(empty=empty)
+        assert not later.registered
+    eventually(lambda: later.registered)
+    assert (later.is_late, state(registry)) == (False, MemberState.ACTIVE)
+    assert registry.get(record_key(IDENTITY)) == before
+    assert log.events[-1] == "registered again"
+
+
+def test_a_member_with_objects_gets_its_full_weight_in_a_registry_that_has_lost_it(
+    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(running(make(slow_start=3600.0), empty=False))
+    monkeypatch.setattr(registration, "RETURN_TIMEOUT_S", 0.0)
+    for empty, step in ((False, STEPS), (True, 0)):
+        assert registry.commit([], [Delete(entry.key) for entry in registry.range(MEMBERS).entries]).succeeded
+        later = make(slow_start=3600.0)
+        with monkeypatch.context() as away:
+            away.setattr(registration, "open_registry", _away)
+            later.begin(60.0)
+        later.ready(empty=empty)
+        eventually(partial(_is_registered, later))
+        [info] = read_members(registry.range(MEMBERS).entries, {})[0].values()
+        assert info.weight == weight_at(1.0, step)
+        killed(later)
+
+
+def test_a_node_that_was_no_member_of_this_registry_does_not_start_without_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registration, "RETURN_TIMEOUT_S", 0.0)
+    running(make()).close()
+    shutil.copytree(tmp_path / "n", tmp_path / "copy")
+    for settings in (
+        {"registry": "etcd://127.0.0.1:1/other"},
+        {"identity": bytes([9] * 16), "registry": _away},
+        {"folder": "copy", "registry": _away},
+    ):
+        if settings.get("registry") is _away:
+            monkeypatch.setattr(registration, "open_registry", settings.pop("registry"))
+        with pytest.raises(ConfigError, match="start the registry"):
+            make(**settings).begin(0.3)
+
+
+def _is_registered(made: Registration) -> bool:
+    return made.registered
+
+
+def _away(where: object, *, timeout: float) -> Registry:
+    raise RegistryAwayError(f"the registry {where} did not answer", registry=str(where))

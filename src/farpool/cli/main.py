@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from farpool.cli import bench, certs, demo, kv, members, names, node, registry, store, tape
+from farpool.cli import bench, certs, demo, kv, members, names, node, registry, store, tape, tenants
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -37,6 +37,7 @@ app.add_typer(members.app, name="members")
 app.add_typer(registry.app, name="registry")
 app.add_typer(store.app, name="store")
 app.add_typer(tape.app, name="tape")
+app.add_typer(tenants.app, name="tenants")
 
 
 def _show_version(wanted: bool) -> None:

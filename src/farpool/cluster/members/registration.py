@@ -53,6 +53,9 @@ FILE = "registration"
 """Name of the file in the node's folder that says which lease the node had last."""
 START_TIMEOUT_S = 30.0
 """Seconds for which a node that starts waits for its registry."""
+RETURN_TIMEOUT_S = 3.0
+"""Seconds for which a node that was a member of this registry waits for it. Then the node starts, because programs know
+its address and look for its objects there, and registers once the registry answers."""
 _TURNS_PER_TTL = 3
 _TURN_S_MAX = 5.0
 _CALL_TIMEOUT_S = 5.0
@@ -166,6 +169,8 @@ class Registration(Closing):
         self._dead: list[Entry] = []  # records of members that are down and had this node's address or folder
         self._process = f"{socket.gethostname()}, process {os.getpid()}"
         self._is_ready = False
+        self._is_late = False  # the registry did not answer at the start
+        self._is_empty = True
         self._joined = False  # the record did not exist before this start
         self._removed = False  # a person removed the member since this process has joined
         self._last: MemberRecord | None = None  # the record as the registry last had it
@@ -189,6 +194,11 @@ class Registration(Closing):
         return self._registered
 
     @property
+    def is_late(self) -> bool:
+        """True if the node started without an answer of the registry, and has not registered since."""
+        return self._is_late
+
+    @property
     def silence(self) -> float:
         """Seconds since the registry last answered."""
         return time.monotonic() - self._reached
@@ -197,6 +207,8 @@ class Registration(Closing):
 
     def begin(self, timeout: float = START_TIMEOUT_S, cancelled: threading.Event | None = None) -> None:
         """Become the process that is this member, and write the record. The member is not ready yet.
+
+        If the registry does not answer, and this node was a member of it when it last ran, the node registers later.
 
         Parameters
         ----------
@@ -211,7 +223,8 @@ class Registration(Closing):
             The registry did not answer in time or refused, or another process is this member.
         """
         cancelled = cancelled or threading.Event()
-        deadline = until = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = until = begun + timeout
         self._call_timeout = min(_CALL_TIMEOUT_S, timeout)
         while True:
             try:
@@ -227,6 +240,10 @@ class Registration(Closing):
                     )
                 wrong: ConfigError = error
             except (RegistryAwayError, RegistryLeaseError) as error:
+                if time.monotonic() >= begun + RETURN_TIMEOUT_S and self._was_member():
+                    self._is_late = True
+                    self._tell("late", "the node starts without its registry", level=logging.WARNING, reason=str(error))
+                    return
                 until = deadline
                 self._tell("away", "waiting for the registry", level=logging.WARNING, reason=str(error))
                 wrong = ConfigError(
@@ -258,6 +275,15 @@ class Registration(Closing):
         self._reached = time.monotonic()
         self._trouble = ""
 
+    def _was_member(self) -> bool:
+        """Return True if this node was a member of this registry when it last ran."""
+        former = self._read_file()
+        return (
+            former is not None
+            and former.identity == self._identity.hex()
+            and (self._registry is None or former.registry == self._registry.address)
+        )
+
     def _opened(self) -> tuple[Registry, Session]:
         if self._registry is None:
             assert self._where is not None
@@ -287,7 +313,7 @@ class Registration(Closing):
         empty : bool
             True if the node has no objects. If it also is new in this registry, its weight grows slowly.
         """
-        self._is_ready = True
+        self._is_ready, self._is_empty = True, empty
         self._call_timeout = _CALL_TIMEOUT_S
         if self._joined and not empty:
             self._step = STEPS
@@ -338,6 +364,8 @@ class Registration(Closing):
     def _turn(self) -> bool:
         """Write what differs from what is to be in the registry; return False if this node is no member now."""
         registry, session = self._opened()
+        if self._is_late:
+            self._join_late()
         snapshot = registry.range(self._record_key, self._alive_key, self._removed_key)
         entries = {entry.key: entry for entry in snapshot.entries}
         role, record = entries.get(self._alive_key), entries.get(self._record_key)
@@ -360,6 +388,14 @@ class Registration(Closing):
         if self._is_ready:
             self._delete_dead(held)
         return True
+
+    def _join_late(self) -> None:
+        """Do at a turn what the start could not do without the registry."""
+        trouble = self._trouble
+        self._join()
+        if self._joined and not self._is_empty:  # another registry has taken the place of the one that was away
+            self._step = STEPS
+        self._is_late, self._trouble = False, trouble  # so that the log has the end of the trouble
 
     def _take(self, registry: Registry, session: Session) -> HeldRole:
         """Return the role, which may have to be taken first.

@@ -83,6 +83,15 @@ _GAUGES = {
 _POOL_GAUGES = {
     "registered": ("registered", "1 if the registry had the node as a member when it last answered, else 0"),
     "registry_silence": ("registry_silence_seconds", "Seconds since the registry last answered"),
+    "policy_revision": ("policy_revision", "Revision of the policy of tenants that the node applies; 0 for none"),
+    "policy_registry_revision": (
+        "policy_registry_revision",
+        "Revision of the policy of tenants that the registry had when it last answered; 0 for none",
+    ),
+    "policy_silence": (
+        "policy_silence_seconds",
+        "Seconds since the registry last confirmed the policy of tenants that the node applies",
+    ),
 }
 """Metrics of a node that is a member of a pool."""
 _TENANT_GAUGES = {
@@ -92,6 +101,8 @@ _TENANT_GAUGES = {
     "taken": ("taken_bytes", "Shared memory that a tenant's files take, as the system tells it"),
     "lent": ("lent_bytes", "Bytes of a tenant's leases"),
     "share": ("share_bytes", "Bytes below which no other tenant's use evicts a tenant's objects"),
+    "burst": ("burst_bytes", "Most bytes that a tenant may use; 0 for no limit"),
+    "priority": ("priority", "Priority of a tenant: borrowed bytes of the lowest are evicted first"),
     "pins": ("pins", "Pins of a tenant"),
     "preparations": ("preparations", "Unfinished publishes of a tenant"),
     "leases": ("leases", "Leases of a tenant"),

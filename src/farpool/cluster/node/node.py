@@ -39,6 +39,8 @@ from farpool.sizes import format_size
 
 if TYPE_CHECKING:
     from farpool.cluster.members.registration import Registration
+    from farpool.cluster.node.tenancy import Tenancy
+    from farpool.cluster.tenants.follower import KnownPolicy
 
 __all__ = ["Node"]
 
@@ -77,7 +79,7 @@ class Node:
     shares : mapping of int to int, or None
         Bytes guaranteed to each tenant, by the tenant's number. If a tenant holds no more than its guarantee, the node
         does not evict the tenant's objects to make room for other tenants. All tenants that hold something and have no
-        guarantee share the rest equally.
+        guarantee share the rest equally. A guarantee of the pool's policy takes the place of the tenant's share here.
     tls : CertificateFolder or None
         The node's certificate. With it, connections over TCP begin with TLS, and each client must show a certificate.
     insecure_plaintext : bool
@@ -154,6 +156,7 @@ class Node:
         self._socket_group = socket_group
         self._joining = Joining(registry, dict(labels or {}), weight, advertise, member_ttl, slow_start)
         self._registration: Registration | None = None
+        self._tenancy: Tenancy | None = None
         self._cancelled = threading.Event()
         self._room = capacity
         self._last_reload = LastReload(time.time(), succeeded=True)
@@ -275,17 +278,19 @@ class Node:
         """
         self._undo.close()
         # These objects hold the segments' descriptors.
-        self._server = self._listener = self._control = self._registration = None
+        self._server = self._listener = self._control = self._registration = self._tenancy = None
 
     def stats(self) -> dict[str, int | float]:
         """Return the node's counters by name; empty unless the node runs."""
         # Read once, because a thread of the metrics may ask while the node stops.
-        server, listener, registration = self._server, self._listener, self._registration
+        server, listener, registration, tenancy = self._server, self._listener, self._registration, self._tenancy
         if server is None or listener is None:
             return {}
         in_pool: dict[str, int | float] = {}
         if registration is not None:
             in_pool = {"registered": int(registration.registered), "registry_silence": registration.silence}
+        if tenancy is not None:
+            in_pool.update(tenancy.stats())
         return {
             **server.stats(),
             "process": _own_memory(),
@@ -298,7 +303,8 @@ class Node:
     def tenants(self) -> dict[int, dict[str, int]]:
         """Return each tenant's counters by name, such as objects and bytes; empty unless the node runs.
 
-        Bytes are counted as used, backed by memory, taken in shared memory, lent and guaranteed.
+        Bytes are counted as used, backed by memory, taken in shared memory, lent and guaranteed. `burst` is the most
+        that the tenant may use, 0 for no limit; `priority` is the pool's for the tenant.
         """
         server = self._server
         return {} if server is None else server.tenants()
@@ -401,6 +407,10 @@ class Node:
         server = self._server_in(folder)
         folder.settle()
         undo.callback(server.stop)
+        if self._registration is not None:
+            # Before the first connection: a policy that comes later would find the memory taken.
+            self._tenancy = self._tenancy_of(server, folder, self._registration)
+            undo.callback(self._tenancy.close)
         # A reload waits for this, because the parts made here would keep the keys from before it.
         with self._using_keys:
             _expect(server, self._keys)
@@ -422,6 +432,24 @@ class Node:
             self._registration.ready(empty=server.stats()["objects"] == 0)
             # Even before the listener ends: programs then know that the node is down and does not only answer late.
             undo.callback(self._registration.close)
+        if self._tenancy is not None:
+            self._tenancy.start()
+
+    def _tenancy_of(self, server: NodeServer, folder: Folder, registration: Registration) -> Tenancy:
+        from farpool.cluster.node.tenancy import Tenancy
+        from farpool.cluster.tenants.follower import part_of
+
+        def apply(policy: KnownPolicy) -> None:
+            server.set_memory(part_of(policy, self._capacity, "dram"))
+            limits = {number: tenant.bandwidth for number, tenant in policy.tenants.items()}
+            server.set_bandwidth({number: (one.share, one.guarantee, one.cap) for number, one in limits.items()})
+
+        assert self._joining.registry is not None
+        tenancy = Tenancy(
+            self._joining.registry, self.identity, folder.path, kept=not self._ephemeral, apply=apply, log=log
+        )
+        tenancy.begin(registration.address, is_away=registration.is_late)
+        return tenancy
 
     def _registered_in(self, folder: Folder) -> Registration:
         media = {"dram": self._capacity}
