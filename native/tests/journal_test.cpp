@@ -37,7 +37,7 @@ Status put(Catalogue& objects, const std::string& key, std::uint64_t nbytes) {
 // A reader's picture of the objects, by serial: true for kept ones.
 using Picture = std::map<std::uint64_t, std::pair<std::string, bool>>;
 
-void apply(Picture& picture, const Changed& change) {
+void take(Picture& picture, const Changed& change) {
     switch (change.change) {
         case Change::stored:
             picture[change.serial] = {change.key, false};
@@ -62,7 +62,7 @@ bool follow(const Journal& journal, std::uint64_t& next, Picture& picture) {
         return false;
     }
     for (; next < journal.end(); ++next) {
-        apply(picture, journal.at(next));
+        take(picture, journal.at(next));
     }
     return true;
 }
@@ -197,3 +197,5 @@ TEST("a reader that lists the objects once and follows the changes has exactly t
     CHECK(lost > 0);
     CHECK(lost < 60);
 }
+
+int main() { return farpool::testing::run(); }
