@@ -174,9 +174,10 @@ void Entries::remove(std::uint32_t slot, Change why) {
     const Index::Entry entry = index_.at(slot);
     // The journal has named all outdated objects at once.
     if (journal_.is_on() && !epochs_.is_outdated(entry.serial)) {
-        const std::string key(records_.key(slot));  // a copy: publishers may change the key in the segment
+        char copied[largest_key];  // before we check it: publishers may change the key in the segment
+        const std::string_view key(copied, records_.key(slot).copy(copied, sizeof copied));
         const bool is_intact = index_.hash(key) == entry.hash;
-        journal_.add(why, entry.serial, is_intact ? std::string_view(key) : std::string_view(), records_.payload_nbytes(slot));
+        journal_.add(why, entry.serial, is_intact ? key : std::string_view(), records_.payload_nbytes(slot));
     }
     remove(slot);
 }
