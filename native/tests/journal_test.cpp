@@ -177,7 +177,7 @@ TEST("a reader that lists the objects once and follows the changes has exactly t
                 listing = true;
             }
         }
-        // Only what is behind the reader's last answer may be missing.
+        // The rest of the list, and the changes since the last answer.
         while (listing) {
             std::vector<Listed> found;
             place = place == 0 ? objects.place_of(after) : place;

@@ -66,21 +66,24 @@ def test_a_store_puts_elsewhere_while_a_node_drains_by_order() -> None:
             assert calls.call("stats", soon())["state"] == 1
             with pytest.raises(NodeFullError, match="the node is draining: it takes no new objects and leases"):
                 calls.call("lend", soon(), bytes=4096)
-        assert 'state set key="" reason="test" ordered="draining" state="draining"' in one.log
+        assert '"event":"state set","key":"","reason":"test","ordered":"draining"' in one.log
         assert store.get("before") == b"value"
         set_state(two, "read-only")
-        with pytest.raises(NodeFullError, match="the node is (draining|read-only): it takes no new objects"):
+        with pytest.raises(NodeFullError, match=r"the node is (draining|read-only): it takes no new objects"):
             store.put("nowhere", b"value")
         one.restart()  # forgets the order
         assert store.put("again", b"value") == "stored"
 
 
 def test_copies_that_cannot_be_made_are_reported_and_not_confirmed() -> None:
-    with running_node() as one, running_node() as two:
-        with Store(one.address, two.address, replicas=2, timeout=20) as store:
-            set_state(two, "draining")
-            with pytest.raises(ReplicationError, match="1 of 2 nodes confirmed the put .*the node is draining"):
-                store.put("key", b"value")
+    with (
+        running_node() as one,
+        running_node() as two,
+        Store(one.address, two.address, replicas=2, timeout=20) as store,
+    ):
+        set_state(two, "draining")
+        with pytest.raises(ReplicationError, match=r"1 of 2 nodes confirmed the put .*the node is draining"):
+            store.put("key", b"value")
 
 
 def test_an_administrator_of_a_tenant_does_not_run_the_node(guarded: RunningNode) -> None:
@@ -152,7 +155,7 @@ def test_a_follower_goes_on_after_a_node_was_killed() -> None:
         node.start()
         store.put("after", b"value")
         found = catch_up()
-        assert found == sorted(key for key in store.keys())
+        assert found == sorted(store.keys())
         assert len(found) == 200
         assert follower.restarts == 2
         store.put("later", b"value")

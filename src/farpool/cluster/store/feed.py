@@ -24,7 +24,7 @@ _Call = Callable[..., Mapping[str, Any]]
 
 
 class ChangeKind(StrEnum):
-    """What has happened to an object of a node."""
+    """Kinds of changes of a node's objects."""
 
     LISTED = "listed"
     """The object was in the list, so it is there."""
