@@ -137,10 +137,11 @@ TEST("a journal has the last changes in order, and forgets the oldest ones") {
 
 TEST("a reader that lists the objects once and follows the changes has exactly the objects") {
     std::size_t lost = 0;
+    std::uint64_t evictions = 0;
     for (std::uint64_t seed = 0; seed < 60; ++seed) {
         Random random(seed);
         const Folder folder;
-        Budget budget(256 << 10);
+        Budget budget(128 << 10);
         std::string note;
         Catalogue objects(folder.path(), 0, budget, nullptr, true, note);
         std::uint32_t epoch = 0;
@@ -188,12 +189,14 @@ TEST("a reader that lists the objects once and follows the changes has exactly t
             after = found.empty() ? after : found.back().key;
             listing = place != 0;
         }
+        evictions += objects.counts().evictions;
         if (follow(journal, next, picture)) {
             CHECK(picture == listed(objects));
         } else {
             ++lost;
         }
     }
+    CHECK(evictions > 0);
     CHECK(lost > 0);
     CHECK(lost < 60);
 }

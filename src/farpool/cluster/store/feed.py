@@ -182,6 +182,13 @@ def advance(follower: ChangesFollower, call: _Call, deadline: float) -> list[Cha
         Makes control calls of the node, for example `Member.call`.
     deadline : float
         Time of `time.monotonic` by which the reply must have arrived.
+
+    Raises
+    ------
+    ProtocolError
+        The node is of an earlier version, which keeps no journal: list its objects.
+    QuotaExceededError
+        The tenant's share has no room for a journal: list its objects, too.
     """
     name, arguments = follower.request()
     return follower.receive(call(name, deadline, **arguments))
