@@ -1,5 +1,6 @@
 // NodeServer: the data loop of a node, for the Python that controls it.
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
@@ -15,10 +16,51 @@ namespace {
 
 nb::bytes as_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
+const char* name_of(farpool::Change change) {
+    constexpr const char* names[] = {"stored", "kept", "let_go", "dropped", "expired", "evicted", "damaged", "outdated"};
+    return names[static_cast<std::size_t>(change) - 1];
+}
+
+constexpr const char* state_names[] = {"active", "draining", "read-only"};
+
+const char* name_of(farpool::NodeState state) { return state_names[static_cast<std::size_t>(state)]; }
+
+farpool::NodeState state_of(const std::string& name) {
+    for (const auto state : {farpool::NodeState::active, farpool::NodeState::draining, farpool::NodeState::read_only}) {
+        if (name == name_of(state)) {
+            return state;
+        }
+    }
+    throw nb::value_error(("state is '" + name + "', expected active, draining or read-only").c_str());
+}
+
+nb::dict as_dict(const Server::Changes& changes) {
+    nb::list found;
+    for (const farpool::Changed& one : changes.changes) {
+        found.append(nb::make_tuple(name_of(one.change), one.serial, nb::bytes(one.key.data(), one.key.size()), one.nbytes,
+                                    farpool::left_until(one.expiry), one.copies));
+    }
+    nb::dict made;
+    made["lost"] = changes.lost;
+    made["life"] = changes.life;
+    made["next"] = changes.next;
+    made["left"] = changes.left;
+    made["changes"] = found;
+    return made;
+}
+
+nb::tuple as_tuple(const farpool::ListedPin& pin) {
+    const auto& [tenant, session, offset, number] = pin.id;
+    const nb::object left = pin.left_ms ? nb::object(nb::int_(*pin.left_ms)) : nb::object(nb::none());
+    return nb::make_tuple(tenant, session, offset, number, pin.serial, pin.owner, nb::bytes(pin.key.data(), pin.key.size()),
+                          pin.nbytes, left, pin.ended);
+}
+
 std::string_view as_view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
 
 nb::dict as_dict(const Server::Stats& stats) {
     nb::dict made;
+    made["state"] = stats.state;
     made["capacity"] = stats.capacity;
     made["used"] = stats.used;
     made["backed"] = stats.backed;
@@ -204,6 +246,10 @@ then nothing changes.)")
             [](Server& self, std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
                 const std::uint64_t lease = refusing([&] { return self.lend(session, tenant, nbytes); });
                 if (lease == 0) {
+                    const farpool::Admission admission = refusing([&] { return self.admission(); });
+                    if (!admission.takes_new()) {
+                        fail_as("NodeFullError", admission.refusal());
+                    }
                     const Server::Stats stats = refusing([&] { return self.stats(); });
                     fail_as("NodeFullError", "the node cannot lend " + std::to_string(nbytes) + " bytes: it has " +
                                                  std::to_string(stats.capacity) + ", of which " + std::to_string(stats.lent) +
@@ -301,6 +347,57 @@ where too many sessions of the tenant have some, or its share has no room for mo
             R"(List objects: key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if kept, of those behind
 the key `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at
 first it is 0), 0 at the end.)")
+        .def(
+            "changes",
+            [](Server& self, std::uint32_t tenant, std::uint64_t life, std::uint64_t since, std::size_t limit) {
+                return as_dict(refusing([&] { return self.changes(tenant, life, since, limit); }));
+            },
+            nb::arg("tenant"), nb::arg("life"), nb::arg("since"), nb::arg("limit"),
+            nb::sig("def changes(self, tenant: int, life: int, since: int, limit: int) -> dict[str, Any]"),
+            R"(Return at most `limit` changes of a tenant's objects from the number `since` on, as the call `changes` does
+(docs/wire.md). The first call begins the tenant's journal. QuotaExceededError if the tenant's share has no room for it.)")
+        .def(
+            "set_state", [](Server& self, const std::string& state) { self.order(state_of(state)); }, nb::arg("state"),
+            R"(Set the state that an administrator wants: "active", "draining" or "read-only".)")
+        .def("follow_record", &Server::follow_record, nb::arg("draining"), Released(),
+             "Set whether the node's record in the registry says that it drains.")
+        .def(
+            "state",
+            [](Server& self) {
+                const farpool::Admission admission = refusing([&] { return self.admission(); });
+                return nb::make_tuple(name_of(admission.state()), name_of(admission.ordered()));
+            },
+            nb::sig("def state(self) -> tuple[str, str]"),
+            "Return the node's state, and the state that an administrator has set; the record may be stricter.")
+        .def(
+            "pins",
+            [](Server& self, std::optional<std::uint32_t> tenant, const farpool::PinId& after, std::size_t limit) {
+                nb::list found;
+                for (const auto& pin : refusing([&] { return self.pins(tenant, after, limit); })) {
+                    found.append(as_tuple(pin));
+                }
+                return found;
+            },
+            nb::arg("tenant").none(), nb::arg("after"), nb::arg("limit"),
+            nb::sig("def pins(self, tenant: int | None, after: tuple[int, int, int, int], limit: int) -> "
+                    "list[tuple[int, int, int, int, int, str, bytes, int, int | None, bool]]"),
+            R"(List at most `limit` pins of a tenant, or of all tenants, that follow `after`: tenant, session, offset of the
+payload, number, serial, name of the access key, key, bytes, milliseconds left (None: no end), and True if an
+administrator ended it.)")
+        .def(
+            "end_pin",
+            [](Server& self, const farpool::PinId& pin, std::uint64_t serial, const std::string& reason) {
+                const auto found = refusing([&] { return self.end_pin(pin, serial, reason); });
+                if (!found) {
+                    throw nb::key_error("there is no such pin: it was released, or its session has ended");
+                }
+                return as_tuple(*found);
+            },
+            nb::arg("pin"), nb::arg("serial"), nb::arg("reason"),
+            nb::sig("def end_pin(self, pin: tuple[int, int, int, int], serial: int, reason: str) -> "
+                    "tuple[int, int, int, int, int, str, bytes, int, int | None, bool]"),
+            R"(End the claim of a pin, and return the pin as it was before. Its memory stays until the program releases it, its
+time is over or its session ends. KeyError if there is no such pin.)")
         .def(
             "stats",
             [](Server& self) {

@@ -94,6 +94,14 @@ bool Protocol::may(std::uint32_t right) {
     return client_.may(right);
 }
 
+bool Protocol::may_change() {
+    const bool allowed = services_.admission.allows_changes();
+    if (!allowed) {
+        reply(Status::denied, 0, Admission::unchangeable);
+    }
+    return allowed;
+}
+
 std::string_view Protocol::key_or_refuse(std::uint32_t right, std::size_t offset, const char* expected) {
     if (!may(right)) {
         return {};
@@ -173,6 +181,9 @@ void Protocol::extend_payload() {
     Catalogue& objects = client_.objects;
     std::byte* place = nullptr;
     if (!put_) {
+        if (is_turned_away(key_after(input_.meta(), sizeof(ObjectHead)))) {
+            return input_.refuse(Status::full, 0, services_.admission.refusal());
+        }
         const std::uint64_t nbytes = input_.header().payload_nbytes;
         const auto prepare = [&] {
             return objects.prepare(key_after(input_.meta(), sizeof(ObjectHead)), nbytes,
@@ -259,7 +270,7 @@ void Protocol::answer_stat() {
 
 void Protocol::answer_drop() {
     const std::string_view key = key_or_refuse(rights::publish);
-    if (key.empty()) {
+    if (key.empty() || !may_change()) {
         return;
     }
     const Status status = client_.objects.remove(key);
@@ -270,7 +281,11 @@ void Protocol::answer_drop() {
 }
 
 void Protocol::answer_demote() {
-    if (const auto found = found_or_refuse(key_or_refuse(rights::publish), false)) {
+    const std::string_view key = key_or_refuse(rights::publish);
+    if (key.empty() || !may_change()) {
+        return;
+    }
+    if (const auto found = found_or_refuse(key, false)) {
         reply(client_.objects.demote(*found));
     }
 }
@@ -278,7 +293,7 @@ void Protocol::answer_demote() {
 void Protocol::answer_touch() {
     constexpr std::size_t fixed = 2 * sizeof(std::uint64_t);
     const std::string_view key = key_or_refuse(rights::publish, fixed, "a time to live, what to do with it, and a key");
-    if (key.empty()) {
+    if (key.empty() || !may_change()) {
         return;
     }
     const auto keep = number_at<std::uint64_t>(input_.meta(), sizeof(std::uint64_t));
@@ -407,6 +422,9 @@ void Protocol::answer_prepare() {
         return reply(Status::denied, 0,
                      "places are prepared for programs that write them over a one-sided fabric, to which the objects were "
                      "exposed; put instead");
+    }
+    if (is_turned_away(key)) {
+        return reply(Status::full, 0, services_.admission.refusal());
     }
     const auto nbytes = number_at<std::uint64_t>(input_.meta(), 0);
     if (std::string refusal = sessions.preparation_refusal(client_, nbytes); !refusal.empty()) {

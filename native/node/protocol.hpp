@@ -71,6 +71,12 @@ private:
     // The object of a key. Empty after a refusal: there is no object, or the key is empty.
     std::optional<Found> found_or_refuse(std::string_view key, bool visit);
     const Sessions::Preparation* preparation_or_refuse();
+    // True if the node takes no new objects now and the key has none yet.
+    bool is_turned_away(std::string_view key) {
+        return !services_.admission.takes_new() && client_.objects.find(key, false).status != Status::done;
+    }
+    // True if programs may change the objects of the node now; otherwise replies.
+    bool may_change();
 
     void answer();
     void begin_put();

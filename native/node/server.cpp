@@ -51,9 +51,11 @@ Server::Server(Settings settings)
       lending_(settings_.folder, settings_.ephemeral, budget_, quotas_, events_),
       sessions_(budget_, quotas_, tenants_, lending_, deadlines_, events_),
       fetches_(events_, settings_.shelf, [this](const Fetch& fetch, bool ok) { loop_.deliver(fetch, ok); }),
-      services_{budget_,  deadlines_, sessions_,
-                fetches_, unsent_,    tallies_,
-                events_,  turn_,      [this](const Catalogue& objects) { return loop_.give_up_a_put(objects); }},
+      services_{budget_,    admission_,
+                deadlines_, sessions_,
+                fetches_,   unsent_,
+                tallies_,   events_,
+                turn_,      [this](const Catalogue& objects) { return loop_.give_up_a_put(objects); }},
       loop_(services_, alarm_) {
     const BusGuard guard;
     for (const auto& lease : lending_.adopt()) {
@@ -222,7 +224,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     {
         const Guard guard(mutex_);
         owner = sessions_.open(session, tenant);
-        if (stopped_ || !lending_.charge(session, owner, nbytes)) {
+        if (stopped_ || !admission_.takes_new() || !lending_.charge(session, owner, nbytes)) {
             return 0;
         }
     }
@@ -326,6 +328,55 @@ std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place
     return found;
 }
 
+Server::Changes Server::changes(std::uint32_t tenant, std::uint64_t life, std::uint64_t since, std::size_t limit) {
+    const Guard guard(mutex_);
+    Journal& journal = tenants_.of(tenant).journal();
+    if (!journal.is_on()) {
+        const std::uint64_t nbytes = Journal::nbytes_for(budget_.limit());
+        if (!budget_.may_fix(tenant, nbytes) || !budget_.make_room(tenant, nbytes) ||
+            !budget_.make_backing_room(tenant, nbytes)) {
+            throw Busy("the tenant's share has no room for a journal of changes, which takes " + std::to_string(nbytes) +
+                       " bytes");
+        }
+        journal.begin(nbytes);
+        budget_.lend(tenant, nbytes);
+    }
+    if (life != journal.life() || since < journal.first() || since > journal.end()) {
+        return {true, journal.life(), journal.end()};
+    }
+    Changes found{false, journal.life(), since};
+    for (; found.next < journal.end() && found.changes.size() < limit; ++found.next) {
+        found.changes.push_back(journal.at(found.next));
+    }
+    found.left = journal.end() - found.next;
+    return found;
+}
+
+void Server::order(NodeState state) {
+    const Guard guard(mutex_);
+    admission_.order(state);
+}
+
+void Server::follow_record(bool draining) {
+    const Guard guard(mutex_);
+    admission_.follow_record(draining);
+}
+
+Admission Server::admission() {
+    const Guard guard(mutex_);
+    return admission_;
+}
+
+std::vector<ListedPin> Server::pins(std::optional<std::uint32_t> tenant, const PinId& after, std::size_t limit) {
+    const Guard guard(mutex_);
+    return sessions_.pins(tenant, after, limit);
+}
+
+std::optional<ListedPin> Server::end_pin(const PinId& id, std::uint64_t serial, std::string_view reason) {
+    const Guard guard(mutex_);
+    return sessions_.end_pin(id, serial, reason);
+}
+
 Server::Stats Server::stats() {
     const Guard guard(mutex_);
     Stats stats;
@@ -334,6 +385,7 @@ Server::Stats Server::stats() {
     stats.used = budget_.used();
     stats.lent = lending_.lent();
     stats.backed = budget_.taken();
+    stats.state = static_cast<std::uint64_t>(admission_.state());
     stats.connections = loop_.size();
     stats.sessions = sessions_.size();
     const auto leases = lending_.all();

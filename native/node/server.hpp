@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "node/admission.hpp"
 #include "node/alarm.hpp"
 #include "node/budget.hpp"
 #include "node/catalogue/catalogue.hpp"
@@ -55,7 +57,7 @@ public:
 
     struct Stats : Counts {
         std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0, expired = 0, adopted = 0,
-                      index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
+                      index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0, state = 0,
                       leaving = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0, gets = 0, hits = 0;
     };
 
@@ -117,6 +119,23 @@ public:
     // end.
     std::vector<Listed> list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
                                   std::size_t limit);
+    // Changes of a tenant's objects since a number; see Journal.
+    struct Changes {
+        bool lost = false;  // `since` is of another life, or the next change was forgotten: list the objects
+        std::uint64_t life = 0;
+        std::uint64_t next = 0;  // number from which to go on; if changes are lost, after listing the objects
+        std::uint64_t left = 0;  // changes from `next` on
+        std::vector<Changed> changes{};
+    };
+    // Reads at most `limit` changes. The first call begins the tenant's journal, whose memory counts as lent. Throws Busy.
+    Changes changes(std::uint32_t tenant, std::uint64_t life, std::uint64_t since, std::size_t limit);
+    // Set by an administrator, and by the node's record in the registry; see Admission.
+    void order(NodeState state);
+    void follow_record(bool draining);
+    Admission admission();
+    // Pins of one tenant, or of all; see Sessions.
+    std::vector<ListedPin> pins(std::optional<std::uint32_t> tenant, const PinId& after, std::size_t limit);
+    std::optional<ListedPin> end_pin(const PinId& id, std::uint64_t serial, std::string_view reason);
     Stats stats();
     std::map<std::uint32_t, TenantStats> tenants();
     // Statistics of the access keys that may connect, by name.
@@ -141,6 +160,7 @@ private:
     const Alarm alarm_;
     std::mutex mutex_;  // guards everything below, except the thread
     Budget budget_;
+    Admission admission_;
     Deadlines deadlines_;
     Events events_;
     Tallies tallies_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "node/admission.hpp"
 #include "node/budget.hpp"
 #include "node/deadlines.hpp"
 #include "node/events.hpp"
@@ -17,6 +18,7 @@ namespace farpool {
 
 struct Services {
     const Budget& budget;
+    const Admission& admission;
     const Deadlines& deadlines;
     Sessions& sessions;
     Fetches& fetches;

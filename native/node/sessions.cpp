@@ -1,6 +1,8 @@
 #include "node/sessions.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <tuple>
 
 #include "core/hash.hpp"
 #include "node/refusals.hpp"
@@ -17,9 +19,11 @@ std::uint64_t owner_of(std::string_view key) { return key.empty() ? 0 : hash64(k
 void Sessions::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
     std::map<Quotas::Owner, Quotas::Key> found;
     key_tenants_.clear();
+    key_names_.clear();
     for (const auto& [name, expected] : keys) {
         found.emplace(Quotas::Owner{expected.tenant, owner_of(name)}, expected.key);
         key_tenants_.emplace(name, expected.tenant);
+        key_names_.emplace(Quotas::Owner{expected.tenant, owner_of(name)}, name);
     }
     quotas_.expect(std::move(found));
 }
@@ -115,41 +119,105 @@ Sessions::Pin Sessions::pin(const Client& client, const Found& found, std::uint6
     if (!client.objects.may_fix(found)) {
         return {0, beyond_share};
     }
-    const Place place{client.tenant, found.payload};
+    session.last_pin += session.last_pin + 1 == 0 ? 2 : 1;  // never 0, which stands for any pin
+    const PinPlace place{client.tenant, found.payload, session.last_pin};
     const auto ending = ttl_ms == 0 ? endings_.end()
                                     : endings_.emplace(deadlines_.now() + seconds(static_cast<double>(ttl_ms) / 1000),
                                                        std::pair(client.session, place));
     client.objects.pin(found);
     client.objects.count_lent_out(1);
     quotas_.pin(session.owner, found.offset, nbytes);
-    session.last_pin += session.last_pin + 1 == 0 ? 2 : 1;  // never 0, which stands for any pin
-    session.pins.emplace(place, Pinned{found.offset, found.serial, session.last_pin, ending});
+    session.pins.emplace(place, Pinned{found.offset, found.serial, ending});
+    if (session.pins.size() == 1) {
+        pinning_.emplace(client.tenant, client.session);
+    }
     return {session.last_pin};
 }
 
 bool Sessions::unpin(const Client& client, std::uint64_t payload, std::uint64_t serial, std::uint64_t number) {
     Session& session = sessions_.at(client.session);
-    const auto [first, last] = session.pins.equal_range(Place{client.tenant, payload});
-    const auto found = std::find_if(first, last, [&](const auto& pin) {
-        return pin.second.serial == serial && (number == 0 || pin.second.number == number);
-    });
+    constexpr std::uint32_t last_number = ~std::uint32_t{0};
+    if (number > last_number) {
+        return false;
+    }
+    const auto first = session.pins.lower_bound({client.tenant, payload, static_cast<std::uint32_t>(number)});
+    const auto last =
+        session.pins.upper_bound({client.tenant, payload, number == 0 ? last_number : static_cast<std::uint32_t>(number)});
+    const auto found = std::find_if(first, last, [&](const auto& pin) { return pin.second.serial == serial; });
     if (found == last) {
         return false;
     }
-    unpin(session, found);
+    unpin(client.session, session, found);
     return true;
 }
 
-void Sessions::unpin(Session& session, Pins::iterator pin) {
+void Sessions::unpin(std::uint64_t id, Session& session, Pins::iterator pin) {
     const auto& [place, pinned] = *pin;
-    Catalogue& objects = tenants_.at(place.first);
+    const std::uint32_t tenant = std::get<0>(place);
+    Catalogue& objects = tenants_.at(tenant);
     objects.unpin(pinned.extent);
     objects.count_lent_out(-1);
-    quotas_.unpin(session.owner, pinned.extent);
+    if (!pinned.ended) {
+        quotas_.unpin(session.owner, pinned.extent);
+    }
+    if (session.pins.size() == 1) {
+        pinning_.erase({tenant, id});
+    }
     if (pinned.ending != endings_.end()) {
         endings_.erase(pinned.ending);
     }
     session.pins.erase(pin);
+}
+
+ListedPin Sessions::listed(std::uint64_t id, const Session& session, const Pins::value_type& pin) const {
+    const auto& [place, pinned] = pin;
+    const auto& [tenant, payload, number] = place;
+    const auto name = key_names_.find(session.owner);
+    ListedPin found{
+        {tenant, id, payload, number}, pinned.serial, name == key_names_.end() ? "" : name->second, {}, 0, {}, pinned.ended};
+    std::tie(found.key, found.nbytes) = tenants_.at(tenant).held(pinned.extent);
+    if (pinned.ending != endings_.end()) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(pinned.ending->first - deadlines_.now());
+        found.left_ms = static_cast<std::uint64_t>(std::max<std::int64_t>(left.count(), 0));
+    }
+    return found;
+}
+
+std::vector<ListedPin> Sessions::pins(std::optional<std::uint32_t> tenant, const PinId& after, std::size_t limit) const {
+    const auto& [of, in, payload, number] = after;
+    std::vector<ListedPin> found;
+    const std::pair<std::uint32_t, std::uint64_t> from{of, in};
+    for (auto one = pinning_.lower_bound(tenant && *tenant > of ? std::pair{*tenant, std::uint64_t{0}} : from);
+         one != pinning_.end() && (!tenant || one->first == *tenant) && found.size() < limit; ++one) {
+        const Session& session = sessions_.at(one->second);
+        auto pin = *one == from ? session.pins.upper_bound({of, payload, number}) : session.pins.begin();
+        for (; pin != session.pins.end() && found.size() < limit; ++pin) {
+            found.push_back(listed(one->second, session, *pin));
+        }
+    }
+    return found;
+}
+
+std::optional<ListedPin> Sessions::end_pin(const PinId& id, std::uint64_t serial, std::string_view reason) {
+    const auto& [tenant, number_of_session, payload, number] = id;
+    const auto session = sessions_.find(number_of_session);
+    if (session == sessions_.end()) {
+        return std::nullopt;
+    }
+    const auto [first, last] = session->second.pins.equal_range({tenant, payload, number});
+    const auto pin = std::find_if(first, last, [&](const auto& one) { return one.second.serial == serial; });
+    if (pin == last) {
+        return std::nullopt;
+    }
+    ListedPin before = listed(session->first, session->second, *pin);
+    if (!pin->second.ended) {
+        quotas_.unpin(session->second.owner, pin->second.extent);
+        pin->second.ended = true;
+        events_.note("pin_ended", session->first,
+                     "an administrator ended a pin of " + std::to_string(before.nbytes) + " bytes of tenant " +
+                         std::to_string(tenant) + ": " + std::string(reason));
+    }
+    return before;
 }
 
 std::string Sessions::preparation_refusal(const Client& client, std::uint64_t nbytes) const {
@@ -226,7 +294,8 @@ void Sessions::end_pins() {
         const auto ending = endings_.begin();
         Session& session = sessions_.at(ending->second.first);
         const auto [first, last] = session.pins.equal_range(ending->second.second);
-        unpin(session, std::find_if(first, last, [&](const auto& pin) { return pin.second.ending == ending; }));
+        unpin(ending->second.first, session,
+              std::find_if(first, last, [&](const auto& pin) { return pin.second.ending == ending; }));
     }
 }
 
@@ -246,7 +315,7 @@ void Sessions::end_left(Session& session) {
 void Sessions::close(std::uint64_t id, Session& session) {
     const std::size_t pins = session.pins.size();
     while (!session.pins.empty()) {
-        unpin(session, session.pins.begin());
+        unpin(id, session, session.pins.begin());
     }
     for (const auto& [place, preparation] : session.prepared) {
         uncharge(session, place, preparation);

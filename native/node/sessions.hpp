@@ -8,10 +8,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "node/budget.hpp"
 #include "node/client.hpp"
@@ -22,6 +25,19 @@
 #include "node/tenants.hpp"
 
 namespace farpool {
+
+// A pin on the whole node: tenant, session, offset of the payload, and number of the pin in its session.
+using PinId = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>;
+
+struct ListedPin {
+    PinId id;
+    std::uint64_t serial;
+    std::string owner;  // name of the access key; empty if it is not known
+    std::string key;    // of the object; empty if a program has damaged it
+    std::uint64_t nbytes;
+    std::optional<std::uint64_t> left_ms;  // until the pin ends by itself
+    bool ended;                            // by an administrator
+};
 
 class Sessions {
 public:
@@ -89,6 +105,13 @@ public:
     // Releases a pin of the payload at this offset. `number` 0 stands for any. False if there is no such pin.
     bool unpin(const Client& client, std::uint64_t payload, std::uint64_t serial, std::uint64_t number);
 
+    // Lists at most `limit` pins that follow `after`, of one tenant or of all.
+    std::vector<ListedPin> pins(std::optional<std::uint32_t> tenant, const PinId& after, std::size_t limit) const;
+    // Ends the claim of a pin: it no longer counts for its access key and session. Its memory stays as it is until the program
+    // releases the pin, its time is over or its session ends, because the program may read there without asking. Returns the
+    // pin as it was before; empty if there is no such pin.
+    std::optional<ListedPin> end_pin(const PinId& id, std::uint64_t serial, std::string_view reason);
+
     // Why the session may not prepare another publish; empty if it may.
     std::string preparation_refusal(const Client& client, std::uint64_t nbytes) const;
     void add_preparation(const Client& client, const Found& prepared, std::uint64_t nbytes);
@@ -105,16 +128,17 @@ public:
     void tidy();
 
 private:
-    using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset of a payload
+    using Place = std::pair<std::uint32_t, std::uint64_t>;                     // tenant, offset of a payload
+    using PinPlace = std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>;  // and the pin's number
     // Pins that have a time to live, by its end.
-    using Endings = std::multimap<Clock::time_point, std::pair<std::uint64_t, Place>>;
+    using Endings = std::multimap<Clock::time_point, std::pair<std::uint64_t, PinPlace>>;
     struct Pinned {
         std::uint64_t extent;  // offset
         std::uint64_t serial;
-        std::uint32_t number;
         Endings::iterator ending;  // the end of them for a pin without an end
+        bool ended = false;        // by an administrator
     };
-    using Pins = std::multimap<Place, Pinned>;
+    using Pins = std::multimap<PinPlace, Pinned>;  // numbers begin again after 2^32 pins
     struct Session {
         Quotas::Owner owner;
         std::size_t connections = 0;
@@ -131,7 +155,8 @@ private:
             session.empty_since = deadlines_.now();
         }
     }
-    void unpin(Session& session, Pins::iterator pin);
+    ListedPin listed(std::uint64_t id, const Session& session, const Pins::value_type& pin) const;
+    void unpin(std::uint64_t id, Session& session, Pins::iterator pin);
     void uncharge(const Session& session, const Place& place, const Preparation& preparation);
     void end_pins();
     void end_left(Session& session);
@@ -145,7 +170,9 @@ private:
     Events& events_;
     std::unordered_map<std::uint64_t, Session> sessions_;
     Endings endings_;
-    std::map<std::string, std::uint32_t> key_tenants_;  // of the access keys that may connect
+    std::set<std::pair<std::uint32_t, std::uint64_t>> pinning_;  // tenants and sessions that have pins
+    std::map<std::string, std::uint32_t> key_tenants_;           // of the access keys that may connect
+    std::map<Quotas::Owner, std::string> key_names_;             // of these keys
 };
 
 }  // namespace farpool

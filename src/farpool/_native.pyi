@@ -378,6 +378,35 @@ class NodeServer:
         first it is 0), 0 at the end.
         """
 
+    def changes(self, tenant: int, life: int, since: int, limit: int) -> dict[str, Any]:
+        """Return at most `limit` changes of a tenant's objects from the number `since` on, as the call `changes` does
+        (docs/wire.md). The first call begins the tenant's journal. QuotaExceededError if the tenant's share has no room for it.
+        """
+
+    def set_state(self, state: str) -> None:
+        """Set the state that an administrator wants: "active", "draining" or "read-only"."""
+
+    def follow_record(self, draining: bool) -> None:
+        """Set whether the node's record in the registry says that it drains."""
+
+    def state(self) -> tuple[str, str]:
+        """Return the node's state, and the state that an administrator has set; the record may be stricter."""
+
+    def pins(
+        self, tenant: int | None, after: tuple[int, int, int, int], limit: int
+    ) -> list[tuple[int, int, int, int, int, str, bytes, int, int | None, bool]]:
+        """List at most `limit` pins of a tenant, or of all tenants, that follow `after`: tenant, session, offset of the
+        payload, number, serial, name of the access key, key, bytes, milliseconds left (None: no end), and True if an
+        administrator ended it.
+        """
+
+    def end_pin(
+        self, pin: tuple[int, int, int, int], serial: int, reason: str
+    ) -> tuple[int, int, int, int, int, str, bytes, int, int | None, bool]:
+        """End the claim of a pin, and return the pin as it was before. Its memory stays until the program releases it, its
+        time is over or its session ends. KeyError if there is no such pin.
+        """
+
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and

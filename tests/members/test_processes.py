@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from farpool import NodeFullError, Store
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.registry import Registry
 from farpool.cluster.members.records import MEMBERS, alive_key, read_members, record_key
@@ -167,6 +169,35 @@ def test_a_member_drains_on_after_a_restart(place: str, registry: Registry) -> N
         assert state(registry, other) is None
         other.start()
         assert state(registry, other) is MemberState.ACTIVE
+
+
+def test_a_node_refuses_objects_of_programs_with_an_old_list_while_its_record_says_that_it_drains(place: str) -> None:
+    with (
+        running_node(registry=place, member_ttl=1) as node,
+        running_node(registry=place),
+        Store(node.address, timeout=20) as store,
+    ):
+        store.put("before", b"value")
+        numbers, refusals = itertools.count(), list[str]()
+
+        def takes_objects() -> bool:
+            try:
+                store.put(f"key-{next(numbers)}", b"value")
+            except NodeFullError as error:
+                refusals.append(str(error))
+                return False
+            return True
+
+        command("members", "drain", node.folder.name, "--registry", place)
+        eventually(lambda: not takes_objects())
+        node.restart()  # as the record says from the first moment on
+        assert not takes_objects()
+        assert store.get("before") == b"value"
+        assert stats(node.address)["state"] == 1
+        command("members", "undrain", node.folder.name, "--registry", place)
+        eventually(takes_objects)
+        assert stats(node.address)["state"] == 0
+        assert all("the node is draining: it takes no new objects and leases" in refusal for refusal in refusals)
 
 
 def test_a_node_that_waits_for_its_registry_ends_when_it_is_told_to(tmp_path: Path) -> None:

@@ -223,6 +223,29 @@ def test_a_registry_that_lost_everything_gets_the_record_again(make: Make, regis
     assert record(registry) == drained
 
 
+def test_the_node_hears_once_that_its_record_says_that_it_drains_and_that_it_no_longer_does(
+    make: Make, registry: Registry
+) -> None:
+    heard: list[bool] = []
+    made = running(make(follow=heard.append))
+    assert heard == []
+    drained = msgspec.structs.replace(OWN, draining=True)
+    write(registry, drained)
+    eventually(lambda: heard == [True])
+    write(registry, msgspec.structs.replace(drained, name="other"))  # other changes of the record do not matter
+    eventually(lambda: record(registry) == drained)
+    registry.commit([], [Delete(record_key(IDENTITY))])  # a registry that lost the record does not end the drain
+    eventually(lambda: registry.get(record_key(IDENTITY)) is not None)
+    write(registry, OWN)
+    eventually(lambda: heard == [True, False])
+    write(registry, drained)
+    eventually(lambda: heard == [True, False, True])
+    killed(made)
+    again: list[bool] = []
+    begun(make(follow=again.append))
+    assert again == [True]  # before the node serves
+
+
 def test_a_record_that_is_missing_though_nobody_removed_the_member_is_written_again(
     make: Make, registry: Registry
 ) -> None:

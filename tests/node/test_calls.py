@@ -78,6 +78,9 @@ def access_mode(file: int) -> int:
 CALLS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("stats", {}, {"reader", "publisher", "admin"}),
     ("list", {}, {"reader", "publisher", "admin"}),
+    ("changes", {}, {"reader", "publisher", "admin"}),
+    ("set_state", {"state": "active", "reason": "test"}, {"admin"}),
+    ("pins", {}, {"admin"}),
     ("lend", {"bytes": 4096}, {"writer"}),
     ("leases", {}, {"writer"}),
     ("attach_objects", {}, {"reader", "publisher"}),
@@ -191,7 +194,20 @@ def test_files_are_not_passed_over_tcp(node: RunningNode) -> None:
 
 @pytest.mark.parametrize(
     ("call", "arguments"),
-    [("nothing", {}), ("lend", {}), ("lend", {"bytes": 0}), ("lend", {"bytes": "1"}), ("list", {"limit": 1000})],
+    [
+        ("nothing", {}),
+        ("lend", {}),
+        ("lend", {"bytes": 0}),
+        ("lend", {"bytes": "1"}),
+        ("list", {"limit": 1000}),
+        ("changes", {"since": -1}),
+        ("changes", {"since": 1 << 63}),
+        ("set_state", {"state": "active"}),
+        ("set_state", {"state": "asleep", "reason": "test"}),
+        ("pins", {"after": (1, 2)}),
+        ("pins", {"after": (1 << 32, 0, 0, 0)}),
+        ("end_pin", {"pin": (0, 0, 0, 0), "serial": 1, "reason": ""}),
+    ],
 )
 def test_a_call_with_wrong_arguments_says_what_was_expected(
     node: RunningNode, call: str, arguments: dict[str, Any]

@@ -227,6 +227,8 @@ Found Catalogue::commit(std::uint64_t offset, std::uint64_t serial, std::uint32_
     // A put during a rotation belongs to the new epoch.
     found.serial = entries_.epochs().is_outdated(serial) ? index_->next_serial() : serial;
     entries_.enter(prepared.header, prepared.key, {found.serial, offset, prepared.expiry, hash, prepared.units});
+    entries_.journal().add(Change::stored, found.serial, prepared.key, prepared.header.nbytes, prepared.expiry,
+                           prepared.header.copies);
     return found;
 }
 
@@ -253,7 +255,7 @@ Status Catalogue::remove(std::string_view key) {
     if (slot == Index::none) {
         return Status::missing;
     }
-    entries_.remove(slot);
+    entries_.remove(slot, Change::dropped);
     return Status::done;
 }
 
@@ -276,6 +278,10 @@ Touched Catalogue::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, 
                               : keep == Keep::keep ? kept_flag | changed(word, later(end_in(word), end))
                                                    : extended(word, end);
     entries_.set_expiry(slot, now);
+    if (is_kept != ((now & kept_flag) != 0)) {
+        const Found found = entries_.found_at(slot);
+        entries_.journal().add(is_kept ? Change::let_go : Change::kept, serial, key, found.nbytes, now, found.head.copies);
+    }
     entries_.visit(slot);
     return {Status::done, mark_of(serial, now)};
 }
@@ -297,7 +303,7 @@ Found Catalogue::copy_to_ram(const Found& found) {
 
 void Catalogue::lose(std::uint64_t offset) {
     if (const std::uint32_t slot = entries_.retained_slot(offset); slot != Index::none) {
-        entries_.remove(slot);
+        entries_.remove(slot, Change::damaged);
     }
 }
 

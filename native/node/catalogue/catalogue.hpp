@@ -18,6 +18,7 @@
 #include "node/catalogue/entries.hpp"
 #include "node/catalogue/eviction.hpp"
 #include "node/catalogue/expiry.hpp"
+#include "node/catalogue/journal.hpp"
 #include "node/catalogue/media.hpp"
 #include "node/catalogue/medium.hpp"
 #include "node/catalogue/object_files.hpp"
@@ -89,6 +90,8 @@ public:
     void release(std::uint64_t offset) { entries_.release(offset); }
     void pin(const Found& found) { entries_.pin(found); }
     void unpin(std::uint64_t offset) { entries_.unpin(offset); }
+    // Key and memory of a retained object. The key is empty if a program has damaged it.
+    std::pair<std::string, std::uint64_t> held(std::uint64_t offset) const { return entries_.held(offset); }
     // Counts the programs that know the place of a payload: `change` is 1 or -1.
     void count_lent_out(std::int64_t change) { index_->count_lent_out(change); }
     bool may_fix(const Found& found) const { return entries_.may_fix(found); }
@@ -136,6 +139,9 @@ public:
     // searched enough. Moves `place` on, to 0 at the end.
     void list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit,
               std::vector<Listed>& found) const;
+
+    // The last changes of objects; see Journal.
+    Journal& journal() noexcept { return entries_.journal(); }
 
     const ObjectPaths& paths() const noexcept { return paths_; }
     // Descriptors of the index, for reading only, and of the data file, owned by the caller. Throws std::system_error.

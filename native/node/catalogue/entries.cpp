@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
+#include <string_view>
 
 #include "node/catalogue/expiry.hpp"
 
@@ -26,7 +28,7 @@ std::uint32_t Entries::find(std::string_view key, std::uint64_t hash) {
     // If a header or a key is damaged, we do not know which object it was: it may be this one.
     const std::uint32_t damaged = slot != Index::none && records_.is_intact(slot) ? Index::none : records_.find_damaged(hash);
     if (damaged != Index::none) {
-        evict(damaged);
+        evict(damaged, Change::damaged);
         ++counts_.damaged;
         return find(key, hash);
     }
@@ -168,9 +170,21 @@ void Entries::remove(std::uint32_t slot) {
     }
 }
 
+void Entries::remove(std::uint32_t slot, Change why) {
+    const Index::Entry entry = index_.at(slot);
+    // The journal has named all outdated objects at once.
+    if (journal_.is_on() && !epochs_.is_outdated(entry.serial)) {
+        char copied[largest_key];  // before we check it: publishers may change the key in the segment
+        const std::string_view key(copied, records_.key(slot).copy(copied, sizeof copied));
+        const bool is_intact = index_.hash(key) == entry.hash;
+        journal_.add(why, entry.serial, is_intact ? key : std::string_view(), records_.payload_nbytes(slot));
+    }
+    remove(slot);
+}
+
 void Entries::remove_over(std::uint32_t slot) {
     counts_.expired += epochs_.is_outdated(index_.at(slot).serial) ? 0 : 1;
-    remove(slot);
+    remove(slot, Change::expired);
 }
 
 void Entries::set_expiry(std::uint32_t slot, std::uint64_t word) {
@@ -217,6 +231,15 @@ void Entries::unpin(std::uint64_t offset) {
     release(offset);
 }
 
+std::pair<std::string, std::uint64_t> Entries::held(std::uint64_t offset) const {
+    const References::Counted& object = references_.at(offset);
+    const std::uint64_t nbytes = std::uint64_t{object.units} * unit_nbytes;
+    const Head head = copy_head(media_.ram().at(offset), nbytes);
+    const bool is_intact = is_whole(head.header, nbytes, false) &&
+                           (object.gone || index_.hash(key_of(head.header)) == index_.at(object.slot).hash);
+    return {std::string(is_intact ? key_of(head.header) : std::string_view()), nbytes};
+}
+
 bool Entries::may_fix(const Found& found) const {
     const Index::Entry entry = index_.at(found.slot);
     const std::uint64_t nbytes = std::uint64_t{entry.units} * unit_nbytes;
@@ -242,7 +265,7 @@ void Entries::sweep(std::size_t slots) {
 std::uint64_t Entries::overhead_nbytes() const noexcept {
     const std::uint64_t mark_nbytes = 1;  // of visits
     return index_.slots_used() * (sizeof(IndexSlot) + mark_nbytes + records_.slot_nbytes()) +
-           index_.buckets() * sizeof(std::uint32_t) + records_.overhead_nbytes() + queues_.nbytes();
+           index_.buckets() * sizeof(std::uint32_t) + records_.overhead_nbytes() + queues_.nbytes() + journal_.nbytes();
 }
 
 }  // namespace farpool

@@ -6,10 +6,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "node/catalogue/epochs.hpp"
 #include "node/catalogue/index.hpp"
+#include "node/catalogue/journal.hpp"
 #include "node/catalogue/media.hpp"
 #include "node/catalogue/queues.hpp"
 #include "node/catalogue/records.hpp"
@@ -66,10 +69,13 @@ public:
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
     // Enters the object in a slot of an earlier start; false if it is not intact.
     bool adopt(std::uint32_t slot);
-    // Removes an object from the index, and releases its memory unless it has references.
+    // Removes an object from the index, and releases its memory unless it has references. For an object that stays at another
+    // place, or that no reader of the journal has seen.
     void remove(std::uint32_t slot);
-    void evict(std::uint32_t slot) {
-        remove(slot);
+    // Removes an object that is gone with that, and tells the readers of the journal why.
+    void remove(std::uint32_t slot, Change why);
+    void evict(std::uint32_t slot, Change why = Change::evicted) {
+        remove(slot, why);
         ++counts_.evictions;
     }
     void set_expiry(std::uint32_t slot, std::uint64_t word);
@@ -80,6 +86,8 @@ public:
     void release(std::uint64_t offset);
     void pin(const Found& found);
     void unpin(std::uint64_t offset);
+    // Key and bytes of memory of an object that has references. The key is empty if a program has damaged it.
+    std::pair<std::string, std::uint64_t> held(std::uint64_t offset) const;
     std::uint32_t retained_slot(std::uint64_t offset) const { return references_.slot(offset); }
     bool is_fixed(const Index::Entry& entry) const { return is_kept(entry) || references_.contains(entry.offset); }
     // True if the object may be pinned or kept.
@@ -91,13 +99,18 @@ public:
     bool is_over(const Index::Entry& entry) const { return epochs_.is_outdated(entry.serial) || has_expired(entry.expiry); }
     // Checks the next `slots` slots and removes the objects that are over.
     void sweep(std::size_t slots);
-    void rotate(std::uint32_t epoch) { epochs_.begin(epoch, index_, {index_.size(), counts_.payload_bytes}); }
+    void rotate(std::uint32_t epoch) {
+        epochs_.begin(epoch, index_, {index_.size(), counts_.payload_bytes});
+        journal_.add(Change::outdated, index_.first_serial(), {});
+    }
 
     Index& index() noexcept { return index_; }
     const Epochs& epochs() const noexcept { return epochs_; }
     const Records& records() const noexcept { return records_; }
     Queues& queues() noexcept { return queues_; }
     const Queues& queues() const noexcept { return queues_; }
+    Journal& journal() noexcept { return journal_; }
+    const Journal& journal() const noexcept { return journal_; }
     Counts& counts() noexcept { return counts_; }
     const Counts& counts() const noexcept { return counts_; }
     // True for an object that a reference keeps in memory.
@@ -124,6 +137,7 @@ private:
     References references_;
     Queues queues_;
     Epochs epochs_;
+    Journal journal_;
     Counts counts_;
     std::uint32_t sweep_at_ = 0;
 };

@@ -141,6 +141,9 @@ class Registration(Closing):
         False for a node that ends for good when it stops: `close` then deletes its record.
     log : callable
         Function that logs an event with its `level` and its fields.
+    follow : callable
+        Called with True once the record says that the member drains, and with False once it no longer does. It is
+        called by `begin` and later by the thread that keeps the member alive.
     """
 
     def __init__(
@@ -154,12 +157,14 @@ class Registration(Closing):
         slow_start: float,
         kept: bool,
         log: _Log,
+        follow: Callable[[bool], None] = lambda draining: None,
     ) -> None:
         self._where = None if isinstance(registry, Registry) else registry
         self._registry = registry if isinstance(registry, Registry) else None
         self._identity, self._own = identity, record
         self._path = Path(folder) / FILE
         self._ttl, self._slow_start, self._kept, self._log = ttl, slow_start, kept, log
+        self._follow, self._drains = follow, False
         self._record_key, self._alive_key = record_key(identity), alive_key(identity)
         self._removed_key = removed_key(identity)
         self._call_timeout = _CALL_TIMEOUT_S
@@ -446,7 +451,7 @@ class Registration(Closing):
             present = _present(entry)
             wanted = self._wanted(present)
             if present == wanted:
-                self._last = present
+                self._note_record(present)
                 return
             if self._closed.is_set():  # `close` did not wait for this turn, and may have deleted the record
                 return
@@ -455,9 +460,15 @@ class Registration(Closing):
                 Condition(self._removed_key, 0),
             ]
             if held.commit(conditions, [Put(self._record_key, encode(wanted))]).succeeded:
-                self._last = wanted
+                self._note_record(wanted)
                 return
             entry = registry.get(self._record_key)  # another program has changed it
+
+    def _note_record(self, record: MemberRecord) -> None:
+        self._last = record
+        if record.draining is not self._drains:
+            self._drains = record.draining
+            self._follow(record.draining)
 
     def _delete_dead(self, held: HeldRole) -> None:
         """Delete the records of members that are gone: this node has their addresses, or one's folder."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from farpool._native import NodeServer
 from farpool.cluster.node.exposures import Exposures
+from farpool.cluster.node.logs import log
 from farpool.cluster.wire.frames import KEY_BYTES_MAX, Right
 from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import AccessDeniedError, ProtocolError
@@ -24,9 +25,18 @@ LISTED_OBJECTS_MAX = 128
 """Largest limit that a client may give for a list. The data loop may return a few more objects than the limit. Such a
 list fits into the meta of a frame even with the longest keys."""
 
+LISTED_PINS_MAX = 128
+"""Largest limit for a list of pins, which fits into the meta of a frame even with the longest keys and names."""
+_OPERATORS_TENANT = 0
+"""Tenant whose administrators run the node. Administrators of another tenant see and end only pins of that tenant."""
+
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
 _Lease = Annotated[int, msgspec.Meta(ge=1)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _READING_RIGHTS = Right.READ | Right.ADMIN
 
 
@@ -40,6 +50,36 @@ class List(msgspec.Struct, tag="list", tag_field="call"):
     prefix: _Key = b""
     after: _Key = b""
     limit: _Limit = LISTED_OBJECTS_MAX
+
+
+class Changes(msgspec.Struct, tag="changes", tag_field="call"):
+    """Ask for changes of the tenant's objects, from the number `since` of the journal `life` on."""
+
+    life: _Number = 0
+    since: _Number = 0
+    limit: _Limit = LISTED_OBJECTS_MAX
+
+
+class SetState(msgspec.Struct, tag="set_state", tag_field="call"):
+    """Let the node take new objects and leases again, or refuse them, or refuse all changes of objects."""
+
+    state: Literal["active", "draining", "read-only"]
+    reason: _Reason
+
+
+class Pins(msgspec.Struct, tag="pins", tag_field="call"):
+    """Ask for pins that follow the pin `after`: its tenant, session, offset and number."""
+
+    after: tuple[_Small, _Offset, _Offset, _Small] = (0, 0, 0, 0)
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LISTED_PINS_MAX)] = LISTED_PINS_MAX
+
+
+class EndPin(msgspec.Struct, tag="end_pin", tag_field="call"):
+    """End the claim of a pin, as `pins` has listed it."""
+
+    pin: tuple[_Small, _Offset, _Offset, _Small]
+    serial: _Offset
+    reason: _Reason
 
 
 class Lend(msgspec.Struct, tag="lend", tag_field="call"):
@@ -76,12 +116,16 @@ class Expose(msgspec.Struct, tag="expose", tag_field="call"):
     failed: bytes = b""
 
 
-Call = Stats | Lend | Release | Leases | AttachObjects | AttachLease | Expose
+Call = Stats | Changes | SetState | Pins | EndPin | Lend | Release | Leases | AttachObjects | AttachLease | Expose
 
 _DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
 _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
     Stats: _READING_RIGHTS,
     List: _READING_RIGHTS,
+    Changes: _READING_RIGHTS,
+    SetState: Right.ADMIN,
+    Pins: Right.ADMIN,
+    EndPin: Right.ADMIN,
     Lend: Right.WRITE,
     Release: Right.WRITE,
     Leases: Right.WRITE,
@@ -150,6 +194,10 @@ def make_call(
     match call:
         case Stats():
             result: dict[str, Any] = dict(stats())
+        case Changes():
+            result = server.changes(client.tenant, call.life, call.since, call.limit)
+        case SetState() | Pins() | EndPin():
+            result = _administer(call, client, server)
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
@@ -173,6 +221,28 @@ def make_call(
         case Expose():
             result = _expose(call, client, server, exposures)
     return result, files
+
+
+def _administer(call: SetState | Pins | EndPin, client: Accepted, server: NodeServer) -> dict[str, Any]:
+    is_operator = client.tenant == _OPERATORS_TENANT
+    if isinstance(call, Pins):
+        pins = server.pins(None if is_operator else client.tenant, call.after, call.limit)
+        return {"pins": pins, "next": pins[-1][:4] if len(pins) == call.limit else ()}
+    if isinstance(call, EndPin):
+        if not is_operator and call.pin[0] != client.tenant:
+            raise AccessDeniedError(f"the access key {client.key!r} may end only pins of its tenant {client.tenant}")
+        pin = server.end_pin(call.pin, call.serial, call.reason)
+        log("pin ended", key=client.key, reason=call.reason, tenant=pin[0], session=pin[1], owner=pin[5], bytes=pin[7])
+        return {"pin": pin}
+    if not is_operator:
+        raise AccessDeniedError(
+            f"the access key {client.key!r} is of tenant {client.tenant}, expected a key of tenant "
+            f"{_OPERATORS_TENANT}, whose administrators run the node"
+        )
+    server.set_state(call.state)
+    state, ordered = server.state()
+    log("state set", key=client.key, reason=call.reason, ordered=ordered, state=state)
+    return {"state": state, "ordered": ordered}
 
 
 def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:

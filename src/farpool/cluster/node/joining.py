@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +106,7 @@ class Joining:
         cancelled: threading.Event,
         *,
         kept: bool,
+        follow: Callable[[bool], None],
     ) -> Registration:
         """Join the pool. The member is not ready yet.
 
@@ -125,6 +126,8 @@ class Joining:
             Event that ends the wait for a registry that does not answer.
         kept : bool
             False for a node that keeps nothing when it stops.
+        follow : callable
+            Called with True once the member's record says that it drains, and with False once it no longer does.
 
         Raises
         ------
@@ -147,7 +150,15 @@ class Joining:
             version=version("farpool"),
         )
         made = Registration(
-            self.registry, identity, record, folder, ttl=self.ttl, slow_start=self.slow_start, kept=kept, log=log
+            self.registry,
+            identity,
+            record,
+            folder,
+            ttl=self.ttl,
+            slow_start=self.slow_start,
+            kept=kept,
+            log=log,
+            follow=follow,
         )
         try:
             made.begin(cancelled=cancelled)

@@ -55,6 +55,7 @@ class Source(Protocol):
 
 
 _GAUGES = {
+    "state": ("state", "0 if the node takes new objects, 1 while it drains, 2 while it is read-only"),
     "capacity": ("capacity_bytes", "Bytes that the node may lend"),
     "used": ("used_bytes", "Bytes in use for objects, their tables and leases"),
     "backed": (

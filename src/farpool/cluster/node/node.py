@@ -157,6 +157,7 @@ class Node:
         self._joining = Joining(registry, dict(labels or {}), weight, advertise, member_ttl, slow_start)
         self._registration: Registration | None = None
         self._tenancy: Tenancy | None = None
+        self._drains = False  # as the member's record says
         self._cancelled = threading.Event()
         self._room = capacity
         self._last_reload = LastReload(time.time(), succeeded=True)
@@ -411,6 +412,7 @@ class Node:
             # Before the first connection: a policy that comes later would find the memory taken.
             self._tenancy = self._tenancy_of(server, folder, self._registration)
             undo.callback(self._tenancy.close)
+        server.follow_record(self._drains)
         # A reload waits for this, because the parts made here would keep the keys from before it.
         with self._using_keys:
             _expect(server, self._keys)
@@ -456,8 +458,23 @@ class Node:
         if self._nvme is not None:
             media["nvme"] = self._nvme[1]
         return self._joining.register(
-            self.identity, self.name, self.address, media, folder.path, self._cancelled, kept=not self._ephemeral
+            self.identity,
+            self.name,
+            self.address,
+            media,
+            folder.path,
+            self._cancelled,
+            kept=not self._ephemeral,
+            follow=self._follow_record,
         )
+
+    def _follow_record(self, draining: bool) -> None:
+        """Refuse new objects while the member's record says that it drains, so programs with an old list obey, too."""
+        self._drains = draining
+        server = self._server
+        if server is not None:
+            server.follow_record(draining)
+        log("the record says that this member drains" if draining else "the record says that this member is active")
 
     def _server_in(self, folder: Folder) -> NodeServer:
         path, nvme_capacity = self._nvme or ("", 0)
