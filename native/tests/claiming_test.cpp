@@ -1,4 +1,4 @@
-// Claims of extents by tickets, and orders: what is made, what is refused, and what survives the end of the node's process.
+// Claims of extents by tickets, orders, and restarts of the node.
 #include <sys/socket.h>
 #include <unistd.h>
 

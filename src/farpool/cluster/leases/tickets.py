@@ -167,7 +167,7 @@ _Message = TypeVar("_Message", Ticket, Order)
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How one kind of message is written."""
+    """Encoding of one kind of message."""
 
     name: str
     magic: bytes

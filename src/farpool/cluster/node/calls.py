@@ -211,15 +211,27 @@ def make_call(
             result = {}
         case Expose():
             result = _expose(call, client, server, exposures)
-        case Claim():
-            result = claims.claim(call.ticket, client)
-        case CarryOut():
-            result = claims.order(call.order, client)
-        case Holdings():
-            result = _holdings(call, server)
-        case EndLease():
-            result = _end_lease(call, client, server, exposures)
+        case _:
+            result = _of_pool_leases(call, client, server, exposures, claims)
     return result, files
+
+
+def _of_pool_leases(
+    call: Claim | CarryOut | Holdings | EndLease,
+    client: Accepted,
+    server: NodeServer,
+    exposures: Exposures | None,
+    claims: Claims,
+) -> dict[str, Any]:
+    match call:
+        case Claim():
+            return claims.claim(call.ticket, client)
+        case CarryOut():
+            return claims.order(call.order, client)
+        case Holdings():
+            return _holdings(call, server)
+        case EndLease():
+            return _end_lease(call, client, server, exposures)
 
 
 def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
