@@ -161,9 +161,7 @@ def test_a_deleted_key_is_refused_from_then_on(registry: Registry) -> None:
     keys = known(registry)
     spare = SigningKey(bytes(32))
     record = KeyRecord(public=spare.public.hex(), signs_from=clock.now)
-    registry.commit(
-        [], [Delete(PUBLIC + data[9:17].hex()), Put(PUBLIC + spare.id.hex(), msgspec.json.encode(record))]
-    )
+    registry.commit([], [Delete(PUBLIC + data[9:17].hex()), Put(PUBLIC + spare.id.hex(), msgspec.json.encode(record))])
     with pytest.raises(TicketError, match="this node knows the keys"):
         verify_ticket(data, known(registry, keys))
 

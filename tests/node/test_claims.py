@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 
-from farpool._native import NodeServer
+from farpool._native import Memory, NodeServer, RemotePort
 from farpool.abc.registry import Registry
 from farpool.cluster.leases.keyset import KeySet
 from farpool.cluster.leases.tickets import Order, SigningKey, Ticket, TicketExtent, sign
+from farpool.cluster.node.calls import CarryOut, EndLease, Holdings, check_right
 from farpool.cluster.node.claims import Claims
-from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.node.process import running_node
 from farpool.cluster.node.ticket_keys import FILE, TicketKeys
 from farpool.cluster.registry import open_registry
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
 from farpool.cluster.wire.frames import Right
 from farpool.cluster.wire.handshake import Accepted
-from farpool.errors import AccessDeniedError, LeaseLostError, NodeFullError, TicketError
+from farpool.errors import AccessDeniedError, LeaseLostError, RegistryAwayError, TicketError
 from tests.attacks.wire import Answer, Connection
 
 pytest.importorskip("cryptography")
@@ -32,6 +36,10 @@ LEASE = bytes(range(16))
 SECRET = "0123456789abcdef-"
 KEYS = {"trainer": 1, "neighbour": 1, "stranger": 2, "manager": 0}
 LAPSED, DENIED, UNKNOWN = 12, 5, 9
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
 
 
 class Pool:
@@ -191,9 +199,7 @@ def test_only_orders_of_later_epochs_end_extents_and_old_tickets_stay_refused(po
         assert pool.order(1).status == LAPSED
         assert data.read(lease, 0, 4).done
         with pool.client("manager", "control") as manager:
-            forged = sign(
-                Order(lease=LEASE, member=pool.member, epoch=9, action="end"), SigningKey(os.urandom(32))
-            )
+            forged = sign(Order(lease=LEASE, member=pool.member, epoch=9, action="end"), SigningKey(os.urandom(32)))
             assert manager.call("order", order=forged).status == LAPSED
         assert pool.order(2, "raise").result == {"ended": []}
         assert data.read(lease, 0, 4).status == LAPSED
@@ -208,15 +214,11 @@ def test_only_orders_of_later_epochs_end_extents_and_old_tickets_stay_refused(po
         assert control.call("claim", ticket=old).status == LAPSED
 
 
-def test_orders_and_the_administrators_calls_need_the_right(tmp_path: Path) -> None:
-    server = NodeServer(str(tmp_path), 1 << 20, ephemeral=True)
-    from farpool.cluster.node.calls import CarryOut, EndLease, Holdings, check_right
-
+def test_orders_and_the_administrators_calls_need_the_right() -> None:
     user = Accepted("control", 1, "user", Right.READ | Right.WRITE | Right.PUBLISH, 0)
     for call in (CarryOut(b""), Holdings(), EndLease(1, "test")):
         with pytest.raises(AccessDeniedError):
             check_right(call, user)
-    server.stop()
 
 
 def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: Pool) -> None:
@@ -313,11 +315,52 @@ class _Away(Registry):
         self.address = address
 
     def _fail(self, *_: object, **__: object) -> Any:
-        from farpool.errors import RegistryAwayError
-
         raise RegistryAwayError("away", registry=self.address)
 
     get = range = commit = check = watch = compact = grant = keep_alive = remaining = revoke = _fail
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mapped"])
+def test_a_port_moves_the_bytes_of_a_claimed_extent(pool: Pool, transport: Any) -> None:
+    key = AccessKey("trainer", f"{SECRET}trainer".encode())
+    channel = Channel(parse_address(pool.node.address), key=key, transport=transport)
+    try:
+        (extent,) = channel.claim(pool.ticket(), soon())
+        assert (extent.number, extent.made, extent.lease.nbytes) == (1, True, NBYTES)
+        assert (extent.lease.address is not None) == (transport == "mapped")
+        port = RemotePort("remote", extent.lease.end(PATIENCE_S), timeout=PATIENCE_S)
+        memory = Memory(4)
+        memoryview(memory)[:4] = b"data"
+        port.write(8, memory.address, 4)
+        memoryview(memory)[:4] = bytes(4)
+        port.read(8, memory.address, 4)
+        assert bytes(memoryview(memory)[:4]) == b"data"
+        (renewed,) = channel.claim(pool.ticket(), soon())
+        assert (renewed.lease.id, renewed.made) == (extent.lease.id, False)
+        if transport == "tcp":
+            assert pool.order(2, "raise").done
+            with pytest.raises(TicketError, match="epoch 2"):
+                port.read(8, memory.address, 4)
+            channel.claim(pool.ticket(epoch=2), soon())
+            port.read(8, memory.address, 4)
+        assert pool.order(5).result == {"ended": [1]}
+        with pytest.raises(LeaseLostError):
+            channel.call("attach_lease", soon(), lease=extent.lease.id)
+    finally:
+        channel.close()
+
+
+def test_a_claim_is_given_back_without_freeing_and_a_full_node_makes_nothing(pool: Pool) -> None:
+    with pool.client("trainer", "control") as control:
+        lease = claimed(control, pool.ticket())
+        assert control.leases() == [(lease, NBYTES)]
+        assert control.release(lease).done
+        assert control.leases() == []
+        assert control.call("claim", ticket=pool.ticket()).result["extents"] == [[1, lease, NBYTES, False]]
+        huge = tuple(TicketExtent(pool.member, number, 48 << 20) for number in (2, 3))
+        assert control.call("claim", ticket=pool.ticket(extents=huge)).status in (4, 10)
+        assert control.stats()["lent"] == NBYTES
+    assert [one["extent"] for one in pool.claims()] == [1]
