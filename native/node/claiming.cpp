@@ -82,7 +82,7 @@ std::vector<Claiming::Claimed> Claiming::finish(Draft& draft, Clock::time_point 
             lending_.extents().advance(*extent, ticket.epoch, now);
         }
         claimed.push_back({extent->number, extent->id, extent->nbytes, made});
-        claims.push_back({std::move(extent), ticket.epoch, ticket.rights, draft.end});
+        claims.push_back({ticket.lease, extent, ticket.epoch, ticket.rights, draft.end});
     }
     drop(draft);  // the extents that another session has made meanwhile
     sessions_.claim(draft.session, ticket.lease, std::move(claims));
@@ -151,9 +151,9 @@ std::vector<Claiming::Holding> Claiming::holdings(Clock::time_point now) const {
                          extent.segment.path});
     };
     sessions_.each_claim([&](std::uint64_t session, const Claim& claim) {
-        if (!claim.extent->over) {
-            claimed.insert(claim.extent->id);
-            add(*claim.extent, session, claim.epoch, claim.rights, std::chrono::duration<double>(claim.end - now).count());
+        if (const std::shared_ptr<Extent> extent = claim.present()) {
+            claimed.insert(extent->id);
+            add(*extent, session, claim.epoch, claim.rights, std::chrono::duration<double>(claim.end - now).count());
         }
     });
     for (const auto& extent : lending_.extents().all()) {

@@ -31,14 +31,22 @@ struct LeaseAccess {
 };
 
 struct Claim {
-    std::shared_ptr<Extent> extent;
+    PoolLease lease;
+    // Only the node's table and requests own the extent, because its memory is freed with its last owner.
+    std::weak_ptr<Extent> claimed;
     std::uint64_t epoch;
     std::uint32_t rights;
     Clock::time_point end;
 
+    // Null once the extent has ended.
+    std::shared_ptr<Extent> present() const {
+        std::shared_ptr<Extent> extent = claimed.lock();
+        return extent == nullptr || extent->over ? nullptr : extent;
+    }
     // `right`: what a request needs, or 0 for the claim's own state.
     LeaseAccess access(std::uint32_t right, Clock::time_point now) const {
-        if (extent->over) {
+        std::shared_ptr<Extent> extent = present();
+        if (extent == nullptr) {
             return {nullptr, Status::unknown, "an order of the pool's manager has ended the extent"};
         }
         if (epoch < extent->tenure->epoch) {
@@ -58,7 +66,7 @@ struct Claim {
         if ((right & rights::write) != 0 && extent->tenure->read_only) {
             return {nullptr, Status::lapsed, "the pool's manager has made the lease read-only"};
         }
-        return {extent, Status::done, {}, epoch};
+        return {std::move(extent), Status::done, {}, epoch};
     }
 };
 

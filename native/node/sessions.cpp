@@ -107,8 +107,7 @@ std::shared_ptr<Lease> Sessions::lease_or_extent(std::uint64_t session, std::uin
         return nullptr;
     }
     const auto claim = found->second.claims.find(lease);
-    const bool is_here = claim != found->second.claims.end() && !claim->second.extent->over;
-    return is_here ? claim->second.extent : this->lease(session, lease);
+    return claim != found->second.claims.end() ? claim->second.present() : this->lease(session, lease);
 }
 
 void Sessions::add_lease(std::shared_ptr<Lease> lease) {
@@ -137,10 +136,11 @@ LeaseAccess Sessions::access(std::uint64_t session, std::uint64_t lease, std::ui
 
 void Sessions::claim(std::uint64_t session, const PoolLease& lease, std::vector<Claim> claims) {
     Session& found = sessions_.at(session);
-    std::erase_if(found.claims, [&](const auto& entry) { return entry.second.extent->pool_lease == lease; });
+    std::erase_if(found.claims, [&](const auto& entry) { return entry.second.lease == lease; });
     for (Claim& claim : claims) {
-        const std::uint64_t id = claim.extent->id;
-        found.claims.insert_or_assign(id, std::move(claim));
+        if (const std::shared_ptr<Extent> extent = claim.present()) {
+            found.claims.insert_or_assign(extent->id, std::move(claim));
+        }
     }
 }
 
@@ -161,8 +161,8 @@ std::vector<std::shared_ptr<Extent>> Sessions::claimed(std::uint64_t session) co
     std::vector<std::shared_ptr<Extent>> extents;
     if (const auto found = sessions_.find(session); found != sessions_.end()) {
         for (const auto& [lease, claim] : found->second.claims) {
-            if (!claim.extent->over) {
-                extents.push_back(claim.extent);
+            if (std::shared_ptr<Extent> extent = claim.present()) {
+                extents.push_back(std::move(extent));
             }
         }
     }

@@ -250,6 +250,95 @@ TEST("an ended extent is unknown to the session that had claimed it") {
     CHECK(node.server.leases(session).empty());
 }
 
+TEST("an order frees the memory of an extent that a program has mapped, and the program reads zeros") {
+    const Folder folder;
+    Node node(folder);
+    const std::uint64_t number = node.claimed(1);
+    CHECK(Client(node.server).write(number, std::string(32768, 'x')) == Status::done);
+    const farpool::File file(node.server.lease_file(session, number));
+    node.server.order({lease, 2, Action::end, {}});
+    for (int steps = 0; file.taken() > 16384; ++steps) {
+        CHECK(steps < 1000);
+        node.server.step(10);
+    }
+    char byte = 'x';
+    CHECK(pread(file.fd(), &byte, 1, farpool::segment_header_nbytes + 4096) == 1 && byte == 0);
+}
+
+TEST("an extent whose file a program cuts off ends, and its epoch stays") {
+    const Folder folder;
+    Node node(folder);
+    const std::uint64_t number = node.claimed(4);
+    const farpool::File file(node.server.lease_file(session, number));
+    CHECK(ftruncate(file.fd(), 100) == 0);
+    for (int steps = 0; node.server.stats().lent > 0; ++steps) {
+        CHECK(steps < 100);
+        node.server.step(100);
+    }
+    CHECK(Client(node.server).read(number, 4) == Status::unknown);
+    CHECK_THROWS(Lapsed, node.claimed(3));
+    CHECK(node.server.claim(session, tenant, ticket(4)).at(0).made);
+}
+
+// The parts of a node that claims need, so that a test can do something between the steps of a claim.
+struct Parts {
+    explicit Parts(const Folder& folder)
+        : tenants(folder.path(), false, budget, nullptr, events), lending(folder.path(), false, budget, quotas, events) {}
+
+    farpool::Budget budget{16 * mib, {}, farpool::Budget::SystemLeft()};
+    farpool::Deadlines deadlines{60, 60};
+    farpool::Events events;
+    farpool::Quotas quotas{budget};
+    farpool::Tenants tenants;
+    farpool::Lending lending;
+    farpool::Sessions sessions{budget, quotas, tenants, lending, deadlines, events};
+    Claiming claiming{lending, sessions, events};
+
+    Claiming::Draft begun(std::uint64_t number, std::uint64_t epoch) {
+        return claiming.begin(number, tenant, ticket(epoch), Clock::time_point{});
+    }
+    void make(Claiming::Draft& draft) {
+        claiming.make(draft, [](std::uint64_t) { return false; });
+    }
+};
+
+TEST("two sessions that claim a missing extent at the same time share one") {
+    const Folder folder;
+    Parts parts(folder);
+    auto first = parts.begun(1, 1);
+    auto second = parts.begun(2, 1);
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{2 * 65536});
+    parts.make(first);
+    parts.make(second);
+    const auto made = parts.claiming.finish(first, Clock::time_point{});
+    const auto found = parts.claiming.finish(second, Clock::time_point{});
+    CHECK(made[0].made && !found[0].made && made[0].lease == found[0].lease);
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{65536});
+    CHECK_EQUAL(files(folder, "extent-"), std::size_t{1});
+}
+
+TEST("an order that comes while a claim makes its memory fences the claim") {
+    const Folder folder;
+    Parts parts(folder);
+    auto draft = parts.begun(1, 1);
+    parts.make(draft);
+    parts.claiming.carry_out({lease, 2, Action::raise, {}}, Clock::time_point{});
+    CHECK_THROWS(Lapsed, parts.claiming.finish(draft, Clock::time_point{}));
+    parts.claiming.drop(draft);
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{0});
+    CHECK_EQUAL(files(folder, "extent-"), std::size_t{0});
+    // A present extent that an order ends before the claim is entered is not made again as an empty one.
+    auto whole = parts.begun(1, 2);
+    parts.make(whole);
+    parts.claiming.finish(whole, Clock::time_point{});
+    auto late = parts.begun(1, 3);
+    parts.claiming.carry_out({lease, 3, Action::end, {1}}, Clock::time_point{});
+    CHECK_THROWS(Lapsed, parts.claiming.finish(late, Clock::time_point{}));
+    parts.claiming.drop(late);
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{0});
+    parts.lending.finish();
+}
+
 TEST("a read-only order stops writes until a later epoch, whatever order of its epoch follows") {
     const Folder folder;
     Node node(folder);

@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from farpool._native import Memory, NodeServer, RemotePort
 from farpool.abc.registry import Registry
 from farpool.cluster.leases.keyset import KeySet
 from farpool.cluster.leases.tickets import Order, SigningKey, Ticket, TicketExtent, sign
-from farpool.cluster.node.calls import CarryOut, EndLease, Holdings, check_right
+from farpool.cluster.node.calls import CarryOut, EndLease, Expose, Holdings, check_right, make_call
 from farpool.cluster.node.claims import Claims
 from farpool.cluster.node.process import running_node
 from farpool.cluster.node.ticket_keys import FILE, TicketKeys
@@ -25,7 +26,7 @@ from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
 from farpool.cluster.wire.frames import Right
 from farpool.cluster.wire.handshake import Accepted
-from farpool.errors import AccessDeniedError, LeaseLostError, RegistryAwayError, TicketError
+from farpool.errors import AccessDeniedError, LeaseLostError, ProtocolError, RegistryAwayError, TicketError
 from tests.attacks.wire import Answer, Connection
 
 pytest.importorskip("cryptography")
@@ -299,7 +300,7 @@ def test_a_node_whose_clock_is_an_hour_wrong_says_so(tmp_path: Path) -> None:
         extents=(TicketExtent(b"m" * 16, 1, 4096),),
     )
     for wrong_by in (-3600, 3600):
-        claims = Claims(server, b"m" * 16, lambda: {key.id: key.public}, clock=lambda by=wrong_by: now + by)
+        claims = Claims(server, b"m" * 16, lambda: {key.id: key.public}, clock=partial(float, now + wrong_by))
         with pytest.raises(TicketError, match=rf"clock of this node says {now + wrong_by}"):
             claims.claim(sign(shown, key), client)
     assert Claims(server, b"m" * 16, lambda: {key.id: key.public}, clock=lambda: now).claim(sign(shown, key), client)
@@ -364,3 +365,15 @@ def test_a_claim_is_given_back_without_freeing_and_a_full_node_makes_nothing(poo
         assert control.call("claim", ticket=pool.ticket(extents=huge)).status in (4, 10)
         assert control.stats()["lent"] == NBYTES
     assert [one["extent"] for one in pool.claims()] == [1]
+
+
+def test_an_extent_is_not_exposed_over_a_fabric(tmp_path: Path) -> None:
+    class Fabric:
+        fabric = "rdma"
+
+    server = NodeServer(str(tmp_path), 1 << 20)
+    client = Accepted("control", 1, "", Right.READ | Right.WRITE, 0)
+    extents = server.claim(1, 0, lease=LEASE, epoch=1, rights=3, seconds=60.0, extents=[(1, 4096)])
+    with pytest.raises(ProtocolError, match="not exposed over a fabric"):
+        make_call(Expose("rdma", extents[0][1]), client, server, dict, cast(Any, Fabric()), Claims(server, b"", None))
+    server.stop()
