@@ -267,15 +267,18 @@ TEST("an order frees the memory of an extent that a program has mapped, and the 
 
 TEST("an extent whose file a program cuts off ends, and its epoch stays") {
     const Folder folder;
-    Node node(folder);
-    const std::uint64_t number = node.claimed(4);
-    const farpool::File file(node.server.lease_file(session, number));
-    CHECK(ftruncate(file.fd(), 100) == 0);
-    for (int steps = 0; node.server.stats().lent > 0; ++steps) {
-        CHECK(steps < 100);
-        node.server.step(100);
+    {
+        Node node(folder);
+        const std::uint64_t number = node.claimed(4);
+        const farpool::File file(node.server.lease_file(session, number));
+        CHECK(ftruncate(file.fd(), 100) == 0);
+        for (int steps = 0; node.server.stats().lent > 0; ++steps) {
+            CHECK(steps < 100);
+            node.server.step(100);
+        }
+        CHECK(Client(node.server).read(number, 4) == Status::unknown);
     }
-    CHECK(Client(node.server).read(number, 4) == Status::unknown);
+    Node node(folder);
     CHECK_THROWS(Lapsed, node.claimed(3));
     CHECK(node.server.claim(session, tenant, ticket(4)).at(0).made);
 }
