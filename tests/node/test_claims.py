@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -376,4 +377,13 @@ def test_an_extent_is_not_exposed_over_a_fabric(tmp_path: Path) -> None:
     extents = server.claim(1, 0, lease=LEASE, epoch=1, rights=3, seconds=60.0, extents=[(1, 4096)])
     with pytest.raises(ProtocolError, match="not exposed over a fabric"):
         make_call(Expose("rdma", extents[0][1]), client, server, dict, cast(Any, Fabric()), Claims(server, b"", None))
+    server.stop()
+
+
+def test_a_node_without_the_package_for_signatures_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    server = NodeServer(str(tmp_path), 1 << 20, ephemeral=True)
+    client = Accepted("control", 1, "", Right.READ | Right.WRITE, 0)
+    with pytest.raises(TicketError, match=r"pip install 'farpool\[tls\]'"):
+        Claims(server, b"m" * 16, dict).claim(b"", client)
     server.stop()
