@@ -5,6 +5,7 @@
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
 #include "node/server.hpp"
@@ -99,6 +100,14 @@ void add_charges(nb::dict& made, const farpool::Quotas::Charges& charges) {
     made["connections"] = charges.connections;
 }
 
+farpool::Claiming::Action action_of(const std::string& name) {
+    using Action = farpool::Claiming::Action;
+    return name == "end"         ? Action::end
+           : name == "raise"     ? Action::raise
+           : name == "read_only" ? Action::read_only
+                                 : throw nb::value_error("expected the action end, raise or read_only");
+}
+
 [[noreturn]] void fail_lease(const std::string& message) { throw nb::key_error(message.c_str()); }
 
 [[noreturn]] void fail_as(const char* error, const std::string& message) {
@@ -111,6 +120,8 @@ template <typename Work>
 auto refusing(Work work) {
     std::string denied;
     std::string busy;
+    std::string lapsed;
+    std::string full;
     {
         nb::gil_scoped_release release;
         try {
@@ -119,7 +130,17 @@ auto refusing(Work work) {
             denied = error.what();
         } catch (const Server::Busy& error) {
             busy = error.what();
+        } catch (const Server::Lapsed& error) {
+            lapsed = error.what();
+        } catch (const Server::Full& error) {
+            full = error.what();
         }
+    }
+    if (!full.empty()) {
+        fail_as("NodeFullError", full);
+    }
+    if (!lapsed.empty()) {
+        fail_as("TicketError", lapsed);
     }
     denied.empty() ? fail_as("QuotaExceededError", busy) : fail_as("AccessDeniedError", denied);
 }
@@ -301,6 +322,73 @@ lease.)")
             },
             nb::arg("session"), nb::arg("lease"),
             "Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease.")
+        .def(
+            "claim",
+            [](Server& self, std::uint64_t session, std::uint32_t tenant, const nb::bytes& lease, std::uint64_t epoch,
+               std::uint32_t rights, double seconds, std::vector<std::pair<std::uint32_t, std::uint64_t>> extents) {
+                farpool::Ticket ticket{farpool::PoolLease::from(as_view(lease)), epoch, rights, seconds, std::move(extents)};
+                nb::list claimed;
+                for (const auto& one : refusing([&] { return self.claim(session, tenant, std::move(ticket)); })) {
+                    claimed.append(nb::make_tuple(one.number, one.lease, one.nbytes, one.made));
+                }
+                return claimed;
+            },
+            nb::arg("session"), nb::arg("tenant"), nb::kw_only(), nb::arg("lease"), nb::arg("epoch"), nb::arg("rights"),
+            nb::arg("seconds"), nb::arg("extents"),
+            nb::sig("def claim(self, session: int, tenant: int, *, lease: bytes, epoch: int, rights: int, seconds: float, "
+                    "extents: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, bool]]"),
+            R"(Let the session use the extents of a verified ticket for `seconds`, and make the missing ones. `extents` are pairs of
+number and bytes. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
+none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; NodeFullError if the
+node drains; OSError where there is no room.)")
+        .def(
+            "order",
+            [](Server& self, const nb::bytes& lease, std::uint64_t epoch, const std::string& action,
+               std::vector<std::uint32_t> extents) {
+                const farpool::Claiming::Order order{farpool::PoolLease::from(as_view(lease)), epoch, action_of(action),
+                                                     std::move(extents)};
+                return refusing([&] { return self.order(order); });
+            },
+            nb::arg("lease"), nb::arg("epoch"), nb::arg("action"), nb::arg("extents"),
+            R"(Carry out a verified order: `action` is "end" (of these extents; of all, where there are none), "raise" or "read_only".
+Returns the numbers of the extents that it has ended. TicketError where the epoch is late.)")
+        .def(
+            "holdings",
+            [](Server& self) {
+                nb::list found;
+                for (const auto& one : refusing([&] { return self.holdings(); })) {
+                    nb::dict made;
+                    made["lease"] = one.lease;
+                    made["bytes"] = one.nbytes;
+                    made["session"] = one.session;
+                    made["tenant"] = one.tenant;
+                    made["key"] = one.key;
+                    made["pool_lease"] = as_bytes(one.pool_lease);
+                    made["extent"] = one.number;
+                    made["epoch"] = one.epoch;
+                    made["rights"] = one.rights;
+                    made["seconds"] = one.seconds;
+                    made["read_only"] = one.read_only;
+                    made["path"] = one.path;
+                    found.append(made);
+                }
+                return found;
+            },
+            nb::sig("def holdings(self) -> list[dict[str, typing.Any]]"),
+            R"(All leases of sessions, and all extents with each claim of them. Session 0 stands for an extent that no session has
+claimed; `pool_lease` is empty for a lease of a session.)")
+        .def(
+            "end_holding",
+            [](Server& self, std::uint64_t lease, const std::string& reason) {
+                const auto ended = refusing([&] { return self.end_holding(lease, reason); });
+                if (!ended) {
+                    fail_lease("the node has no lease " + std::to_string(lease));
+                }
+                return std::pair(ended->nbytes, ended->claims);
+            },
+            nb::arg("lease"), nb::arg("reason"),
+            R"(End a lease of any session, or all claims of an extent, which itself stays. Returns the bytes freed and the claims
+ended. KeyError if there is no such lease.)")
         .def("objects_files", &Server::objects_files, nb::arg("tenant"), nb::arg("writable"), Released(),
              "Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted.")
         .def(

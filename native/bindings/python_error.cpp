@@ -25,6 +25,8 @@ const char* class_name(ErrorKind kind) {
             return "AccessDeniedError";
         case ErrorKind::lease_lost:
             return "LeaseLostError";
+        case ErrorKind::ticket:
+            return "TicketError";
         default:
             return "TierError";
     }
@@ -37,6 +39,7 @@ bool is_of_node(ErrorKind kind) {
         case ErrorKind::protocol:
         case ErrorKind::denied:
         case ErrorKind::lease_lost:
+        case ErrorKind::ticket:
             return true;
         default:
             return false;

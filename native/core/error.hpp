@@ -22,6 +22,7 @@ enum class ErrorKind {
     protocol,      // farpool.errors.ProtocolError
     denied,        // farpool.errors.AccessDeniedError
     lease_lost,    // farpool.errors.LeaseLostError
+    ticket,        // farpool.errors.TicketError
     python,        // an exception object that a tier written in Python raised
 };
 

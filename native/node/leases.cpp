@@ -4,13 +4,14 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <system_error>
+
+#include "node/numbered_name.hpp"
 
 namespace farpool {
 
@@ -32,25 +33,8 @@ std::string file_name(const LeaseTerms& terms) {
 }
 
 // The numbers in the name of a lease's file; empty if it is not the name of a lease's file.
-std::vector<std::uint64_t> numbers_in(std::string_view name) {
-    if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() < prefix.size() + suffix.size()) {
-        return {};
-    }
-    std::vector<std::uint64_t> found;
-    const char* at = name.data() + prefix.size();
-    const char* const end = name.data() + name.size() - suffix.size();
-    for (;;) {
-        std::uint64_t number = 0;
-        const auto [next, fault] = std::from_chars(at, end, number);
-        if (fault != std::errc() || (next != end && *next != '-')) {
-            return {};
-        }
-        found.push_back(number);
-        if (next == end) {
-            return found;
-        }
-        at = next + 1;
-    }
+std::vector<std::uint64_t> numbers_of(std::string_view name) {
+    return name.starts_with(prefix) ? numbers_in(name, prefix.size(), suffix) : std::vector<std::uint64_t>();
 }
 
 // The terms of a lease in its file's name; empty if this version of farpool does not give such names.
@@ -88,7 +72,7 @@ bool Lease::is_as_lent() const {
 void Leases::adopt(std::vector<std::string>& notes) {
     for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
         const std::string name = entry.path().filename().string();
-        const std::vector<std::uint64_t> numbers = numbers_in(name);
+        const std::vector<std::uint64_t> numbers = numbers_of(name);
         if (numbers.empty()) {
             continue;
         }
@@ -126,24 +110,30 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     const LeaseTerms terms{header.lease, session, tenant, owner, nbytes};
     const std::string path =
         folder_ + "/" + (nameless_ ? std::string(prefix) + std::to_string(terms.id) + std::string(suffix) : file_name(terms));
-    const auto make = nameless_ ? make_nameless_segment : make_segment;
+    return std::make_shared<Lease>(
+        terms, backed_segment(path, header, nameless_ ? make_nameless_segment : make_segment, return_memory));
+}
+
+Segment backed_segment(const std::string& path, const SegmentHeader& header,
+                       const std::function<Segment(const std::string&, const SegmentHeader&)>& make,
+                       const std::function<bool(std::uint64_t)>& return_memory) {
+    const std::uint64_t total = segment_header_nbytes + header.capacity;
     const auto begin = [&] {
         for (;;) {
             try {
                 return make(path, header);
             } catch (const std::system_error& error) {
-                if (!is_lack_of_memory(error.code().value()) || !return_memory(segment_header_nbytes + nbytes)) {
+                if (!is_lack_of_memory(error.code().value()) || !return_memory(total)) {
                     throw;
                 }
             }
         }
     };
-    auto lease = std::make_shared<Lease>(terms, begin());
-    const std::uint64_t total = segment_header_nbytes + nbytes;
+    Segment segment = begin();
     std::uint64_t slice = slice_nbytes_max;
     for (std::uint64_t taken = 0; taken < total;) {
         const std::uint64_t step = std::min(slice, total - taken);
-        if (back(lease->segment, taken, step)) {
+        if (back(segment, taken, step)) {
             taken += step;
             continue;
         }
@@ -154,10 +144,11 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
             slice = slice_nbytes_max;
         } else {
             remove_file(path);
+            remove_file(path + unfinished_suffix);
             throw std::system_error(code, std::generic_category(), path);
         }
     }
-    return lease;
+    return segment;
 }
 
 void Leases::add(std::shared_ptr<Lease> lease) { leases_.emplace(lease->id, std::move(lease)); }

@@ -38,6 +38,12 @@ struct Lease : LeaseTerms {
     bool over = false;
 };
 
+// Makes a segment with `make` and backs all of it with memory, which takes long; throws std::system_error. If the system has no
+// more memory, it calls `return_memory` with the bytes to return to the system; that returns false if it cannot.
+Segment backed_segment(const std::string& path, const SegmentHeader& header,
+                       const std::function<Segment(const std::string&, const SegmentHeader&)>& make,
+                       const std::function<bool(std::uint64_t)>& return_memory);
+
 class Leases {
 public:
     // `nameless`: leases are in anonymous memory, which ends with a killed node.
@@ -46,8 +52,7 @@ public:
     // Adopts the leases of an earlier start. Adds a line to `notes` for each file that it removes instead.
     void adopt(std::vector<std::string>& notes);
     // Makes a lease with a file backed by memory; throws std::system_error. It is slow, and changes no table: add() enters the
-    // lease. If the system has no more memory, make() calls `return_memory` with the bytes to return to the system; that
-    // returns false if it cannot.
+    // lease. `return_memory`: as in backed_segment().
     std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes,
                                 const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Lease> lease);

@@ -11,6 +11,7 @@ Lending::Lending(std::string folder, bool ephemeral, Budget& budget, Quotas& quo
     : folder_(std::move(folder)),
       ephemeral_(ephemeral),
       leases_(folder_, ephemeral),
+      extents_(folder_, ephemeral),
       budget_(budget),
       quotas_(quotas),
       events_(events) {}
@@ -18,6 +19,7 @@ Lending::Lending(std::string folder, bool ephemeral, Budget& budget, Quotas& quo
 std::vector<std::shared_ptr<Lease>> Lending::adopt() {
     std::vector<std::string> notes;
     leases_.adopt(notes);
+    extents_.adopt(Clock::now(), notes);
     for (std::string& text : notes) {
         events_.note("removed", 0, std::move(text));
     }
@@ -27,6 +29,11 @@ std::vector<std::shared_ptr<Lease>> Lending::adopt() {
         lent_ += lease->nbytes;
         budget_.lend(lease->tenant, lease->nbytes);
         quotas_.lend({lease->tenant, lease->owner}, lease->nbytes);
+    }
+    for (const auto& extent : extents_.all()) {
+        lent_ += extent->nbytes;
+        budget_.lend(extent->tenant, extent->nbytes);
+        quotas_.lend({extent->tenant, extent->owner}, extent->nbytes);
     }
     return adopted;
 }
@@ -75,6 +82,17 @@ void Lending::end(Lease& lease) {
     leases_.remove(lease);
 }
 
+void Lending::end_on_thread(const std::shared_ptr<Lease>& lease) {
+    end(*lease);
+    freeing_->release(lease);
+}
+
+void Lending::end(const std::shared_ptr<Extent>& extent) {
+    extents_.remove(*extent, Clock::now());
+    uncharge({extent->tenant, extent->owner}, extent->nbytes);
+    freeing_->release(extent);
+}
+
 std::size_t Lending::end_all(std::uint64_t session) {
     auto leases = leases_.of(session);
     for (auto& lease : leases) {
@@ -94,12 +112,23 @@ void Lending::check() {
             freeing_->release(std::move(lease));
         }
     }
+    for (const auto& extent : extents_.all()) {
+        if (!extent->is_as_lent()) {
+            events_.note("taken_back", 0,
+                         "the file of an extent of the lease " + extent->pool_lease.hex() +
+                             " was made longer or cut off, so the extent has ended");
+            end(extent);
+        }
+    }
 }
 
 void Lending::remove_files() {
     if (ephemeral_) {
         for (const auto& lease : leases_.all()) {
             leases_.remove(*lease);
+        }
+        for (const auto& extent : extents_.all()) {
+            extents_.remove(*extent, Clock::now());
         }
     }
 }

@@ -10,6 +10,7 @@
 
 #include "node/budget.hpp"
 #include "node/events.hpp"
+#include "node/extents.hpp"
 #include "node/freeing.hpp"
 #include "node/leases.hpp"
 #include "node/quotas.hpp"
@@ -20,10 +21,10 @@ class Lending {
 public:
     Lending(std::string folder, bool ephemeral, Budget& budget, Quotas& quotas, Events& events);
 
-    // Adopts the leases of an earlier start, and returns them. An ephemeral node ends them.
+    // Adopts the leases and extents of an earlier start, and returns the leases. An ephemeral node ends them.
     std::vector<std::shared_ptr<Lease>> adopt();
-    // Charges a lease that is to be made. False if there is no room. Throws Busy, and std::system_error if the system has too
-    // little memory.
+    // Charges a lease or an extent that is to be made; `session` is 0 for an extent. False if there is no room. Throws Busy,
+    // and std::system_error if the system has too little memory.
     bool charge(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes);
     void uncharge(const Quotas::Owner& owner, std::uint64_t nbytes);
     // Makes a charged lease and backs it with memory, which takes long. Changes no state, so the node can serve others until
@@ -36,12 +37,17 @@ public:
     std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const { return leases_.of(session); }
     std::vector<std::shared_ptr<Lease>> all() const { return leases_.all(); }
     std::uint64_t lent() const noexcept { return lent_; }
+    const Extents& extents() const noexcept { return extents_; }
+    Extents& extents() noexcept { return extents_; }
+    // Ends an extent, and frees its memory on a thread.
+    void end(const std::shared_ptr<Extent>& extent);
 
     // Ends a lease. Its memory is freed with its last user: for gigabytes that takes seconds.
     void end(Lease& lease);
+    void end_on_thread(const std::shared_ptr<Lease>& lease);
     // Ends all leases of a session, and frees their memory on a thread; returns how many there were.
     std::size_t end_all(std::uint64_t session);
-    // Ends leases whose files were extended or truncated: a session may write its lease's file.
+    // Ends leases and extents whose files were extended or truncated: a program may write them.
     void check();
     // Waits until all memory is freed.
     void finish() { freeing_->finish(); }
@@ -54,6 +60,7 @@ private:
     std::string folder_;
     bool ephemeral_;
     Leases leases_;
+    Extents extents_;
     std::unique_ptr<Freeing> freeing_ = std::make_unique<Freeing>();
     std::uint64_t lent_ = 0;
     Budget& budget_;

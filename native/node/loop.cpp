@@ -205,6 +205,14 @@ bool Loop::give_up_a_put(const Catalogue& objects) {
     return true;
 }
 
+void Loop::fence_writes() {
+    for (const auto& [fd, connection] : connections_) {
+        if (!connection->is_dead()) {
+            connection->protocol().fence_write();
+        }
+    }
+}
+
 void Loop::close_key(std::string_view key) {
     for (const auto& [fd, connection] : connections_) {
         if (connection->client().key == key && !connection->is_dead()) {

@@ -544,16 +544,35 @@ void Protocol::begin_write() {
     if (input_.meta().size() != sizeof(std::uint64_t)) {
         return input_.refuse(Status::bad_request, 0, "expected an offset");
     }
-    std::shared_ptr<Lease> lease = services_.sessions.lease(client_.session, input_.header().lease);
-    if (lease == nullptr) {
-        return input_.refuse(Status::unknown);
+    LeaseAccess access = lease_for(rights::write);
+    if (access.lease == nullptr) {
+        return input_.refuse(access.status, 0, std::move(access.text));
     }
+    std::shared_ptr<Lease> lease = std::move(access.lease);
     const auto offset = number_at<std::uint64_t>(input_.meta(), 0);
     if (offset > lease->nbytes || input_.left() > lease->nbytes - offset) {
         return input_.refuse(Status::bad_request, 0, beyond_lease(*lease));
     }
     input_.receive_into(lease->segment.data() + offset, input_.left());
     written_lease_ = std::move(lease);
+    written_at_ = Clock::now();
+}
+
+LeaseAccess Protocol::lease_for(std::uint32_t right) const {
+    // The real time, because a ticket expires even while the node stands still.
+    return services_.sessions.access(client_.session, input_.header().lease, right, Clock::now());
+}
+
+void Protocol::fence_write() {
+    if (written_lease_ == nullptr || written_lease_->session != 0) {  // only extents belong to no session
+        return;
+    }
+    // A write that began in time may end after the ticket has expired. Only an epoch, or an order, stops it.
+    LeaseAccess access = services_.sessions.access(client_.session, written_lease_->id, rights::write, written_at_);
+    if (access.lease == nullptr) {
+        written_lease_ = nullptr;
+        input_.refuse(access.status, 0, std::move(access.text));
+    }
 }
 
 void Protocol::finish_write() {
@@ -572,10 +591,11 @@ void Protocol::answer_read() {
     if (input_.meta().size() != 2 * sizeof(std::uint64_t)) {
         return reply(Status::bad_request, 0, "expected an offset and a length");
     }
-    std::shared_ptr<Lease> lease = services_.sessions.lease(client_.session, input_.header().lease);
-    if (lease == nullptr) {
-        return reply(Status::unknown);
+    LeaseAccess access = lease_for(rights::read);
+    if (access.lease == nullptr) {
+        return reply(access.status, 0, std::move(access.text));
     }
+    std::shared_ptr<Lease> lease = std::move(access.lease);
     const auto offset = number_at<std::uint64_t>(input_.meta(), 0);
     const auto nbytes = number_at<std::uint64_t>(input_.meta(), sizeof(std::uint64_t));
     if (offset > lease->nbytes || nbytes > lease->nbytes - offset) {

@@ -35,6 +35,8 @@ public:
         return put_ && &client_.objects == &objects && input_.lacks_room();
     }
     void give_up_put();
+    // Drops the rest of a write if the lease has a later epoch now, may not be written any more, or has ended.
+    void fence_write();
     // Ends what the connection has begun, when it is closed.
     void close();
 
@@ -83,6 +85,8 @@ private:
     void finish_put();
     void abort_put();
     void publish(std::uint64_t extent, std::uint64_t serial, std::uint32_t crc);
+    // The lease of the request, if the session may use it so now.
+    LeaseAccess lease_for(std::uint32_t right) const;
     void begin_write();
     void finish_write();
     void answer_get();
@@ -110,6 +114,7 @@ private:
     const bool passes_files_;
     std::optional<Put> put_;
     std::shared_ptr<Lease> written_lease_;  // of a write that is being received
+    Clock::time_point written_at_{};        // when the write was admitted
     std::optional<Commit> commit_;
     std::optional<Lookup> lookup_;
 };

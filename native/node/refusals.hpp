@@ -9,6 +9,14 @@ namespace farpool {
 struct Busy : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+// The node takes nothing new, because it drains or can only be read.
+struct Full : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+// A ticket or an order is of an earlier epoch, or does not fit the extents that are here.
+struct Lapsed : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 // The session belongs to another access key or tenant.
 struct Denied : std::runtime_error {
     using std::runtime_error::runtime_error;

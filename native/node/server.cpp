@@ -50,6 +50,7 @@ Server::Server(Settings settings)
                events_),
       lending_(settings_.folder, settings_.ephemeral, budget_, quotas_, events_),
       sessions_(budget_, quotas_, tenants_, lending_, deadlines_, events_),
+      claiming_(lending_, sessions_, events_),
       fetches_(events_, settings_.shelf, [this](const Fetch& fetch, bool ok) { loop_.deliver(fetch, ok); }),
       services_{budget_,    admission_,
                 deadlines_, sessions_,
@@ -144,6 +145,7 @@ void Server::tick() {
     sessions_.tidy();
     tenants_.tidy();
     budget_.evict_above_bursts(evicted_per_tick);
+    lending_.extents().forget(Clock::now());
 }
 
 void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,
@@ -255,7 +257,7 @@ bool Server::release(std::uint64_t session, std::uint64_t lease) {
     const Guard guard(mutex_);
     found = sessions_.lease(session, lease);
     if (found == nullptr) {
-        return false;
+        return sessions_.release_claim(session, lease);  // the extent stays
     }
     lending_.end(*found);
     return true;
@@ -269,19 +271,90 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> Server::leases(std::uint64_
             found.emplace_back(lease->id, lease->nbytes);
         }
     }
+    for (const auto& extent : sessions_.claimed(session)) {
+        found.emplace_back(extent->id, extent->nbytes);
+    }
     return found;
 }
 
 std::string Server::lease_path(std::uint64_t session, std::uint64_t lease) {
     const Guard guard(mutex_);
-    const std::shared_ptr<Lease> found = sessions_.lease(session, lease);
+    const std::shared_ptr<Lease> found = sessions_.lease_or_extent(session, lease);
     return found == nullptr ? std::string() : found->segment.path;
 }
 
 int Server::lease_file(std::uint64_t session, std::uint64_t lease) {
     const Guard guard(mutex_);
-    const std::shared_ptr<Lease> found = sessions_.lease(session, lease);
-    return found == nullptr ? -1 : found->segment.file.duplicate();
+    LeaseAccess access = sessions_.access(session, lease, rights::write, Clock::now());
+    const bool writes = access.lease != nullptr;
+    if (access.status == Status::denied) {
+        access = sessions_.access(session, lease, rights::read, Clock::now());
+    }
+    if (access.status == Status::denied) {
+        throw Denied(access.text);
+    }
+    if (access.status == Status::lapsed) {
+        throw Lapsed(access.text);
+    }
+    if (access.lease == nullptr) {
+        return -1;
+    }
+    const File& file = access.lease->segment.file;
+    return writes ? file.duplicate() : file.read_only();
+}
+
+std::vector<Claiming::Claimed> Server::claim(std::uint64_t session, std::uint32_t tenant, Ticket ticket) {
+    std::optional<Claiming::Draft> draft;
+    {
+        const Guard guard(mutex_);
+        if (stopped_) {
+            fail_as_stopped("claiming extents");
+        }
+        draft = claiming_.begin(session, tenant, std::move(ticket), Clock::now());
+        if (draft->makes_extents() && !admission_.takes_new()) {
+            claiming_.drop(*draft);
+            throw Full(admission_.refusal());
+        }
+    }
+    try {
+        claiming_.make(*draft, [&](std::uint64_t lacking) {
+            const Guard guard(mutex_);
+            return !stopped_ && budget_.return_backing(tenant, lacking);
+        });
+        const Guard guard(mutex_);
+        if (stopped_) {
+            fail_as_stopped("claiming extents");
+        }
+        auto claimed = claiming_.finish(*draft, Clock::now());
+        loop_.fence_writes();
+        return claimed;
+    } catch (...) {
+        const Guard guard(mutex_);
+        claiming_.drop(*draft);
+        throw;
+    }
+}
+
+std::vector<std::uint32_t> Server::order(const Claiming::Order& order) {
+    const Guard guard(mutex_);
+    if (stopped_) {
+        fail_as_stopped("carrying an order out");
+    }
+    auto ended = claiming_.carry_out(order, Clock::now());
+    loop_.fence_writes();
+    return ended;
+}
+
+std::vector<Claiming::Holding> Server::holdings() {
+    const Guard guard(mutex_);
+    return claiming_.holdings(Clock::now());
+}
+
+std::optional<Claiming::Ended> Server::end_holding(std::uint64_t lease, const std::string& reason) {
+    const Guard guard(mutex_);
+    auto ended = claiming_.end(lease, reason);
+    loop_.fence_writes();
+    return ended;
 }
 
 ObjectPaths Server::objects_paths(std::uint32_t tenant) {
@@ -389,7 +462,8 @@ Server::Stats Server::stats() {
     stats.connections = loop_.size();
     stats.sessions = sessions_.size();
     const auto leases = lending_.all();
-    stats.leases = leases.size();
+    const auto extents = lending_.extents().all();
+    stats.leases = leases.size() + extents.size();
     if (const Medium* const lower = tenants_.lower(); lower != nullptr) {
         stats.shelf_capacity = lower->capacity();
         stats.shelf_used = lower->used();
@@ -413,6 +487,9 @@ Server::Stats Server::stats() {
     for (const auto& lease : leases) {
         stats.taken += lease->segment.file.taken();
     }
+    for (const auto& extent : extents) {
+        stats.taken += extent->segment.file.taken();
+    }
     for (const auto& [tenant, taken] : loop_.areas_taken()) {
         stats.taken += taken;
     }
@@ -434,6 +511,11 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
     for (const auto& lease : lending_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
             holder->second.taken += lease->segment.file.taken();
+        }
+    }
+    for (const auto& extent : lending_.extents().all()) {
+        if (const auto holder = found.find(extent->tenant); holder != found.end()) {
+            holder->second.taken += extent->segment.file.taken();
         }
     }
     for (const auto& [tenant, taken] : loop_.areas_taken()) {

@@ -22,6 +22,7 @@
 #include "node/alarm.hpp"
 #include "node/budget.hpp"
 #include "node/catalogue/catalogue.hpp"
+#include "node/claiming.hpp"
 #include "node/events.hpp"
 #include "node/lending.hpp"
 #include "node/loop.hpp"
@@ -52,6 +53,8 @@ public:
     using Event = farpool::Event;
     using Busy = farpool::Busy;
     using Denied = farpool::Denied;
+    using Lapsed = farpool::Lapsed;
+    using Full = farpool::Full;
     using ExpectedKey = Sessions::ExpectedKey;
     using KeyStats = Sessions::KeyStats;
 
@@ -105,10 +108,19 @@ public:
     bool release(std::uint64_t session, std::uint64_t lease);
     // Ids and bytes of a session's leases.
     std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
+    // Lets the session use the extents of a ticket, which the caller has verified, and makes the missing ones. Either all of
+    // them or none. Throws Lapsed, Busy, Denied, and std::system_error if the system has too little memory.
+    std::vector<Claiming::Claimed> claim(std::uint64_t session, std::uint32_t tenant, Ticket ticket);
+    // Carries out an order, which the caller has verified; as Claiming::carry_out().
+    std::vector<std::uint32_t> order(const Claiming::Order& order);
+    // For an administrator; as in Claiming.
+    std::vector<Claiming::Holding> holdings();
+    std::optional<Claiming::Ended> end_holding(std::uint64_t lease, const std::string& reason);
     // Path of a lease's file (on an ephemeral node, the path that it would have); empty if there is no such lease.
     std::string lease_path(std::uint64_t session, std::uint64_t lease);
     ObjectPaths objects_paths(std::uint32_t tenant);
-    // Descriptors, owned by the caller, of a lease (-1 if there is none) and of a tenant's index and data.
+    // Descriptors, owned by the caller, of a lease (-1 if there is none) and of a tenant's index and data. The file of an
+    // extent is read-only if the ticket is. Throws Lapsed and Denied if the ticket does not allow it now.
     int lease_file(std::uint64_t session, std::uint64_t lease);
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
     // A descriptor, owned by the caller, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
@@ -168,6 +180,7 @@ private:
     Tenants tenants_;
     Lending lending_;
     Sessions sessions_;
+    Claiming claiming_;
     UnsentByKey unsent_;
     Turn turn_{0};  // the one that is being served
     Fetches fetches_;

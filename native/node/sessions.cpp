@@ -105,9 +105,78 @@ std::shared_ptr<Lease> Sessions::lease(std::uint64_t session, std::uint64_t leas
     return found == sessions_.end() ? nullptr : lending_.find(session, found->second.owner, lease);
 }
 
+std::shared_ptr<Lease> Sessions::lease_or_extent(std::uint64_t session, std::uint64_t lease) const {
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end()) {
+        return nullptr;
+    }
+    const auto claim = found->second.claims.find(lease);
+    return claim != found->second.claims.end() ? claim->second.present() : this->lease(session, lease);
+}
+
 void Sessions::add_lease(std::shared_ptr<Lease> lease) {
     note_empty(sessions_.try_emplace(lease->session, Session{{lease->tenant, lease->owner}}).first->second);
     lending_.add(std::move(lease));
+}
+
+LeaseAccess Sessions::access(std::uint64_t session, std::uint64_t lease, std::uint32_t right, Clock::time_point now) const {
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end()) {
+        return {};
+    }
+    const Quotas::Owner& owner = found->second.owner;
+    if (std::shared_ptr<Lease> own = lending_.find(session, owner, lease)) {
+        return {std::move(own), Status::done};
+    }
+    if (const auto claim = found->second.claims.find(lease); claim != found->second.claims.end()) {
+        return claim->second.access(right, now);
+    }
+    const std::shared_ptr<Extent> extent = lending_.extents().find(lease);
+    if (extent == nullptr || Quotas::Owner{extent->tenant, extent->owner} != owner) {
+        return {};
+    }
+    return {nullptr, Status::lapsed, "this session has shown no ticket for the extent since the node started; show it again"};
+}
+
+void Sessions::claim(std::uint64_t session, const PoolLease& lease, std::vector<Claim> claims) {
+    Session& found = sessions_.at(session);
+    std::erase_if(found.claims, [&](const auto& entry) { return entry.second.lease == lease; });
+    for (Claim& claim : claims) {
+        if (const std::shared_ptr<Extent> extent = claim.present()) {
+            found.claims.insert_or_assign(extent->id, std::move(claim));
+        }
+    }
+}
+
+bool Sessions::release_claim(std::uint64_t session, std::uint64_t lease) {
+    const auto found = sessions_.find(session);
+    return found != sessions_.end() && found->second.claims.erase(lease) > 0;
+}
+
+std::size_t Sessions::end_claims(std::uint64_t lease) {
+    std::size_t ended = 0;
+    for (auto& [number, session] : sessions_) {
+        ended += session.claims.erase(lease);
+    }
+    return ended;
+}
+
+std::vector<std::shared_ptr<Extent>> Sessions::claimed(std::uint64_t session) const {
+    std::vector<std::shared_ptr<Extent>> extents;
+    if (const auto found = sessions_.find(session); found != sessions_.end()) {
+        for (const auto& [lease, claim] : found->second.claims) {
+            if (std::shared_ptr<Extent> extent = claim.present()) {
+                extents.push_back(std::move(extent));
+            }
+        }
+    }
+    return extents;
+}
+
+std::string Sessions::key_of(const Quotas::Owner& owner) const {
+    const auto found = std::find_if(key_tenants_.begin(), key_tenants_.end(),
+                                    [&](const auto& key) { return Quotas::Owner{key.second, owner_of(key.first)} == owner; });
+    return found == key_tenants_.end() ? std::string() : found->first;
 }
 
 Sessions::Pin Sessions::pin(const Client& client, const Found& found, std::uint64_t ttl_ms) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "node/budget.hpp"
+#include "node/claims.hpp"
 #include "node/client.hpp"
 #include "node/deadlines.hpp"
 #include "node/events.hpp"
@@ -97,8 +98,32 @@ public:
     // A descriptor, owned by the caller, of the session's own marks of visits, which count as lent. Throws Busy and Denied.
     int open_visits(std::uint64_t session, std::uint32_t tenant);
 
+    // A lease that belongs to the session; null if there is none.
     std::shared_ptr<Lease> lease(std::uint64_t session, std::uint64_t lease) const;
+    // The same, or an extent that the session has claimed, even if it may not use the extent now.
+    std::shared_ptr<Lease> lease_or_extent(std::uint64_t session, std::uint64_t lease) const;
     void add_lease(std::shared_ptr<Lease> lease);
+    // A lease that the session holds or has claimed, if a request that needs this right (0 for none) may use it now.
+    LeaseAccess access(std::uint64_t session, std::uint64_t lease, std::uint32_t right, Clock::time_point now) const;
+    // Replaces the session's claims of a pool lease.
+    void claim(std::uint64_t session, const PoolLease& lease, std::vector<Claim> claims);
+    // Ends the session's claim of an extent; false if it has none.
+    bool release_claim(std::uint64_t session, std::uint64_t lease);
+    // Ends the claims of all sessions of an extent, and returns how many there were.
+    std::size_t end_claims(std::uint64_t lease);
+    // The session's extents.
+    std::vector<std::shared_ptr<Extent>> claimed(std::uint64_t session) const;
+    // Calls `visit` with each session that has claims, and each of its claims.
+    template <typename Visit>
+    void each_claim(Visit visit) const {
+        for (const auto& [number, session] : sessions_) {
+            for (const auto& [lease, claim] : session.claims) {
+                visit(number, claim);
+            }
+        }
+    }
+    // The name of an access key that may connect; empty for the owner of a node without keys, and for keys that are gone.
+    std::string key_of(const Quotas::Owner& owner) const;
 
     // Pins an object in RAM; `ttl_ms`: for so long, 0 for no end.
     Pin pin(const Client& client, const Found& found, std::uint64_t ttl_ms);
@@ -146,6 +171,7 @@ private:
         Pins pins{};
         std::uint32_t last_pin = 0;
         std::map<Place, Preparation> prepared{};
+        std::map<std::uint64_t, Claim> claims{};  // by the number of the extent at the node
         std::size_t areas = 0;
         bool exposed = false;  // it can write the data segment over a one-sided fabric
     };

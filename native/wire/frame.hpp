@@ -44,6 +44,7 @@ enum class Status : std::uint16_t {
     unknown = 9,
     busy = 10,
     taken = 11,
+    lapsed = 12,
 };
 
 namespace rights {

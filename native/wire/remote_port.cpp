@@ -222,6 +222,8 @@ void RemotePort::refuse(const ReplyHead& head, const Piece& piece) const {
                           ": it restarted empty, or the program was away for longer than its grace" + text);
         case Status::denied:
             fail_node(ErrorKind::denied, node, "the access key lacks the right to use memory for " + name_ + text);
+        case Status::lapsed:
+            fail_node(ErrorKind::ticket, node, "the ticket for the memory of " + name_ + " does not allow this now" + text);
         case Status::checksum:
             fail_checksum(node, "a piece of " + std::to_string(piece.nbytes) + " bytes was damaged on its way" + text);
         default:

@@ -356,6 +356,38 @@ class NodeServer:
     def lease_file(self, session: int, lease: int) -> int:
         """Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease."""
 
+    def claim(
+        self,
+        session: int,
+        tenant: int,
+        *,
+        lease: bytes,
+        epoch: int,
+        rights: int,
+        seconds: float,
+        extents: Sequence[tuple[int, int]],
+    ) -> list[tuple[int, int, int, bool]]:
+        """Let the session use the extents of a verified ticket for `seconds`, and make the missing ones. `extents` are pairs of
+        number and bytes. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
+        none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; OSError where
+        there is no room.
+        """
+
+    def order(self, lease: bytes, epoch: int, action: str, extents: Sequence[int]) -> list[int]:
+        """Carry out a verified order: `action` is "end" (of these extents; of all, where there are none), "raise" or "read_only".
+        Returns the numbers of the extents that it has ended. TicketError where the epoch is late.
+        """
+
+    def holdings(self) -> list[dict[str, Any]]:
+        """All leases of sessions, and all extents with each claim of them. Session 0 stands for an extent that no session has
+        claimed; `pool_lease` is empty for a lease of a session.
+        """
+
+    def end_holding(self, lease: int, reason: str) -> tuple[int, int]:
+        """End a lease of any session, or all claims of an extent, which itself stays. Returns the bytes freed and the claims
+        ended. KeyError if there is no such lease.
+        """
+
     def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
         """Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted."""
 

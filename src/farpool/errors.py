@@ -47,6 +47,7 @@ __all__ = [
     "StoreClosedError",
     "TapeFileError",
     "TapeTruncatedError",
+    "TicketError",
     "TierError",
     "TierFullError",
     "TierTimeoutError",
@@ -261,6 +262,14 @@ class ProbeError(FarpoolError, RuntimeError):
 
 class LeaseLostError(NodeError):
     """The node has freed lent memory, because the node restarted or the program was disconnected for too long."""
+
+
+class TicketError(NodeError):
+    """A ticket or an order of the pool's manager is not valid, or it does not allow what a program asks of a node now.
+
+    The ticket may be forged or damaged, have expired, be of an earlier epoch of the lease, or be for another client or
+    node. The leased bytes stay, because only an order of the manager ends a lease.
+    """
 
 
 class RegistryError(FarpoolError, OSError):

@@ -218,6 +218,7 @@ class Lab:
         files: int = 0,
         socket_group: int = 0,
         tls: Path | None = None,
+        registry: str = "",
     ) -> Node:
         """Start a node.
 
@@ -237,6 +238,8 @@ class Lab:
             A group whose members may use its UNIX socket; 0 for none.
         tls : Path or None
             A folder of `certificates`: it serves TLS over TCP then.
+        registry : str
+            Address of the registry of a pool that it joins.
         """
         self._numbers += 1
         # In shared memory, in a folder that others may pass through: what they may do there is the node's affair.
@@ -253,6 +256,8 @@ class Lab:
             options += ["--nvme", str(self.folder() / "nvme"), str(nvme)]
         if metrics:
             options += ["--metrics", "127.0.0.1:0"]
+        if registry:
+            options += ["--registry", registry]
         if ephemeral:
             options.append("--ephemeral")
         if spin is not None:

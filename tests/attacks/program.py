@@ -38,6 +38,7 @@ MODULES = (
     "eavesdrop",
     "preparing",
     "starving",
+    "tickets",
 )
 """The programs of this folder."""
 

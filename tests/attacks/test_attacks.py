@@ -61,6 +61,10 @@ CURED = frozenset(
         "replacement.with_reads",
         "starving.with_lookups",
         "starving.with_puts",
+        "tickets.forge",
+        "tickets.kill_before_use",
+        "tickets.replay",
+        "tickets.write_across_an_order",
         "two_copies.order_of_bytes",
         "two_copies.python_calls",
     }

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from farpool._native import NodeServer
+from farpool.cluster.leases.tickets import ORDER_BYTES_MAX, TICKET_BYTES_MAX
+from farpool.cluster.node.claims import Claims
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.frames import KEY_BYTES_MAX, Right
@@ -30,6 +34,8 @@ LISTED_PINS_MAX = 128
 _OPERATORS_TENANT = 0
 """Tenant whose administrators run the node. Administrators of another tenant see and end only pins of that tenant."""
 
+_EXTENT = "extent-"
+"""Beginning of the name of an extent's file."""
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
 _Lease = Annotated[int, msgspec.Meta(ge=1)]
@@ -116,7 +122,35 @@ class Expose(msgspec.Struct, tag="expose", tag_field="call"):
     failed: bytes = b""
 
 
-Call = Stats | Changes | SetState | Pins | EndPin | Lend | Release | Leases | AttachObjects | AttachLease | Expose
+class Claim(msgspec.Struct, tag="claim", tag_field="call"):
+    """Show a ticket, and ask for the extents that it names at this node."""
+
+    ticket: Annotated[bytes, msgspec.Meta(max_length=TICKET_BYTES_MAX)]
+
+
+class CarryOut(msgspec.Struct, tag="order", tag_field="call"):
+    """Pass an order of a manager on."""
+
+    order: Annotated[bytes, msgspec.Meta(max_length=ORDER_BYTES_MAX)]
+
+
+class Holdings(msgspec.Struct, tag="holdings", tag_field="call"):
+    """Ask for the leases of all sessions, and for all extents; `limit` of them with numbers after `after`."""
+
+    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+    limit: _Limit = LISTED_OBJECTS_MAX
+
+
+class EndLease(msgspec.Struct, tag="end_lease", tag_field="call"):
+    """End the lease of any session, or all claims of an extent."""
+
+    lease: _Lease
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+_OfNode = Stats | Changes | SetState | Pins | EndPin
+_OfLeases = Lend | Release | Leases | AttachLease | Claim | CarryOut | Holdings | EndLease
+Call = _OfNode | _OfLeases | AttachObjects | Expose
 
 _DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
 _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
@@ -132,6 +166,10 @@ _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
     AttachObjects: Right.READ,
     AttachLease: Right.WRITE,
     Expose: Right.WRITE | Right.PUBLISH,
+    Claim: Right.WRITE,
+    CarryOut: Right.ADMIN,
+    Holdings: Right.ADMIN,
+    EndLease: Right.ADMIN,
 }
 
 
@@ -159,6 +197,7 @@ def make_call(
     server: NodeServer,
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
+    claims: Claims,
 ) -> tuple[dict[str, Any], PassedFiles | None]:
     """Carry out a call. This may block for as long as allocating memory takes.
 
@@ -174,6 +213,8 @@ def make_call(
         Returns the node's counters.
     exposures : Exposures or None
         Exposes memory for one-sided transfers; None if the node exposes none.
+    claims : Claims
+        Verifies tickets and orders.
 
     Returns
     -------
@@ -186,7 +227,7 @@ def make_call(
     ------
     AccessDeniedError
         The client's key lacks the right.
-    NodeFullError, KeyError, OSError
+    NodeFullError, TicketError, KeyError, OSError
         As raised by the data loop.
     """
     check_right(call, client)
@@ -220,6 +261,8 @@ def make_call(
             result = {}
         case Expose():
             result = _expose(call, client, server, exposures)
+        case _:
+            result = _of_pool_leases(call, client, server, exposures, claims)
     return result, files
 
 
@@ -245,6 +288,24 @@ def _administer(call: SetState | Pins | EndPin, client: Accepted, server: NodeSe
     return {"state": state, "ordered": ordered}
 
 
+def _of_pool_leases(
+    call: Claim | CarryOut | Holdings | EndLease,
+    client: Accepted,
+    server: NodeServer,
+    exposures: Exposures | None,
+    claims: Claims,
+) -> dict[str, Any]:
+    match call:
+        case Claim():
+            return claims.claim(call.ticket, client)
+        case CarryOut():
+            return claims.order(call.order, client)
+        case Holdings():
+            return _holdings(call, server)
+        case EndLease():
+            return _end_lease(call, client, server, exposures)
+
+
 def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
     if exposures is None or exposures.fabric != call.fabric:
         raise ProtocolError(
@@ -259,6 +320,11 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
         )
     lease = call.lease
     path = server.objects_paths(client.tenant)[1] if lease is None else server.lease_path(client.session, lease)
+    if Path(path).name.startswith(_EXTENT):
+        raise ProtocolError(
+            "the extents of tickets are not exposed over a fabric, because the node could not check there whether the "
+            "ticket is still valid; use a connection"
+        )
     opened = (
         partial(_data, server, client.tenant) if lease is None else partial(server.lease_file, client.session, lease)
     )
@@ -267,6 +333,27 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
     if lease is None:
         server.expose(client.session, client.tenant)
     return msgspec.structs.asdict(exposed)
+
+
+def _holdings(call: Holdings, server: NodeServer) -> dict[str, Any]:
+    """Return a page of all leases and extents. Entries with the same number are on the same page."""
+    found = sorted((one for one in server.holdings() if one["lease"] > call.after), key=itemgetter("lease"))
+    page = found[: call.limit]
+    while len(page) < len(found) and found[len(page)]["lease"] == page[-1]["lease"]:
+        page.append(found[len(page)])
+    for one in page:
+        # With the whole number, an administrator could act for the session.
+        one["session"] = f"{one['session'] & 0xFFFFFFFF:08x}" if one["session"] else ""
+        one["pool_lease"] = one["pool_lease"].hex()
+    return {"holdings": page, "next": page[-1]["lease"] if len(page) < len(found) else 0}
+
+
+def _end_lease(call: EndLease, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
+    path = next((one["path"] for one in server.holdings() if one["lease"] == call.lease), "")
+    freed, claims = server.end_holding(call.lease, f"{client.key or 'own user'}: {call.reason}")
+    if exposures is not None and freed:
+        exposures.withdraw(path)
+    return {"freed": freed, "claims": claims}
 
 
 def _objects(server: NodeServer, client: Accepted) -> list[int]:

@@ -16,7 +16,8 @@ import msgspec
 
 from farpool._native import NodeServer
 from farpool.cluster.node.arrival import Arrival
-from farpool.cluster.node.calls import Call, Expose, Lend, List, PassedFiles, check_right, make_call, parse_call
+from farpool.cluster.node.calls import Call, Claim, Expose, Lend, List, PassedFiles, check_right, make_call, parse_call
+from farpool.cluster.node.claims import Claims
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.listing import Lists
 from farpool.cluster.node.logs import log
@@ -43,14 +44,21 @@ class ControlService:
         Returns the node's counters.
     exposures : Exposures or None
         Exposes memory for one-sided transfers; None if the node exposes none.
+    claims : Claims or None
+        Verifies tickets and orders; None if there is no manager from which they could be.
     """
 
     def __init__(
-        self, server: NodeServer, stats: Callable[[], dict[str, int | float]], exposures: Exposures | None = None
+        self,
+        server: NodeServer,
+        stats: Callable[[], dict[str, int | float]],
+        exposures: Exposures | None = None,
+        claims: Claims | None = None,
     ) -> None:
         self._server = server
         self._stats = stats
         self._exposures = exposures
+        self._claims = claims or Claims(server, b"", None)
         self._refusals: Counter[tuple[int, int]] = Counter()
         self._lists = Lists(server)
         # Allocating memory takes long. It has threads of its own, of which one tenant uses at most half.
@@ -139,8 +147,8 @@ class ControlService:
 
     async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
         """Run `make_call` in a thread. Calls that allocate memory have their own threads, and delay no other calls."""
-        make = partial(make_call, call, client, self._server, self._stats, self._exposures)
-        if not isinstance(call, Lend | Expose):
+        make = partial(make_call, call, client, self._server, self._stats, self._exposures, self._claims)
+        if not isinstance(call, Lend | Expose | Claim):
             return await asyncio.to_thread(make)
         # This variable keeps the semaphore alive between the lookup and the wait.
         turn = self._turns.setdefault(client.tenant, asyncio.Semaphore(self._making_of_tenant))

@@ -21,7 +21,7 @@ _LOCK = "node.lock"
 _IDENTITY = "identity"
 _IDENTITY_BYTES = 16
 _SOCKET = "socket"
-_SEGMENT = re.compile(r"objects-\d+\.(index|data)|lease-.*\.data", re.ASCII)
+_SEGMENT = re.compile(r"objects-\d+\.(index|data)|(lease|extent)-.*\.data", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 

@@ -20,6 +20,7 @@ from farpool.abc.registry import Registry
 from farpool.available import available_memory
 from farpool.checks import require_package, require_seconds
 from farpool.cluster.node.access import NodeAccess
+from farpool.cluster.node.claims import Claims
 from farpool.cluster.node.control import ControlService
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.folder import Folder, check_name, default_folder
@@ -422,7 +423,8 @@ class Node:
             instance = os.urandom(16)
             identity = Identity(self.name, instance, self.identity, self._capacity, host_id(), str(folder.socket_path))
             access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
-            control = ControlService(server, self.stats, exposures)
+            claims = Claims(server, self.identity, self._ticket_keys(folder, undo))
+            control = ControlService(server, self.stats, exposures, claims)
             undo.callback(control.close)
             listener = Listener([listening, local], access, server, control)
             # Set before the listener starts, because its clients may ask for `stats` at once.
@@ -475,6 +477,15 @@ class Node:
         if server is not None:
             server.follow_record(draining)
         log("the record says that this member drains" if draining else "the record says that this member is active")
+
+    def _ticket_keys(self, folder: Folder, undo: ExitStack) -> Callable[[], Mapping[bytes, bytes]] | None:
+        """Follow the keys of the pool's managers; None if the node joins no pool."""
+        if self._joining.registry is None:
+            return None
+        # Imported here, because most nodes have no registry and are to start at once.
+        from farpool.cluster.node.ticket_keys import TicketKeys
+
+        return undo.enter_context(TicketKeys(self._joining.registry, folder.path, log=log)).keys
 
     def _server_in(self, folder: Folder) -> NodeServer:
         path, nvme_capacity = self._nvme or ("", 0)

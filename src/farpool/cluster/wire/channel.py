@@ -18,6 +18,7 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farpool import forks
@@ -28,7 +29,7 @@ from farpool.cluster.wire.dial import Connected, Dialled, dial
 from farpool.cluster.wire.fabrics import load_fabric
 from farpool.cluster.wire.frames import Credential, Right
 from farpool.cluster.wire.host import host_id
-from farpool.cluster.wire.lease import Lease, map_lease
+from farpool.cluster.wire.lease import ClaimedExtent, Lease, map_lease
 from farpool.cluster.wire.node_memory import NodeMemory
 from farpool.cluster.wire.settings import BUILT_IN, Transport
 from farpool.errors import NodeError, NodeFullError, NodeTimeoutError
@@ -199,15 +200,44 @@ class Channel:
         try:
             memory = None
             if self._mapped:
-                memory = map_lease(
-                    lambda: control.call_with_files("attach_lease", deadline, lease=lease)[1], nbytes, self.name
-                )
+                memory = map_lease(partial(self._lease_files, control, lease, deadline), nbytes, self.name)
         except BaseException:
             # The program never learns the number of this lease, so it could not give it back itself.
             with contextlib.suppress(NodeError):
                 control.call("release", deadline, lease=lease)
             raise
         return Lease(self, lease, nbytes, memory)
+
+    def claim(self, ticket: bytes, deadline: float) -> list[ClaimedExtent]:
+        """Show a ticket, and return the extents that it names at this node, mapped if possible.
+
+        Show a later ticket in the same way before this one expires; the extents keep their numbers at the node, so
+        nothing else is to be done with the result then. After the node has started again, show the ticket again.
+
+        Raises
+        ------
+        TicketError
+            The node refuses the ticket.
+        NodeFullError
+            The node has no room for an extent.
+        AccessDeniedError
+            The key does not have the right to write.
+        NodeError
+            As raised by `connect`.
+        """
+        control = self._reach(deadline)
+        result = control.call("claim", deadline, ticket=ticket)
+        claimed = []
+        for number, lease, nbytes, made in result["extents"]:
+            memory = None
+            # A program may write to what it maps, so the node's check of the rights needs a connection.
+            if self._mapped and result["rights"] & Right.WRITE:
+                memory = map_lease(partial(self._lease_files, control, lease, deadline), nbytes, self.name)
+            claimed.append(ClaimedExtent(number, Lease(self, lease, nbytes, memory), made))
+        return claimed
+
+    def _lease_files(self, control: Control, lease: int, deadline: float) -> list[int]:
+        return control.call_with_files("attach_lease", deadline, lease=lease)[1]
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
         """Make the object through which a `RemotePort` moves bytes of a lease.

@@ -141,6 +141,7 @@ class Status(IntEnum):
     UNKNOWN = 9
     BUSY = 10
     TAKEN = 11
+    LAPSED = 12
 
 
 class Credential(IntEnum):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from farpool._native import RemoteEnd, buffer_address
 from farpool.errors import NodeError
 
-__all__ = ["SEGMENT_HEADER_BYTES", "Lease", "Lender", "map_lease"]
+__all__ = ["SEGMENT_HEADER_BYTES", "ClaimedExtent", "Lease", "Lender", "map_lease"]
 
 SEGMENT_HEADER_BYTES = 4096
 """Size of the header of a segment file, in bytes; the lent memory follows it (docs/segment-file.md)."""
@@ -72,6 +73,25 @@ class Lease:
         # From now on `address` is None. The mapping itself lives as long as a `RemoteEnd` uses it.
         self._memory = None
         self._lender.release(self.id, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedExtent:
+    """Extent of a pool's lease that a node lets this program use after a ticket was shown.
+
+    Attributes
+    ----------
+    number : int
+        Number of the extent in the ticket.
+    lease : Lease
+        The extent at the node. `Lease.release` ends this program's use of it; only a manager's order frees it.
+    made : bool
+        True if the node has just made the extent, so that it contains zeros.
+    """
+
+    number: int
+    lease: Lease
+    made: bool
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:

@@ -13,6 +13,7 @@ from farpool.errors import (
     ObjectTooLargeError,
     ProtocolError,
     QuotaExceededError,
+    TicketError,
 )
 from farpool.sizes import format_size
 
@@ -25,6 +26,7 @@ _ERRORS: dict[int, type[NodeError]] = {
     Status.BAD_REQUEST: ProtocolError,
     Status.TOO_LARGE: ObjectTooLargeError,
     Status.UNKNOWN: LeaseLostError,
+    Status.LAPSED: TicketError,
 }
 # A lease is lent to keys with the right to write, so reading one needs that right as well (docs/wire.md).
 _RIGHTS = {Op.GET: "read", Op.STAT: "read", Op.LOOKUP: "read", Op.PIN: "read", Op.READ: "write", Op.WRITE: "write"}
