@@ -1,0 +1,201 @@
+"""Carries out the decisions of a `Book` in a registry. One thread at a time uses it; it has no thread of its own."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from farpool.abc.registry import Registry, Watch
+from farpool.cluster.leases.book import Book, Decision
+from farpool.cluster.leases.draft import Moment
+from farpool.cluster.leases.requests import Outcome, Request, TenantLimits
+from farpool.cluster.leases.view import PREFIXES
+from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
+
+__all__ = ["Clock", "Engine", "Policies"]
+
+_FOLLOW_INTERVAL_S = 0.02
+"""Seconds between two looks for other managers' changes while requests wait. An entry that is out of date costs at most
+a failed transaction."""
+_PAUSE_S = 0.01
+"""Seconds between two looks while another manager has its turn."""
+
+Policies = Callable[[], Mapping[int, TenantLimits] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The time.
+
+    Attributes
+    ----------
+    now : callable
+        Returns the seconds since 1970, by a clock that may jump. The expiry of leases is a time of this clock.
+    tick : callable
+        Returns seconds by a clock that never jumps.
+    sleep : callable
+        Waits some seconds.
+    """
+
+    now: Callable[[], float] = time.time
+    tick: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Engine:
+    """Carries out requests, many in one transaction.
+
+    Parameters
+    ----------
+    registry : Registry
+        The registry.
+    clock : Clock
+        The time.
+    policies : callable
+        Returns the limits of all tenants; None if there are none.
+    timeout : float
+        Seconds that a request may take.
+
+    Attributes
+    ----------
+    book : Book
+        The leases as this manager knows them.
+    lock : threading.Lock
+        Held while the book changes, and never during a call of the registry. Other threads read the book under it.
+    is_current : bool
+        True once all entries have been read, until the registry has deleted changes that were not read in time.
+    """
+
+    def __init__(self, registry: Registry, clock: Clock, policies: Policies, timeout: float) -> None:
+        self.book = Book(secrets.token_hex(8))
+        self.lock = threading.Lock()
+        self.is_current = False
+        self._registry = registry
+        self._clock = clock
+        self._policies = policies
+        self._timeout = timeout
+        self._watches: list[Watch] = []
+        self._followed = -1e9
+        self._seed = secrets.token_bytes(16)
+
+    def follow(self, *, timeout: float | None = None) -> None:
+        """Learn the changes since the last call, and at first all entries.
+
+        Raises
+        ------
+        RegistryAwayError
+            The registry did not answer. The entries stay as they were.
+        RegistryDamagedError
+            An entry does not match its checksum. No leases can be granted until the registry has been restored.
+        """
+        if not self.is_current:
+            self._read(timeout)
+        try:
+            for watch in self._watches:
+                while (changes := watch.next(0)).entries:
+                    with self.lock:
+                        self.book.change(changes.entries, self._clock.tick())
+        except RegistryAwayError:
+            raise
+        except RegistryError as error:
+            self.end()
+            if not isinstance(error, RegistryCompactedError):
+                raise
+            self._read(timeout)
+        self._followed = self._clock.tick()
+
+    def _read(self, timeout: float | None) -> None:
+        snapshot = self._registry.range(*PREFIXES, timeout=timeout)
+        with self.lock:
+            self.book.read(snapshot, self._clock.tick())
+        self._watches = [self._registry.watch(prefix, snapshot.revision) for prefix in PREFIXES]
+        self.is_current = True
+
+    def settle(self, requests: Sequence[Request]) -> tuple[Outcome | Exception, ...]:
+        """Carry out as many requests as fit into one transaction, the first ones, and return their outcomes.
+
+        A request that has the right to fail alone has its exception as its outcome.
+
+        Raises
+        ------
+        RegistryError
+            As raised by `Registry.commit`; nothing is known of the requests' outcome if `uncertain` is True. They can
+            be repeated: a grant is found again by its request.
+        """
+        deadline = self._clock.tick() + self._timeout
+        sent = False
+        try:
+            if self._clock.tick() - self._followed >= _FOLLOW_INTERVAL_S:
+                self.follow(timeout=self._timeout)
+            while True:
+                left = deadline - self._clock.tick()
+                if left <= 0:
+                    raise RegistryAwayError(
+                        f"other managers changed the leases in the registry {self._registry.address} for "
+                        f"{self._timeout} s without a pause; ask again",
+                        registry=self._registry.address,
+                    )
+                decision = self._decide(requests)
+                if decision.wait:
+                    self._clock.sleep(min(_PAUSE_S, decision.wait, left))
+                    self.follow(timeout=left)
+                    continue
+                sent = bool(decision.operations)
+                if self._commit(decision, left) and (decision.taken or not requests):
+                    return decision.outcomes
+                sent = False
+        except RegistryAwayError as error:
+            # Requests that were only read, or whose transaction was not sent, have changed nothing.
+            error.uncertain = error.uncertain and sent
+            raise
+
+    def yield_turn(self) -> None:
+        """Leave the managers' queue if this manager is the first in it and has no requests left."""
+        if self.book.is_first:
+            self.settle(())
+
+    def _decide(self, requests: Sequence[Request]) -> Decision:
+        moment = Moment(self._clock.now(), self._clock.tick(), self._policies(), self._seed)
+        return self.book.decide(requests, moment)
+
+    def _commit(self, decision: Decision, left: float) -> bool:
+        """Commit a decision; return False if a condition did not hold, after reading the entries again."""
+        if not decision.operations:
+            return True
+        done = self._registry.commit(decision.conditions, decision.operations, timeout=left)
+        if done.succeeded:
+            with self.lock:
+                self.book.committed(decision, done.revision, self._clock.tick())
+            return True
+        snapshot = self._registry.range(*decision.keys, timeout=left)
+        with self.lock:
+            self.book.conflicted(decision, snapshot, self._clock.tick())
+        # Begin with other members than the manager that was faster, and give it time.
+        self._seed = secrets.token_bytes(16)
+        self._clock.sleep(random.uniform(0.0, 0.002) * min(self.book.conflicts, 10))
+        return False
+
+    def upkeep(self) -> int:
+        """End leases that have expired, and get memory back for lenders that want it; return the number of requests.
+
+        Raises
+        ------
+        RegistryError
+            As raised by `settle`.
+        """
+        with self.lock:
+            requests = self.book.upkeep(self._clock.now(), self._clock.tick())
+        left = requests
+        while left:
+            left = left[len(self.settle(left)) :]
+        return len(requests)
+
+    def end(self) -> None:
+        """Stop following the registry; the next call of `follow` reads all entries again."""
+        watches, self._watches, self.is_current = self._watches, [], False
+        for watch in watches:
+            watch.close()
