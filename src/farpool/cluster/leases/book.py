@@ -1,7 +1,7 @@
 """Decides what managers do with leases: no clock, no thread and no I/O.
 
 `Book.decide` turns requests into one transaction on the entries that the book has seen. The caller commits it. If an
-entry has changed since, the transaction changes nothing, and the caller reads the entries that it used and asks again.
+entry has changed since, the transaction changes nothing; the caller lets the book learn the changes and asks again.
 
 Managers that work at the same time could hold each other up in this way. So a manager whose transactions have failed
 `CONFLICTS_MAX` times writes its name into the entry `TURNS`. Every transaction has the condition that this entry is
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from farpool.abc.registry import Condition, Delete, Entry, Operation, Put, Snapshot
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S, decide
-from farpool.cluster.leases.draft import Draft, Moment
-from farpool.cluster.leases.records import BURST, MEMBER, TENANT, TURNS, Record, Turns, encode
+from farpool.cluster.leases.draft import Draft, Moment, NextTransaction
+from farpool.cluster.leases.records import TURNS, Record, Turns, encode
 from farpool.cluster.leases.requests import Expire, Mark, Outcome, Request, Take
 from farpool.cluster.leases.view import View
 from farpool.errors import RegistryDamagedError
@@ -56,17 +56,6 @@ class Decision:
     operations: list[Operation] = field(default_factory=list)
     changes: dict[str, Record | None] = field(default_factory=dict)
     wait: float = 0.0
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys and prefixes to read again if a condition does not hold.
-
-        A grant beyond a guarantee depends on all accounts, not only on those that it changes.
-        """
-        keys = [one.key for one in self.conditions]
-        if BURST not in keys:
-            return tuple(keys)
-        return (MEMBER, TENANT, *(key for key in keys if not key.startswith((MEMBER, TENANT))))
 
 
 class Book:
@@ -117,11 +106,9 @@ class Book:
             self.conflicts = 0
         self._look_at_queue(tick)
 
-    def conflicted(self, decision: Decision, snapshot: Snapshot, tick: float) -> None:
-        """Record that a condition did not hold, and take the entries from a snapshot of `Decision.keys`."""
-        self.view.refresh({one.key for one in decision.conditions}.union(decision.changes), snapshot, tick)
+    def conflicted(self) -> None:
+        """Record that a condition of a decision did not hold."""
         self.conflicts += 1
-        self._look_at_queue(tick)
 
     def _look_at_queue(self, tick: float) -> None:
         waiting = self._waiting()
@@ -163,6 +150,8 @@ class Book:
             step = draft.on_top()
             try:
                 outcome: Outcome | Exception = decide(request, step)
+            except NextTransaction:
+                break
             except RegistryDamagedError as error:
                 outcome, step = error, draft.on_top()
             if not step.merge():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from farpool.cluster.leases.draft import Draft
+from farpool.cluster.leases.draft import Draft, NextTransaction
 from farpool.cluster.leases.offers import Lender, largest, place
 from farpool.cluster.leases.records import (
     BURST,
@@ -45,7 +45,6 @@ from farpool.cluster.leases.requests import (
     Take,
 )
 from farpool.cluster.members.records import RECORD
-from farpool.errors import RegistryDamagedError
 
 __all__ = ["CLOCK_TOLERANCE_S", "LEASES_MAX", "decide"]
 
@@ -63,6 +62,8 @@ def decide(request: Request, draft: Draft) -> Outcome:
     ------
     RegistryDamagedError
         An entry that the request needs cannot be read.
+    NextTransaction
+        The request must be decided after the transaction of the requests before it.
     """
     if isinstance(request, Grant):
         return _grant(request.request, draft)
@@ -113,6 +114,8 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
             return Granted(lease, record)
         text = f"the request {terms.request!r} was granted before with other terms; give each request its own text"
         return Refused(Reason.REQUEST, text, granted=Granted(lease, record))
+    if draft.has_deleted(lease_key(lease)):
+        raise NextTransaction  # the new lease needs a higher epoch than the end of the old one
     policies = draft.moment.policies
     if policies is not None and terms.tenant not in policies:
         return Refused(Reason.TENANT, f"there is no tenant {terms.tenant}; an administrator must add it first")
@@ -122,9 +125,8 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
     if isinstance(extents, Refused):
         return _with_offers(extents, _offers(draft, terms)) if offers else extents
     moment = draft.moment
-    # Above the epochs of an earlier lease of the same request, which ended at a revision that the view has seen.
-    epoch = max(1, draft.view.revision)
-    granted = LeaseRecord(terms=terms, extents=extents, epoch=epoch, expires=moment.now + terms.ttl, granted=moment.now)
+    expires = moment.now + terms.ttl
+    granted = LeaseRecord(terms=terms, extents=extents, epoch=_first_epoch(draft), expires=expires, granted=moment.now)
     draft.put(lease_key(lease), granted)
     return Granted(lease, granted)
 
@@ -383,7 +385,23 @@ def _end_extents(
     _order(draft, lease, record, ended, reason)
     size = sum({one.part: one.bytes for one in kept}.values())
     terms = msgspec.structs.replace(record.terms, bytes=size)
-    return _write(draft, lease, record, terms=terms, extents=kept, epoch=record.epoch + 1)
+    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft, lease))
+
+
+def _first_epoch(draft: Draft) -> int:
+    """Return the epoch of a new lease.
+
+    No epoch is above the revision of the transaction that wrote it. So this one is above those of an earlier lease of
+    the same request, because the view has seen the end of that lease.
+    """
+    return max(1, draft.view.revision)
+
+
+def _next_epoch(draft: Draft, lease: str) -> int:
+    """Return the epoch of a lease from which memory is taken: the same one, however often in this transaction."""
+    stored = draft.view.leases.get(lease)
+    # The revisions of a registry that was restored from a backup begin again with low numbers.
+    return max(_first_epoch(draft), stored[1].epoch if stored else 0) + 1
 
 
 def _order(
@@ -397,7 +415,7 @@ def _order(
             bytes=one.bytes,
             tenant=record.terms.tenant,
             medium=record.terms.medium,
-            epoch=record.epoch + 1,
+            epoch=_next_epoch(draft, lease),
             reason=reason,
             issued=draft.moment.now,
         )
@@ -416,18 +434,14 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     account = draft.get(account_key(order.member), MemberAccount) or MemberAccount()
     tenant = draft.get(tenant_key(order.tenant), TenantAccount) or TenantAccount()
     lent = dict(account.lent.get(order.medium, {}))
-    left, used = lent.get(order.tenant, 0) - order.bytes, tenant.lent.get(order.medium, 0) - order.bytes
-    if left < 0 or used < 0:
-        raise RegistryDamagedError(
-            f"the accounts of member {order.member} and tenant {order.tenant} have fewer bytes than the order {key!r}; "
-            "restore the registry from a backup",
-            key=key,
-        )
+    left = max(0, lent.get(order.tenant, 0) - order.bytes)
+    used = max(0, tenant.lent.get(order.medium, 0) - order.bytes)
     lent[order.tenant] = left
     if not left:
         del lent[order.tenant]
     draft.put(account_key(order.member), MemberAccount(lent=account.lent | {order.medium: lent}, next=account.next))
     draft.put(tenant_key(order.tenant), TenantAccount(lent=tenant.lent | {order.medium: used}))
+    draft.take(order.medium, order.member, -order.bytes)
     draft.delete(key)
     return Done((order,))
 

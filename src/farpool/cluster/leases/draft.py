@@ -14,7 +14,7 @@ from farpool.cluster.leases.records import TENANT, Record, TenantAccount, encode
 from farpool.cluster.leases.requests import TenantLimits
 from farpool.cluster.leases.view import View
 
-__all__ = ["Draft", "Moment"]
+__all__ = ["Draft", "Moment", "NextTransaction"]
 
 _BYTES_MAX = 512 << 10
 """Most bytes of values in a transaction with several requests. An etcd accepts requests of 1.5 MiB, and its gateway
@@ -44,6 +44,10 @@ class Moment:
     tick: float
     policies: Mapping[int, TenantLimits] | None = None
     seed: bytes = b""
+
+
+class NextTransaction(Exception):  # noqa: N818 - it is no error
+    """A request must be decided after the transaction of the requests before it."""
 
 
 class Draft:
@@ -99,6 +103,10 @@ class Draft:
         self._values[key] = b""
         self._used.add(key)
 
+    def has_deleted(self, key: str) -> bool:
+        """Return True if an earlier request deletes an entry that is in the registry."""
+        return self.view.revision_of(key) > 0 and self._below is not None and key in self._below._records
+
     def use(self, key: str) -> None:
         """Make the transaction depend on a key's entry."""
         self._used.add(key)
@@ -109,7 +117,10 @@ class Draft:
         """Return the members that lend a medium, in the order in which they are asked."""
         if self._below is None:
             if medium not in self._lenders:
-                order = in_order(self.view.lenders(medium), self.moment.seed)
+                lenders = list(self.view.lenders(medium))
+                for one in lenders:
+                    one.free -= self._taken.get((medium, one.member), 0)
+                order = in_order(lenders, self.moment.seed)
                 self._lenders[medium] = {one.member: one for one in order}
             return list(self._lenders[medium].values())
         lenders = self._below.lenders(medium)
@@ -118,7 +129,7 @@ class Draft:
         return [replace(one, free=one.free - self._taken.get((medium, one.member), 0)) for one in lenders]
 
     def take(self, medium: str, member: str, size: int) -> None:
-        """Count bytes of a member as lent."""
+        """Count bytes of a member as lent; a negative number counts them as free again."""
         self._taken[medium, member] = self._taken.get((medium, member), 0) + size
 
     def reserved(self, tenant: int, medium: str) -> int:
@@ -127,7 +138,7 @@ class Draft:
         while root._below is not None:
             root = root._below
         if root._tenants is None:
-            root._tenants = dict(self.view.tenants())
+            root._tenants = {**self.view.tenants(), **_tenants(root._records)}
         reserved = 0
         for other, limits in (self.moment.policies or {}).items():
             guaranteed = limits.guaranteed.get(medium, 0)
@@ -152,13 +163,12 @@ class Draft:
         below._used, below._values = used, values
         below._records |= self._records
         for (medium, member), size in self._taken.items():
-            below._lenders[medium][member].free -= size
+            below.take(medium, member, size)
+            lender = below._lenders.get(medium, {}).get(member)
+            if lender is not None:
+                lender.free -= size
         if below._tenants is not None:
-            below._tenants |= {
-                int(key.removeprefix(TENANT)): record
-                for key, record in self._records.items()
-                if isinstance(record, TenantAccount)
-            }
+            below._tenants |= _tenants(self._records)
         return True
 
     @property
@@ -176,3 +186,9 @@ class Draft:
             Put(key, self._values[key]) if record is not None else Delete(key)
             for key, record in sorted(self._records.items())
         ]
+
+
+def _tenants(records: Mapping[str, Record | None]) -> dict[int, TenantAccount]:
+    return {
+        int(key.removeprefix(TENANT)): record for key, record in records.items() if isinstance(record, TenantAccount)
+    }

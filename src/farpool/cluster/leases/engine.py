@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ __all__ = ["Clock", "Engine", "Policies"]
 _FOLLOW_INTERVAL_S = 0.02
 """Seconds between two looks for other managers' changes while requests wait. An entry that is out of date costs at most
 a failed transaction."""
+_LAG_MAX_S = 1.0
+"""Seconds after which all entries are read again, because the watch has not reported a change that is there."""
 _PAUSE_S = 0.01
 """Seconds between two looks while another manager has its turn."""
 
@@ -59,6 +60,8 @@ class Engine:
         Returns the limits of all tenants; None if there are none.
     timeout : float
         Seconds that a request may take.
+    chance : random.Random, optional
+        Makes the manager's name and its choices; a simulation gives one with a seed.
 
     Attributes
     ----------
@@ -70,8 +73,16 @@ class Engine:
         True once all entries have been read, until the registry has deleted changes that were not read in time.
     """
 
-    def __init__(self, registry: Registry, clock: Clock, policies: Policies, timeout: float) -> None:
-        self.book = Book(secrets.token_hex(8))
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Clock,
+        policies: Policies,
+        timeout: float,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._chance = chance or random.SystemRandom()
+        self.book = Book(self._chance.randbytes(8).hex())
         self.lock = threading.Lock()
         self.is_current = False
         self._registry = registry
@@ -80,7 +91,7 @@ class Engine:
         self._timeout = timeout
         self._watches: list[Watch] = []
         self._followed = -1e9
-        self._seed = secrets.token_bytes(16)
+        self._seed = self._chance.randbytes(16)
 
     def follow(self, *, timeout: float | None = None) -> None:
         """Learn the changes since the last call, and at first all entries.
@@ -163,7 +174,7 @@ class Engine:
         return self.book.decide(requests, moment)
 
     def _commit(self, decision: Decision, left: float) -> bool:
-        """Commit a decision; return False if a condition did not hold, after reading the entries again."""
+        """Commit a decision; return False if a condition did not hold, once the book knows why."""
         if not decision.operations:
             return True
         done = self._registry.commit(decision.conditions, decision.operations, timeout=left)
@@ -171,13 +182,31 @@ class Engine:
             with self.lock:
                 self.book.committed(decision, done.revision, self._clock.tick())
             return True
-        snapshot = self._registry.range(*decision.keys, timeout=left)
         with self.lock:
-            self.book.conflicted(decision, snapshot, self._clock.tick())
-        # Begin with other members than the manager that was faster, and give it time.
-        self._seed = secrets.token_bytes(16)
-        self._clock.sleep(random.uniform(0.0, 0.002) * min(self.book.conflicts, 10))
+            self.book.conflicted()
+        # Begin with other members than the manager that was faster.
+        self._seed = self._chance.randbytes(16)
+        self._catch_up(decision, left)
         return False
+
+    def _catch_up(self, decision: Decision, left: float) -> None:
+        """Follow the registry until the book knows why a condition did not hold.
+
+        The entries of the conditions are not enough. A book with only some of the changes of a transaction might know
+        that a member has free memory again, and not that it is guaranteed to a tenant.
+        """
+        keys = [one.key for one in decision.conditions]
+        snapshot = self._registry.range(*keys, timeout=left)
+        until = self._clock.tick() + min(left, _LAG_MAX_S)
+        while True:
+            self.follow(timeout=left)
+            if self.book.view.has(snapshot, keys):
+                return
+            if self._clock.tick() >= until:
+                self.end()
+                self._read(left)
+                return
+            self._clock.sleep(self._chance.uniform(0.0, _PAUSE_S))
 
     def upkeep(self) -> int:
         """End leases that have expired, and get memory back for lenders that want it; return the number of requests.

@@ -89,12 +89,13 @@ def place(lenders: Sequence[Lender], size: int, copies: int, spread: Sequence[st
         for one in lenders:
             if one.free >= size:
                 return [Part(size, (one.member,))]
-        return _cut([[one] for one in lenders], size, 1)
+        return _largest_first([[one] for one in lenders], size, 1)
     able = [one for one in lenders if all(label in one.labels for label in spread)]
     group = _group([one for one in able if one.free >= size], copies, spread)
     if group is not None:
         return [Part(size, tuple(one.member for one in group))]
-    return _cut(_classes(able, spread), size, copies)
+    classes = _classes(able, spread)
+    return _largest_first(classes, size, copies) or _cut(classes, size, copies)
 
 
 def largest(lenders: Sequence[Lender], copies: int, spread: Sequence[str]) -> int:
@@ -159,6 +160,27 @@ def _classes(able: Sequence[Lender], spread: Sequence[str]) -> list[list[Lender]
         key = (spread[0], one.labels[spread[0]]) if spread else ("", one.member)
         classes.setdefault(find(key), []).append(one)
     return list(classes.values())
+
+
+def _largest_first(classes: Sequence[Sequence[Lender]], size: int, copies: int) -> list[Part] | None:
+    """Place bytes part by part, each on the members with the most free bytes, of different classes.
+
+    This needs few parts, but may leave bytes on members of one class that no other class has a copy for.
+    """
+    free = [{one.member: _floor(one.free) for one in members} for members in classes]
+    parts: list[Part] = []
+    while size:
+        # The order is stable, so the order of the question decides among equals.
+        tops = [(max(members, key=members.__getitem__), members) for members in free]
+        chosen = sorted(tops, key=lambda top: -top[1][top[0]])[:copies]
+        taken = min([size, *(members[member] for member, members in chosen)])
+        if len(chosen) < copies or taken == 0 or (len(parts) + 1) * copies > EXTENTS_MAX:
+            return None
+        for member, members in chosen:
+            members[member] -= taken
+        parts.append(Part(taken, tuple(member for member, _ in chosen)))
+        size -= taken
+    return parts
 
 
 def _cut(classes: Sequence[Sequence[Lender]], size: int, copies: int) -> list[Part] | None:

@@ -80,16 +80,8 @@ class View:
 
     def read(self, snapshot: Snapshot, tick: float) -> None:
         """Replace all entries by those of a snapshot of `PREFIXES`; `tick` is the time of this process in seconds."""
-        before = {key for key in self._keys()}
         self.change(snapshot.entries, tick)
-        for key in before - {entry.key for entry in snapshot.entries}:
-            self.apply(key, snapshot.revision, None, tick)
-        self.revision = max(self.revision, snapshot.revision)
-
-    def refresh(self, keys: Iterable[str], snapshot: Snapshot, tick: float) -> None:
-        """Take all entries of a snapshot. It has read, among others, the entries of `keys`, if there are any."""
-        self.change(snapshot.entries, tick)
-        for key in set(keys).difference(entry.key for entry in snapshot.entries):
+        for key in self.revisions().keys() - {entry.key for entry in snapshot.entries}:
             self.apply(key, snapshot.revision, None, tick)
         self.revision = max(self.revision, snapshot.revision)
 
@@ -168,6 +160,16 @@ class View:
 
     # Questions
 
+    def has(self, snapshot: Snapshot, keys: Iterable[str]) -> bool:
+        """Return True if the view has the entries of some keys as they are in a snapshot, or later ones."""
+        found = {entry.key: entry.revision for entry in snapshot.entries}
+        return all(
+            self.revision_of(key) >= found[key] or self._deleted.get(key, 0) >= found[key]
+            if key in found
+            else not 0 < self.revision_of(key) <= snapshot.revision
+            for key in keys
+        )
+
     def revision_of(self, key: str) -> int:
         """Return the revision of a key's entry; 0 if there is none."""
         found = self.leases.get(key.removeprefix(LEASE)) if key.startswith(LEASE) else None
@@ -212,13 +214,15 @@ class View:
                 yield member, record, registered.member_of(b"", record, role).state
 
     def lenders(self, medium: str) -> Iterator[Lender]:
-        """Yield the members that lend new memory of a medium, with their free bytes."""
+        """Yield the members that lend new memory of a medium, with their free bytes.
+
+        A member that has lent more than it lends now has a negative number of free bytes.
+        """
         for member, record, state in self.members():
             if state is MemberState.ACTIVE and record.media.get(medium):
                 lent = self.lent(member, medium)
                 if lent is not None:
-                    free = max(0, record.media[medium] - lent)
-                    yield Lender(member, free, record.weight, record.labels)
+                    yield Lender(member, record.media[medium] - lent, record.weight, record.labels)
 
     def lent(self, member: str, medium: str) -> int | None:
         """Return the bytes that a member has lent in a medium; None if its account cannot be read."""
@@ -276,9 +280,10 @@ class View:
                 found.setdefault(lease, []).append((member, number))
         return found
 
-    def _keys(self) -> Iterator[str]:
-        yield from (LEASE + lease for lease in self.leases)
-        yield from self._others
+    def revisions(self) -> dict[str, int]:
+        """Return the revision of each entry by its key."""
+        leases = {LEASE + lease: revision for lease, (revision, _) in self.leases.items()}
+        return leases | {key: revision for key, (revision, _) in self._others.items()}
 
 
 def _read(entry: Entry, kind: type[msgspec.Struct]) -> msgspec.Struct:
