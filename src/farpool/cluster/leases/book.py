@@ -19,7 +19,7 @@ from farpool.abc.registry import Condition, Delete, Entry, Operation, Put, Snaps
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S, decide
 from farpool.cluster.leases.draft import Draft, Moment, NextTransaction
 from farpool.cluster.leases.records import TURNS, Record, Turns, encode
-from farpool.cluster.leases.requests import Expire, Mark, Outcome, Request, Take
+from farpool.cluster.leases.requests import Expire, Mark, Outcome, Reason, Refused, Request, Take
 from farpool.cluster.leases.view import View
 from farpool.errors import RegistryDamagedError
 
@@ -43,7 +43,7 @@ class Decision:
     outcomes : tuple of (Outcome or Exception)
         Their answers.
     conditions, operations : list
-        The transaction. Without operations there is nothing to commit.
+        The transaction. Without operations, it only checks that the answers are right.
     changes : dict of str to Record or None
         The records that it writes.
     wait : float
@@ -56,6 +56,11 @@ class Decision:
     operations: list[Operation] = field(default_factory=list)
     changes: dict[str, Record | None] = field(default_factory=dict)
     wait: float = 0.0
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if a request was refused because of the accounts of all members, which are not conditions."""
+        return any(isinstance(one, Refused) and one.reason in (Reason.MEMORY, Reason.QUOTA) for one in self.outcomes)
 
 
 class Book:

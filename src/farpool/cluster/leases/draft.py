@@ -150,11 +150,12 @@ class Draft:
     # The end
 
     def merge(self) -> bool:
-        """Add the changes to the lowest draft if all fit into one transaction with it; return False if they do not."""
+        """Add the changes to the lowest draft if all fit into one transaction with it; return False if they do not.
+
+        A request without changes adds its conditions: its answer is right only if the entries are as it saw them.
+        """
         below = self._below
         assert below is not None
-        if not self._values:
-            return True
         used, values = below._used | self._used, below._values | self._values
         room = OPERATIONS_MAX - _RESERVED
         is_large = below._values and sum(map(len, values.values())) > _BYTES_MAX

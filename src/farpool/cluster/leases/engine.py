@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from farpool.abc.registry import Registry, Watch
 from farpool.cluster.leases.book import Book, Decision
 from farpool.cluster.leases.draft import Moment
+from farpool.cluster.leases.records import MEMBER
 from farpool.cluster.leases.requests import Outcome, Request, TenantLimits
 from farpool.cluster.leases.view import PREFIXES
 from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
@@ -138,7 +139,7 @@ class Engine:
             be repeated: a grant is found again by its request.
         """
         deadline = self._clock.tick() + self._timeout
-        sent = False
+        is_sent = is_fresh = False
         try:
             if self._clock.tick() - self._followed >= _FOLLOW_INTERVAL_S:
                 self.follow(timeout=self._timeout)
@@ -150,18 +151,22 @@ class Engine:
                         f"{self._timeout} s without a pause; ask again",
                         registry=self._registry.address,
                     )
+                is_sent = False
                 decision = self._decide(requests)
                 if decision.wait:
                     self._clock.sleep(min(_PAUSE_S, decision.wait, left))
                     self.follow(timeout=left)
-                    continue
-                sent = bool(decision.operations)
-                if self._commit(decision, left) and (decision.taken or not requests):
-                    return decision.outcomes
-                sent = False
+                elif decision.lacks_memory and not is_fresh:
+                    # Another manager may have recorded that memory is free again.
+                    self._catch_up([MEMBER], left)
+                    is_fresh = True
+                else:
+                    is_sent = bool(decision.operations)
+                    if self._commit(decision, left) and (decision.taken or not requests):
+                        return decision.outcomes
         except RegistryAwayError as error:
             # Requests that were only read, or whose transaction was not sent, have changed nothing.
-            error.uncertain = error.uncertain and sent
+            error.uncertain = error.uncertain and is_sent
             raise
 
     def yield_turn(self) -> None:
@@ -175,7 +180,7 @@ class Engine:
 
     def _commit(self, decision: Decision, left: float) -> bool:
         """Commit a decision; return False if a condition did not hold, once the book knows why."""
-        if not decision.operations:
+        if not decision.conditions:
             return True
         done = self._registry.commit(decision.conditions, decision.operations, timeout=left)
         if done.succeeded:
@@ -186,17 +191,17 @@ class Engine:
             self.book.conflicted()
         # Begin with other members than the manager that was faster.
         self._seed = self._chance.randbytes(16)
-        self._catch_up(decision, left)
+        self._catch_up([one.key for one in decision.conditions], left)
         return False
 
-    def _catch_up(self, decision: Decision, left: float) -> None:
-        """Follow the registry until the book knows why a condition did not hold.
+    def _catch_up(self, prefixes: Sequence[str], left: float) -> None:
+        """Follow the registry until the book knows the entries with some keys or prefixes as they are now.
 
-        The entries of the conditions are not enough. A book with only some of the changes of a transaction might know
-        that a member has free memory again, and not that it is guaranteed to a tenant.
+        Taking only these entries would not do. A book with some of the changes of a transaction might know that a
+        member has free memory again, and not that it is guaranteed to a tenant.
         """
-        keys = [one.key for one in decision.conditions]
-        snapshot = self._registry.range(*keys, timeout=left)
+        snapshot = self._registry.range(*prefixes, timeout=left)
+        keys = {*prefixes, *(entry.key for entry in snapshot.entries)}
         until = self._clock.tick() + min(left, _LAG_MAX_S)
         while True:
             self.follow(timeout=left)
