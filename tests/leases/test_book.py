@@ -11,6 +11,7 @@ from farpool.abc.registry import Commit, Condition, Operation, Put
 from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
 from farpool.cluster.leases.engine import Clock, Engine
+from farpool.cluster.leases.offers import Lender, in_order
 from farpool.cluster.leases.records import (
     EXTENTS_MAX,
     GRAIN_BYTES,
@@ -454,3 +455,23 @@ def test_no_answer_comes_from_entries_that_are_out_of_date() -> None:
     refused(pool.ask(second, Grant(terms(G)))[0], Reason.MEMORY)
     pool.ask(second, *[Confirm(one.member, one.lease, one.extent) for one in ended.orders])
     granted(pool.ask(first, Grant(terms(G)))[0])
+
+
+def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guaranteed() -> None:
+    pool, manager = pool_of(4 * G, 4 * G)
+    pool.policies = {1: TenantLimits(guaranteed={"dram": 4 * G}), 2: TenantLimits(), 3: TenantLimits()}
+    # The two grants use different members and different tenants, so they meet in nothing else.
+    other = pool.manager()
+    decisions = []
+    for engine, tenant in ((manager, 2), (other, 3)):
+        engine._seed = next(
+            seed
+            for number in range(100)
+            for seed in [number.to_bytes(2, "big")]
+            if in_order([Lender(A, 4 * G), Lender(B, 4 * G)], seed)[0].member == (A, B)[tenant - 2]
+        )
+        decisions.append(engine._decide([Grant(terms(4 * G, tenant=tenant))]))
+    assert manager._commit(decisions[0], 1.0)
+    assert not other._commit(decisions[1], 1.0)
+    refused(pool.ask(other, Grant(terms(4 * G, tenant=3)))[0], Reason.QUOTA)
+    granted(pool.ask(other, Grant(terms(4 * G)))[0])
