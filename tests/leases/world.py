@@ -86,7 +86,8 @@ class Truth:
         for one in operations:
             value = None if isinstance(one, Delete) else bytes(one.value)
             if one.key.startswith(LEASE):
-                self.check_lease(one.key.removeprefix(LEASE), value and decode(one.key, value, LeaseRecord), revision)
+                record = None if value is None else decode(one.key, value, LeaseRecord)
+                self.check_lease(one.key.removeprefix(LEASE), record, revision)
             elif one.key.startswith(ORDERS):
                 if value is None:
                     del self.orders[one.key]
@@ -103,9 +104,9 @@ class Truth:
                 assert account.next >= before.next
                 if sum(account.lent.get("dram", {}).values()) > sum(before.lent.get("dram", {}).values()):
                     grown = True
-                    record = self.records[member]
-                    assert sum(account.lent["dram"].values()) <= record.media["dram"]
-                    assert not record.draining
+                    lender = self.records[member]
+                    assert sum(account.lent["dram"].values()) <= lender.media["dram"]
+                    assert not lender.draining
                 self.accounts[member] = account
             elif one.key.startswith(TENANT):
                 assert value is not None
@@ -505,6 +506,7 @@ class World:
         for terms in list(self.unanswered):
             (outcome,) = self.finish(self.random.choice(self.managers), [Grant(terms)])
             assert outcome is not None
+            assert not isinstance(outcome, Exception)
             self.learn(Grant(terms), outcome)
         assert not self.unanswered
         self.time += 10_000.0

@@ -204,11 +204,13 @@ class Book:
     def _shortages(self) -> list[tuple[str, str, int]]:
         """Return members with a medium and the bytes of it that they want back."""
         found = []
+        wanted_back = self.view.wanted_back()
         for member, record, _ in self.view.members():
             for medium in sorted(record.media):
                 lent = self.view.lent(member, medium) or 0
                 shortage = lent if record.draining else lent - record.media[medium]
-                if shortage > self.view.ordered_bytes(member, medium):
+                asked = self.view.ordered_bytes(member, medium) + wanted_back.get((member, medium), 0)
+                if shortage > asked:
                     found.append((member, medium, shortage))
         return found
 
@@ -226,7 +228,7 @@ class Book:
             for one in record.extents
             if one.member == member
         ]
-        size -= sum(one.bytes for _, _, one in held if one.reclaim_by)
+        size -= self.view.wanted_back().get((member, medium), 0)
         marks: dict[str, list[tuple[str, int]]] = {}
         for _, lease, one in sorted(held, key=lambda each: (each[0], each[1], each[2].number)):
             if size > 0 and not one.reclaim_by:

@@ -49,7 +49,7 @@ from farpool.cluster.members.records import RECORD
 __all__ = ["CLOCK_TOLERANCE_S", "LEASES_MAX", "decide"]
 
 LEASES_MAX = 100_000
-"""Most leases in one registry. Each manager has all of them in memory, about 1 KiB each."""
+"""Most leases in one registry. Each manager has all of them in memory, about 1.5 KiB each."""
 CLOCK_TOLERANCE_S = 5.0
 """Seconds by which the clocks of managers may differ. A lease ends this much after its expiry at the earliest."""
 _UNLIMITED = 1 << 62

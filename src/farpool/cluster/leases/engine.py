@@ -21,6 +21,8 @@ __all__ = ["Clock", "Engine", "Policies"]
 _FOLLOW_INTERVAL_S = 0.02
 """Seconds between two looks for other managers' changes while requests wait. An entry that is out of date costs at most
 a failed transaction."""
+_LOOKS_MAX = 100
+"""Most looks one after another, so that managers that write all the time do not keep this one from its requests."""
 _LAG_MAX_S = 1.0
 """Seconds after which all entries are read again, because the watch has not reported a change that is there."""
 _PAUSE_S = 0.01
@@ -108,9 +110,12 @@ class Engine:
             self._read(timeout)
         try:
             for watch in self._watches:
-                while (changes := watch.next(0)).entries:
+                for _ in range(_LOOKS_MAX):
+                    changes = watch.next(0)
                     with self.lock:
                         self.book.change(changes.entries, self._clock.tick())
+                    if not changes.entries:
+                        break
         except RegistryAwayError:
             raise
         except RegistryError as error:

@@ -79,7 +79,7 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Terms that a tenant asks for.
 
     Attributes
@@ -155,7 +155,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reclaim_by: float = 0.0
 
 
-class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A lease as it was granted.
 
     Attributes
@@ -182,7 +182,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     expires: float
     granted: float = 0.0
     features: int = 0
-    format: int = 1
+    format: int = _FORMAT
 
 
 class MemberAccount(msgspec.Struct, frozen=True, kw_only=True):

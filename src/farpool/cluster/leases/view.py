@@ -204,6 +204,16 @@ class View:
         """Return the bytes of a member's orders in a medium."""
         return sum(order.bytes for order in self.orders(member) if order.medium == medium)
 
+    def wanted_back(self) -> dict[tuple[str, str], int]:
+        """Return the bytes that lenders have asked their holders for, by member and medium."""
+        found: dict[tuple[str, str], int] = {}
+        for lease, member, number in self._marked:
+            record = self.leases[lease][1]
+            key = member, record.terms.medium
+            size = next(one.bytes for one in record.extents if (one.member, one.number) == (member, number))
+            found[key] = found.get(key, 0) + size
+        return found
+
     def members(self) -> Iterator[tuple[str, registered.MemberRecord, MemberState]]:
         """Yield the identity, the record and the state of each member whose record can be read."""
         for member in sorted(self._members):
