@@ -475,3 +475,19 @@ def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guarant
     assert not other._commit(decisions[1], 1.0)
     refused(pool.ask(other, Grant(terms(4 * G, tenant=3)))[0], Reason.QUOTA)
     granted(pool.ask(other, Grant(terms(4 * G)))[0])
+
+
+def test_memory_that_a_new_guarantee_needs_is_asked_back_from_tenants_beyond_theirs() -> None:
+    pool, manager = pool_of(10 * G)
+    pool.policies = {2: TenantLimits(guaranteed={"dram": 2 * G}), 3: TenantLimits(priority=5)}
+    leases = [
+        granted(pool.ask(manager, Grant(terms(2 * G, tenant=tenant, request=f"{number}")))[0])
+        for number, tenant in enumerate((2, 2, 2, 3, 3))
+    ]
+    assert pool.upkeep(manager) == 0
+    pool.policies[1] = TenantLimits(guaranteed={"dram": 5 * G})
+    assert pool.upkeep(manager) == 3
+    wanted = [len(granted(pool.ask(manager, Renew(one.lease))[0]).wanted_back) for one in leases]
+    # Tenant 2 has the lower priority, and keeps the two pages of its own guarantee.
+    assert (sum(wanted[:3]), sum(wanted[3:])) == (2, 1)
+    assert pool.upkeep(manager) == 0

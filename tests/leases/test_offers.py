@@ -51,7 +51,7 @@ def check(parts: list[Part], lenders: list[Lender], size: int, copies: int, spre
 
 
 @given(fleets(), st.integers(1, 20), st.integers(1, 3), SPREADS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_parts_have_the_bytes_and_keep_copies_apart(
     lenders: list[Lender], pages: int, copies: int, spread: tuple[str, ...]
 ) -> None:
@@ -62,7 +62,7 @@ def test_parts_have_the_bytes_and_keep_copies_apart(
 
 
 @given(fleets(), st.integers(1, 3), SPREADS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_largest_offer_can_be_placed(lenders: list[Lender], copies: int, spread: tuple[str, ...]) -> None:
     most = largest(lenders, copies, spread)
     if most:
@@ -98,7 +98,7 @@ def possible(lenders: list[Lender], pages: int, copies: int, spread: tuple[str, 
 
 
 @given(fleets(is_nested=True), st.integers(1, 3), SPREADS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_way_to_place_more_exists(lenders: list[Lender], copies: int, spread: tuple[str, ...]) -> None:
     lenders = lenders[:5]
     assert not possible(lenders, largest(lenders, copies, spread) // G + 1, copies, spread)

@@ -16,20 +16,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from farpool.abc.registry import Condition, Delete, Entry, Operation, Put, Snapshot
-from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S, decide
+from farpool.cluster.leases.changes import decide
 from farpool.cluster.leases.draft import Draft, Moment, NextTransaction
 from farpool.cluster.leases.records import TURNS, Record, Turns, encode
-from farpool.cluster.leases.requests import Expire, Mark, Outcome, Reason, Refused, Request, Take
+from farpool.cluster.leases.requests import Outcome, Reason, Refused, Request
 from farpool.cluster.leases.view import View
 from farpool.errors import RegistryDamagedError
 
-__all__ = ["CLOCK_TOLERANCE_S", "CONFLICTS_MAX", "TURN_S", "Book", "Decision"]
+__all__ = ["CONFLICTS_MAX", "TURN_S", "Book", "Decision"]
 
 CONFLICTS_MAX = 3
 """Transactions of a manager that fail one after another before it waits for its turn."""
 TURN_S = 5.0
 """Seconds after which the others remove the first manager from the queue, because it may have ended."""
-_UPKEEP_REQUESTS_MAX = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,56 +181,3 @@ class Book:
             decision.operations.append(Delete(TURNS))
             decision.changes[TURNS] = None
         return decision
-
-    # Upkeep
-
-    def upkeep(self, now: float, tick: float) -> list[Request]:
-        """Return requests that follow from the time and from the members' wishes, at most one transaction of them.
-
-        Leases that have expired end. Members that drain, or that lend less than they have lent, get memory back:
-        first its holders have the time that their leases state, and then it is taken.
-        """
-        requests: list[Request] = [
-            Expire(lease) for lease in self.view.expired(now, tick, CLOCK_TOLERANCE_S)[:_UPKEEP_REQUESTS_MAX]
-        ]
-        for lease, extents in self.view.overdue(now, tick, CLOCK_TOLERANCE_S).items():
-            requests.append(Take(lease, extents=tuple(extents)))
-        if len(requests) < _UPKEEP_REQUESTS_MAX:
-            for member, medium, size in self._shortages():
-                requests += self.reclaim(member, medium, size)
-        return requests[:_UPKEEP_REQUESTS_MAX]
-
-    def _shortages(self) -> list[tuple[str, str, int]]:
-        """Return members with a medium and the bytes of it that they want back."""
-        found = []
-        wanted_back = self.view.wanted_back()
-        for member, record, _ in self.view.members():
-            for medium in sorted(record.media):
-                lent = self.view.lent(member, medium) or 0
-                shortage = lent if record.draining else lent - record.media[medium]
-                asked = self.view.ordered_bytes(member, medium) + wanted_back.get((member, medium), 0)
-                if shortage > asked:
-                    found.append((member, medium, shortage))
-        return found
-
-    def reclaim(self, member: str, medium: str, size: int) -> list[Request]:
-        """Return requests that ask holders for at least `size` bytes of a member, as far as it has lent so much.
-
-        Extents that end already, or that are already asked for, count. Holders that return memory quickly are asked
-        first.
-        """
-        size -= self.view.ordered_bytes(member, medium)
-        held = [
-            (record.terms.reclaim_ms, lease, one)
-            for lease, (_, record) in self.view.leases.items()
-            if record.terms.medium == medium
-            for one in record.extents
-            if one.member == member
-        ]
-        size -= self.view.wanted_back().get((member, medium), 0)
-        marks: dict[str, list[tuple[str, int]]] = {}
-        for _, lease, one in sorted(held, key=lambda each: (each[0], each[1], each[2].number)):
-            if size > 0 and not one.reclaim_by:
-                marks.setdefault(lease, []).append((one.member, one.number))
-                size -= one.bytes
-        return [Mark(lease, extents=tuple(extents)) for lease, extents in marks.items()]

@@ -13,6 +13,7 @@ from farpool.cluster.leases.book import Book, Decision
 from farpool.cluster.leases.draft import Moment
 from farpool.cluster.leases.records import MEMBER
 from farpool.cluster.leases.requests import Outcome, Request, TenantLimits
+from farpool.cluster.leases.upkeep import upkeep
 from farpool.cluster.leases.view import PREFIXES
 from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
 
@@ -227,7 +228,7 @@ class Engine:
             As raised by `settle`.
         """
         with self.lock:
-            requests = self.book.upkeep(self._clock.now(), self._clock.tick())
+            requests = upkeep(self.book.view, self._clock.now(), self._clock.tick(), self._policies())
         left = requests
         while left:
             left = left[len(self.settle(left)) :]

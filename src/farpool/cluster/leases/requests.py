@@ -78,10 +78,13 @@ class TenantLimits:
         Bytes by medium that no other tenant takes from it.
     most : mapping of str to int
         Most bytes by medium. A medium that is not there has no limit.
+    priority : int
+        Tenants with a lower number are asked first for memory that is guaranteed to others.
     """
 
     guaranteed: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

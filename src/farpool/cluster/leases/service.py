@@ -31,6 +31,7 @@ from farpool.cluster.leases.requests import (
     Request,
     Resize,
 )
+from farpool.cluster.leases.upkeep import reclaim
 from farpool.errors import RegistryAwayError, RegistryError
 
 __all__ = ["LeaseService"]
@@ -213,7 +214,7 @@ class LeaseService(Closing):
             that were asked for before, count.
         """
         with self._engine.lock:
-            requests = self._engine.book.reclaim(member, medium, size)
+            requests = reclaim(self._engine.book.view, member, medium, size)
         for pending in [self._enqueue(request) for request in requests]:
             self._await(pending, timeout)
         return len(requests)
