@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from farpool.cli import bench, certs, demo, kv, manager, members, names, node, registry, store, tape, tokens
+from farpool.cli import bench, certs, demo, kv, manager, members, names, node, registry, store, tape, tokens, up
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.command(name="manager")(manager.manager)
 app.command(name="node")(node.node)
+app.command(name="up")(up.up)
 app.command(name="why")(kv.why)
 app.add_typer(bench.app, name="bench")
 app.add_typer(certs.app, name="certs")

@@ -73,8 +73,7 @@ def identity_in(certificate: bytes) -> str:
         return ""
     found = [uri for uri in uris if uri.startswith(_SPIFFE)] or names
     # A common name in the form of a URI must not pass for one.
-    is_one = len(found) == 1 and (bool(uris) or not found[0].startswith(_SPIFFE))
-    return found[0] if is_one else ""
+    return found[0] if len(found) == 1 and (found is not names or not found[0].startswith(_SPIFFE)) else ""
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
