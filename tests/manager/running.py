@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ _SOURCES = itertools.count(1)
 class RunningManager:
     """A manager's process, its ready line and its log."""
 
-    def __init__(self, registry: str, *options: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, registry: str, *options: str, listen: str = "127.0.0.1:0", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="farpool-manager-")
         self.audit_file = Path(self.folder.name) / "audit.jsonl"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         words = ["manager", "--registry", registry, "--listen", listen, "--json", *options]
         if "--audit" not in options:
             words += ["--audit", str(self.audit_file)]
-        self.process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=self._log)
+        self.process = subprocess.Popen(
+            [*COMMAND, *words], stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **(environment or {})}
+        )
         self.ready = self._ready_line()
         self.url = self.ready["address"]
 
@@ -53,7 +57,9 @@ class RunningManager:
         """A client with an address of its own on loopback, so that no other one's failures count for it."""
         number = next(_SOURCES)
         transport = httpx.HTTPTransport(
-            verify=context or True, local_address=f"127.{1 + number // 250 % 250}.{number % 250}.9"
+            # Without one, httpx would read all authorities of the system, which takes longer than most requests.
+            verify=context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            local_address=f"127.{1 + number // 250 % 250}.{number % 250}.9",
         )
         given = {"Authorization": f"Bearer {token}"} if token else {}
         return httpx.Client(base_url=self.url, timeout=PATIENCE, transport=transport, headers={**given, **headers})
@@ -87,17 +93,17 @@ class RunningManager:
                 if selector.select(max(0.0, deadline - time.monotonic())):
                     data = os.read(self.process.stdout.fileno(), 4096)
                 if not data:
-                    self.process.kill()
-                    self.process.wait()
-                    raise RuntimeError(f"the manager was not ready: {self.log}")
+                    log = self.log
+                    self.close()
+                    raise RuntimeError(f"the manager was not ready: {log}")
                 line += data
         ready: dict[str, Any] = json.loads(line)
         return ready
 
 
 @contextlib.contextmanager
-def running_manager(registry: str, *options: str, listen: str = "127.0.0.1:0") -> Iterator[RunningManager]:
-    manager = RunningManager(registry, *options, listen=listen)
+def running_manager(registry: str, *options: str, **settings: Any) -> Iterator[RunningManager]:
+    manager = RunningManager(registry, *options, **settings)
     try:
         yield manager
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farpool.cluster.manager.access import Principal
@@ -15,10 +16,6 @@ __all__ = ["BODY_BYTES_MAX", "Gate"]
 
 BODY_BYTES_MAX = 64 << 10
 _DENIALS = (401, 403, 429)
-_TOO_LARGE = (
-    b'{"type":"about:blank","title":"Request Entity Too Large","status":413,"detail":"the body is larger than 64 KiB, '
-    b'expected less; no request of this API needs as much"}'
-)
 _METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"}
 
 
@@ -54,13 +51,7 @@ class Gate:
             await send(message)
 
         try:
-            if _is_too_large(scope):
-                await _refuse(send_recorded)
-            else:
-                await self._app(scope, _limited(receive), send_recorded)
-        except _TooLargeError:
-            if not answered:
-                await _refuse(send_recorded)
+            await self._app(scope, _limited(receive), send_recorded)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -88,15 +79,6 @@ class Gate:
         )
 
 
-class _TooLargeError(Exception):
-    pass
-
-
-def _is_too_large(scope: Scope) -> bool:
-    stated = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    return len(stated) > len(str(BODY_BYTES_MAX)) or not stated.isdigit() or int(stated) > BODY_BYTES_MAX
-
-
 def _limited(receive: Receive) -> Receive:
     nbytes = 0
 
@@ -105,17 +87,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         nbytes += len(message.get("body", b""))
         if nbytes > BODY_BYTES_MAX:
-            raise _TooLargeError
+            raise HTTPException(413, f"the body is too large, expected at most {BODY_BYTES_MAX} bytes")
         return message
 
     return receive_limited
-
-
-async def _refuse(send: Send) -> None:
-    headers = [
-        (b"content-type", b"application/problem+json"),
-        (b"content-length", str(len(_TOO_LARGE)).encode()),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": _TOO_LARGE})
