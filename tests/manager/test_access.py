@@ -179,7 +179,13 @@ def test_two_last_administrators_are_not_deleted_at_the_same_time(
 
 @pytest.mark.parametrize(
     ("role", "tenant", "name"),
-    [(Role.TENANT, None, ""), (Role.ADMIN, 1, ""), (Role.TENANT, -1, ""), (Role.TENANT, 2**32, ""), (Role.ADMIN, None, "a\n")],
+    [
+        (Role.TENANT, None, ""),
+        (Role.ADMIN, 1, ""),
+        (Role.TENANT, -1, ""),
+        (Role.TENANT, 2**32, ""),
+        (Role.ADMIN, None, "a\n"),
+    ],
 )
 def test_rights_that_do_not_fit_are_refused(registry: Registry, role: Role, tenant: int | None, name: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
@@ -246,9 +252,7 @@ def test_the_addresses_of_a_network_count_together() -> None:
 # Identities in certificates
 
 
-def certificate(
-    names: list[str], uris: list[str] | None, usages: list[x509.ObjectIdentifier] | None = None
-) -> bytes:
+def certificate(names: list[str], uris: list[str] | None, usages: list[x509.ObjectIdentifier] | None = None) -> bytes:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
     now = datetime.now(UTC)
@@ -285,4 +289,3 @@ def test_only_a_client_certificate_has_an_identity() -> None:
     assert identity_in(certificate(["node"], None, [ExtendedKeyUsageOID.SERVER_AUTH])) == ""
     assert identity_in(certificate(["node"], None, [])) == ""
     assert identity_in(b"nothing") == ""
-

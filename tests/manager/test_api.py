@@ -91,9 +91,7 @@ def test_a_member_is_drained_unless_it_is_the_last_one(
     assert all(one["who"].startswith("user:") and one["role"] == "admin" for one in manager.audit if "who" in one)
 
 
-def test_objects_are_counted_by_member_and_tenant(
-    client: httpx.Client, node: RunningNode, registry: Registry
-) -> None:
+def test_objects_are_counted_by_member_and_tenant(client: httpx.Client, node: RunningNode, registry: Registry) -> None:
     with Store(node.address) as store:
         store.put("counted", b"x" * 5000)
         there = client.get("/v1/objects").json()
@@ -143,9 +141,7 @@ def test_names_and_versions_come_in_pages(client: httpx.Client, node: RunningNod
     assert client.get("/v1/names?prefix=%00").status_code == 422
 
 
-def test_events_follow_the_pool(
-    client: httpx.Client, manager: RunningManager, node: RunningNode, place: str
-) -> None:
+def test_events_follow_the_pool(client: httpx.Client, manager: RunningManager, node: RunningNode, place: str) -> None:
     with events(client) as stream, manager.client() as other:
         path = f"/v1/members/{node.ready['identity']}"
         with running_node(registry=place, slow_start=0) as second:
@@ -177,9 +173,7 @@ def test_a_client_from_the_future_reads_again(client: httpx.Client) -> None:
         assert 0 < int(stream.id) < 999999999
 
 
-def test_a_client_that_came_too_late_reads_again(
-    client: httpx.Client, registry: Registry, place: str
-) -> None:
+def test_a_client_that_came_too_late_reads_again(client: httpx.Client, registry: Registry, place: str) -> None:
     for _ in range(3):
         last = registry.commit([], [Put("other", b"")]).revision
     registry.compact(last - 1)
@@ -259,7 +253,9 @@ def test_a_large_body_is_refused(client: httpx.Client) -> None:
 
 def test_the_document_describes_every_path(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
-    assert {"/v1/members", "/v1/objects", "/v1/names", "/v1/events", "/v1/managers", "/v1/tokens"} <= set(document["paths"])
+    assert {"/v1/members", "/v1/objects", "/v1/names", "/v1/events", "/v1/managers", "/v1/tokens"} <= set(
+        document["paths"]
+    )
     assert {"/metrics", "/healthz", "/readyz"} <= set(document["paths"])
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -267,7 +263,9 @@ def test_the_document_describes_every_path(client: httpx.Client) -> None:
             assert operation.get("summary")
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "https://example.org"}, {"Host": "example.org"}, {"Sec-Fetch-Site": "cross-site"}])
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "https://example.org"}, {"Host": "example.org"}, {"Sec-Fetch-Site": "cross-site"}]
+)
 def test_a_web_page_may_not_use_the_rights_of_its_reader(manager: RunningManager, headers: dict[str, str]) -> None:
     with manager.client(**headers) as client:
         refused = client.post("/v1/members/any/drain")

@@ -23,7 +23,6 @@ from tests.certificates import Certificates, client_context, with_usages
 from tests.manager.running import RunningManager, events, running_manager
 from tests.nodes import eventually
 
-
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
@@ -267,14 +266,13 @@ def test_on_loopback_the_first_token_ends_the_access_without_one(tmp_path: Path)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_this_host_needs_a_token(tmp_path: Path) -> None:
     place = str(tmp_path / "registry.sqlite")
-    with running_manager(place) as manager:
-        with open_registry(place) as registry:
-            token, stored = create_token(registry, Role.ADMIN)
-            answers = as_nobody(lambda: [status(manager, ""), status(manager, token)])
-            assert answers == [401, 200]
-            delete_token(registry, stored.id)
-            assert as_nobody(lambda: [status(manager, "")]) == [401]
-            assert status(manager, "") == 200
+    with running_manager(place) as manager, open_registry(place) as registry:
+        token, stored = create_token(registry, Role.ADMIN)
+        answers = as_nobody(lambda: [status(manager, ""), status(manager, token)])
+        assert answers == [401, 200]
+        delete_token(registry, stored.id)
+        assert as_nobody(lambda: [status(manager, "")]) == [401]
+        assert status(manager, "") == 200
 
 
 def status(manager: RunningManager, token: str) -> int:

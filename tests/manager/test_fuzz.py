@@ -58,7 +58,7 @@ def test_each_answer_is_as_described(fuzzed: tuple[RunningManager, str]) -> None
     for operation in operations:
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=30, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
         def answers(case: Any) -> None:
             calls[case.operation.label] += 1
             case.call_and_validate(headers={"Authorization": f"Bearer {token}"}, checks=CHECKS, timeout=60)

@@ -36,9 +36,7 @@ Tenant = Annotated[
 ]
 Identity = Annotated[
     str,
-    typer.Argument(
-        metavar="IDENTITY", help="SPIFFE URI of the certificate, else its common name.", show_default=False
-    ),
+    typer.Argument(metavar="IDENTITY", help="SPIFFE URI of the certificate, else its common name.", show_default=False),
 ]
 
 
@@ -120,7 +118,9 @@ def forbid(context: typer.Context, identity: Identity, registry: Where = None, t
 
     with _opened(registry or context.obj, timeout) as opened:
         if not delete_identity(opened, identity):
-            raise ConfigError(f"{identity!r} has no rights, expected an identity of 'farpool tokens'", setting="identity")
+            raise ConfigError(
+                f"{identity!r} has no rights, expected an identity of 'farpool tokens'", setting="identity"
+            )
     typer.echo(f"{identity} has no rights now")
 
 
@@ -137,7 +137,11 @@ def _show(found: list[tuple[str, Stored]], *, json: bool) -> None:
     from farpool.observe.tables import Table, show
 
     rows = [
-        (kind, one.id, *((known.role.value, known.tenant, known.name) if (known := one.credential) else ("damaged",) * 3))
+        (
+            kind,
+            one.id,
+            *((known.role.value, known.tenant, known.name) if (known := one.credential) else ("damaged",) * 3),
+        )
         for kind, one in found
     ]
     if json:

@@ -40,9 +40,7 @@ _PR_SET_PDEATHSIG = 1
 Dram = Annotated[
     str, typer.Option(metavar="SIZE", help="Memory to lend. Default: a quarter of the free memory.", show_default=False)
 ]
-NodeListen = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="Address of the node; port 0 picks a free one.")
-]
+NodeListen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the node; port 0 picks a free one.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the logs as JSON.")]
 
 
@@ -71,11 +69,10 @@ def up(
     if audit is not None:
         manager_words += ["--audit", str(audit.absolute())]
     with ExitStack() as undo:
-        node = undo.enter_context(_process("node", node_words, stopping))
-        if node is None:
-            return
-        manager = undo.enter_context(_process("manager", manager_words, stopping))
-        if manager is None:
+        # Both at the same time, because an interpreter starts slowly.
+        node = undo.enter_context(_process("node", node_words))
+        manager = undo.enter_context(_process("manager", manager_words))
+        if not (_await_ready(node, stopping) and _await_ready(manager, stopping)):
             return
         announce(_ready_text(node, manager, where, json=json))
         while not stopping.wait(_LOOK_INTERVAL_S):
@@ -85,7 +82,7 @@ def up(
 
 
 class _Child:
-    """A process that has said that it is ready.
+    """A process of this command.
 
     Attributes
     ----------
@@ -94,7 +91,7 @@ class _Child:
     process : subprocess.Popen
         The process.
     ready : dict
-        Its ready line.
+        Its ready line; empty before it is ready.
     """
 
     def __init__(self, what: str, process: subprocess.Popen[bytes]) -> None:
@@ -103,8 +100,8 @@ class _Child:
 
 
 @contextmanager
-def _process(what: str, words: list[str], stopping: threading.Event) -> Iterator[_Child | None]:
-    """Run a process for the time of a ``with`` block; yield None if a signal came before it was ready."""
+def _process(what: str, words: list[str]) -> Iterator[_Child]:
+    """Run a process for the time of a ``with`` block."""
     # In a session of its own: Ctrl-C in a terminal reaches this process alone, which then ends both in order.
     process = subprocess.Popen(
         [sys.executable, "-c", "from farpool.cli.main import main; main()", *words],
@@ -112,9 +109,8 @@ def _process(what: str, words: list[str], stopping: threading.Event) -> Iterator
         start_new_session=True,
         preexec_fn=_end_with(os.getpid()),
     )
-    child = _Child(what, process)
     try:
-        yield child if _await_ready(child, stopping) else None
+        yield _Child(what, process)
     finally:
         _end(process)
 
@@ -132,6 +128,7 @@ def _end_with(parent: int) -> Callable[[], None]:
 
 
 def _await_ready(child: _Child, stopping: threading.Event) -> bool:
+    """Read a process's ready line; return False if a signal came first."""
     assert child.process.stdout is not None
     descriptor, line = child.process.stdout.fileno(), b""
     deadline = time.monotonic() + _START_TIMEOUT_S

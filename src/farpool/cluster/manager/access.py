@@ -32,12 +32,15 @@ class Principal:
         Number of the tenant for the role `tenant`; else None.
     key : str
         Key of the registry entry that gives these rights; empty for a user of this host.
+    revision : int
+        Revision of this entry.
     """
 
     name: str
     role: Role
     tenant: int | None = None
     key: str = ""
+    revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,7 @@ def _network(address: str) -> str:
 def _principal(kind: str, stored: Stored) -> Principal:
     assert stored.credential is not None
     credential = stored.credential
-    return Principal(f"{kind}:{stored.id}", credential.role, credential.tenant, stored.entry.key)
+    return Principal(f"{kind}:{stored.id}", credential.role, credential.tenant, stored.entry.key, stored.entry.revision)
 
 
 def _user_name(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from farpool.closing import Closing
@@ -57,10 +58,8 @@ class Calls(Closing):
         self._under_way += 1
 
         def ended(_: Future[_Result]) -> None:
-            try:
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._ended)
-            except RuntimeError:
-                pass  # the loop has ended
 
         try:
             future = self._pool.submit(act)

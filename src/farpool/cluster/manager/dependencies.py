@@ -95,7 +95,9 @@ async def _authenticated(request: Request, manager: Manager) -> Principal:
             identity=peer.identity,
             user=peer.user() if header is None and settings.is_plain_loopback else None,
             is_plain_loopback=settings.is_plain_loopback,
-            is_from_a_page=is_from_a_page(headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")),
+            is_from_a_page=is_from_a_page(
+                headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
+            ),
         )
         return authenticate(manager.registry, presented, token_required=settings.token_required)
 
@@ -106,7 +108,9 @@ async def _authenticated(request: Request, manager: Manager) -> Principal:
         raise
 
 
-def page_of(items: Sequence[_Item], key: Callable[[_Item], str], after: str, limit: int) -> tuple[list[_Item], str | None]:
+def page_of(
+    items: Sequence[_Item], key: Callable[[_Item], str], after: str, limit: int
+) -> tuple[list[_Item], str | None]:
     """Return the page of a list after a key, and the key after which the next page begins; None if this is the last.
 
     Parameters

@@ -81,7 +81,9 @@ def _answered(member: RegisteredMember, answer: dict[str, object]) -> MemberStat
     left_out = stats.get("tenants_left_out", 0)
     error = ""
     if found is None:
-        error = "it does not report tenants: it is an earlier release, or the manager's access key lacks the right admin"
+        error = (
+            "it does not report tenants: it is an earlier release, or the manager's access key lacks the right admin"
+        )
     elif left_out:
         error = f"it reports its {len(tenants)} largest tenants, and leaves out {left_out} others"
     name = member.record.name if member.record else ""

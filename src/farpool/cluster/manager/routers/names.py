@@ -76,6 +76,4 @@ async def list_history(
         raise Problem(404, f"nothing was published under the name {name!r}; publish it first", value=name)
     rest = [one for one in reversed(versions) if before is None or one.version < before]
     page = rest[:limit]
-    return VersionPage(
-        versions=[_model(one) for one in page], next=page[-1].version if len(rest) > limit else None
-    )
+    return VersionPage(versions=[_model(one) for one in page], next=page[-1].version if len(rest) > limit else None)
