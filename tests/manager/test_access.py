@@ -49,7 +49,9 @@ def test_the_registry_has_only_the_digest_of_a_token(registry: Registry) -> None
     assert token[3:].encode() not in entry.value
     assert hashlib.sha256(token.encode()).hexdigest().encode() in entry.value
     assert entry.key == TOKENS + stored.id
-    assert who(registry, Presented(token=token)) == Principal(f"token:{stored.id}", Role.ADMIN, None, entry.key)
+    assert who(registry, Presented(token=token)) == Principal(
+        f"token:{stored.id}", Role.ADMIN, None, entry.key, entry.revision
+    )
 
 
 def test_a_token_of_another_digest_under_the_same_id_is_refused(registry: Registry) -> None:

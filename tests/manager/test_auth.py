@@ -15,6 +15,7 @@ import pytest
 
 from farpool import Store
 from farpool.cluster.manager.credentials import create_token, delete_token, set_identity
+from farpool.cluster.manager.feed import revision_of
 from farpool.cluster.manager.records import Role
 from farpool.cluster.members.records import MemberRecord, encode, record_key
 from farpool.cluster.node.process import running_node
@@ -159,6 +160,7 @@ def test_a_tenant_sees_only_its_own_objects(secure: Secure, tmp_path: Path) -> N
 
 def test_a_token_is_shown_once_and_refused_once_it_is_deleted(secure: Secure) -> None:
     with secure.caller("certificate:boss") as boss:
+        before = revision_of(secure.registry)
         made = boss.post("/v1/tokens", json={"role": "operator", "name": "cron"})
         assert made.status_code == 201
         token, id = made.json()["token"], made.json()["id"]
@@ -166,7 +168,12 @@ def test_a_token_is_shown_once_and_refused_once_it_is_deleted(secure: Secure) ->
         assert token not in listed.text
         assert [one["by"] for one in listed.json()["tokens"] if one["id"] == id] == ["certificate:boss"]
         context = client_context(None, secure.certificates.bundle)
-        with secure.manager.client(context, token) as client, events(client) as stream:
+        with secure.manager.client(context, token) as client, events(client, str(before)) as stream:
+            # The making of the token is no reason to end the stream.
+            secure.registry.commit(
+                [], [Put(record_key(b"\x02" * 16), encode(MemberRecord(addresses=("tcp://10.0.0.2:1",))))]
+            )
+            assert stream.until("member.changed")[-1][1]["addresses"] == ["tcp://10.0.0.2:1"]
             assert boss.delete(f"/v1/tokens/{id}").json()["name"] == "cron"
             # The open stream ends, too.
             with pytest.raises(AssertionError, match="the stream ended"):

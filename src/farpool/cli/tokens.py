@@ -67,7 +67,7 @@ def create(
     registry: Where = None,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make a token and print it. The registry has only its SHA-256, so nobody can show it again."""
+    """Make a token and print it. The registry has only its SHA-256, so this is the only time."""
     from farpool.cluster.manager.credentials import create_token
     from farpool.cluster.manager.records import Role
 
@@ -136,14 +136,11 @@ def _show(found: list[tuple[str, Stored]], *, json: bool) -> None:
 
     from farpool.observe.tables import Table, show
 
-    rows = [
-        (
-            kind,
-            one.id,
-            *((known.role.value, known.tenant, known.name) if (known := one.credential) else ("damaged",) * 3),
-        )
-        for kind, one in found
-    ]
+    rows: list[tuple[object, ...]] = []
+    for kind, one in found:
+        known = one.credential
+        rights = ("damaged", None, "") if known is None else (known.role.value, known.tenant, known.name)
+        rows.append((kind, one.id, *rights))
     if json:
         names = ("kind", "id", "role", "tenant", "name")
         typer.echo(msgspec.json.encode([dict(zip(names, row, strict=True)) for row in rows]).decode())

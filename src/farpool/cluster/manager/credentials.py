@@ -111,7 +111,7 @@ def list_identities(registry: Registry) -> list[Stored]:
 def create_token(
     registry: Registry, role: Role, *, name: str = "", tenant: int | None = None, by: str = ""
 ) -> tuple[str, Stored]:
-    """Make a token; return it together with its record. Nobody can find out the token later.
+    """Make a token; return it together with its record, which does not contain the token.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def _an_administrator(registry: Registry, tokens: Sequence[Stored], why: str) ->
         if _is_administrator(one):
             return Condition(one.entry.key, one.entry.revision)
     raise ConfigError(
-        f"{why}, because a manager with tokens lets nobody in without one; make a token with the role admin first",
+        f"{why}, because a manager with tokens refuses all callers without one; make a token with the role admin first",
         setting="role",
     )
 

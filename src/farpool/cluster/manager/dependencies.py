@@ -84,7 +84,8 @@ async def _authenticated(request: Request, manager: Manager) -> Principal:
         request.state.silent = not manager.limit.tells(address, now)
         raise Problem(429, f"{address} failed too often to prove who it is; wait {wait:.0f} s", retry_after=wait)
     peer: Peer = request.scope["extensions"][EXTENSION]
-    header, headers = request.headers.get("authorization"), request.headers
+    headers = request.headers
+    header = headers.get("authorization")
     scheme, _, token = (header or "").partition(" ")
     settings = manager.settings
 

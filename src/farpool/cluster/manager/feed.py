@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from farpool.abc.registry import Changes, Registry, Watch
 from farpool.closing import Closing
@@ -112,17 +113,18 @@ class Feed(Closing):
             try:
                 if revision < 0:
                     revision = revision_of(self._registry, _CALL_TIMEOUT_S)
-                    self._in_loop(lambda revision=revision: self._began(revision))
+                    self._in_loop(partial(self._began, revision))
                 watch = watch or self._registry.watch("", revision)
                 changes = watch.next(0)
                 revision = changes.revision
                 # Made here and not in the event loop, because there may be many.
                 steps = list(steps_of(changes))
-                self._in_loop(lambda steps=steps, revision=revision: self._took(steps, revision))
+                self._in_loop(partial(self._took, steps, revision))
                 wait = 0.0 if changes.entries else _LOOK_INTERVAL_S
             except RegistryCompactedError:
                 # The streams find out what they missed, or tell their clients to read again.
-                watch, revision = _closed(watch), -1
+                _close(watch)
+                watch, revision = None, -1
             except RegistryReplacedError as error:
                 self._replaced(error)
                 break
@@ -130,7 +132,7 @@ class Feed(Closing):
                 # The watch goes on at the same revision.
                 wait = _PAUSE_S
                 self._in_loop(self._went_away)
-        _closed(watch)
+        _close(watch)
 
     def _in_loop(self, act: Callable[[], None]) -> None:
         assert self._loop is not None
@@ -138,7 +140,7 @@ class Feed(Closing):
             self._loop.call_soon_threadsafe(act)
 
 
-def _closed(watch: Watch | None) -> None:
+def _close(watch: Watch | None) -> None:
     if watch is not None:
         watch.close()
 

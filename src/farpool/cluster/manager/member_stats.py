@@ -79,15 +79,13 @@ def _answered(member: RegisteredMember, answer: dict[str, object]) -> MemberStat
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise ProtocolError(f"the node's counters cannot be read: {error}") from error
     left_out = stats.get("tenants_left_out", 0)
-    error = ""
+    reason = ""
     if found is None:
-        error = (
-            "it does not report tenants: it is an earlier release, or the manager's access key lacks the right admin"
-        )
+        reason = "it reports no tenants: it is an earlier release, or the manager's access key lacks the right admin"
     elif left_out:
-        error = f"it reports its {len(tenants)} largest tenants, and leaves out {left_out} others"
+        reason = f"it reports its {len(tenants)} largest tenants, and leaves out {left_out} others"
     name = member.record.name if member.record else ""
-    return MemberStats(member.identity, name, stats, tenants, error)
+    return MemberStats(member.identity, name, stats, tenants, reason)
 
 
 def _failed(member: RegisteredMember, reason: str) -> MemberStats:

@@ -127,5 +127,5 @@ class PeerProtocol(H11Protocol):
         self.loop.call_later(_FIRST_REQUEST_TIMEOUT_S, self._end_without_request)
 
     def _end_without_request(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
             self.transport.close()

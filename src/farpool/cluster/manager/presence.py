@@ -71,7 +71,7 @@ class Presence(Closing):
                 if self._leading is not None:
                     self._confirmed = began
             except RegistryError:
-                pass  # the registry is away; without it nobody leads
+                pass  # the registry is away, and the role ends with it
             if self._ended.wait(_INTERVAL_S):
                 return
 

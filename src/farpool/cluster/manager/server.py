@@ -158,7 +158,7 @@ def serve(
 
         with Manager(registry, settings, end) as manager:
             if context is not None:
-                _warn_if_nobody_gets_in(registry)
+                _warn_if_no_caller_is_known(registry)
             server = _Server(application(manager), manager, listening, context, ready)
             running.append(server)
             if not reasons:
@@ -241,11 +241,11 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _warn_if_nobody_gets_in(registry: Registry) -> None:
+def _warn_if_no_caller_is_known(registry: Registry) -> None:
     try:
         if not list_tokens(registry) and not list_identities(registry):
             print(
-                "nobody can log in yet; make a token with 'farpool tokens create --role admin'",
+                "there are no tokens and no identities, so the manager refuses all callers; make a token with 'farpool tokens create --role admin'",
                 file=sys.stderr,
                 flush=True,
             )

@@ -70,7 +70,7 @@ async def list_tokens(manager: ManagerPart, _: Administrator) -> Tokens:
 
 @router.post("", status_code=201)
 async def create_token(manager: ManagerPart, who: Administrator, wanted: NewToken, request: Request) -> MadeToken:
-    """Make a token. The first one must have the role admin, because from then on nobody gets in without one."""
+    """Make a token. The first one must have the role admin, because from then on every caller needs one."""
     with refused_as(409, wanted.role.value):
         token, stored = await manager.ask(
             lambda registry: credentials.create_token(
