@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +16,19 @@ import httpx
 import pytest
 
 from farpool import Store
+from farpool.abc.registry import Snapshot
+from farpool.cluster.manager import manager as parts
+from farpool.cluster.manager.app import application
+from farpool.cluster.manager.credentials import create_token
+from farpool.cluster.manager.manager import Manager
+from farpool.cluster.manager.peer import EXTENSION, Peer
+from farpool.cluster.manager.records import ManagerRecord, Role
 from farpool.cluster.manager.routers.events import STREAMS_MAX
-from farpool.cluster.members.records import MemberRecord, encode, record_key
+from farpool.cluster.members.records import MEMBERS, MemberRecord, encode, record_key
 from farpool.cluster.names import Names
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry import Put, Registry, open_registry
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from tests.manager.running import RunningManager, events, running_manager
 from tests.nodes import eventually
 
@@ -283,3 +296,75 @@ def test_a_manager_needs_its_address_and_its_files(place: str, manager: RunningM
     ]:
         with pytest.raises(RuntimeError, match=re.escape(reason)):
             RunningManager(place, *options, listen=listen)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "manager.md").read_text()
+    [examples] = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert examples.count("curl") == 5
+    place = str(tmp_path / "registry.sqlite")
+    with open_registry(place, timeout=60.0) as registry:
+        token, _ = create_token(registry, Role.ADMIN)
+    with running_manager(place) as manager:
+        done = subprocess.run(
+            ["bash", "-ec", 'curl() { command curl -sS --fail "$@"; echo; }\n' + examples],
+            env={**os.environ, "URL": manager.url, "AUTH": f"Authorization: Bearer {token}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert '{"members":[]' in done.stdout
+        assert '"token":"fp_' in done.stdout
+        assert "event: manager.started" in done.stdout
+
+
+class StuckRegistry(SqliteRegistry):
+    """A registry whose reads of lists wait until they are released."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, timeout=60.0)
+        self.released = threading.Event()
+
+    def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
+        if prefixes == (MEMBERS,) and threading.current_thread().name.startswith("farpool-manager_"):
+            self.released.wait(60)
+        return super().range(*prefixes, timeout=timeout)
+
+
+def test_a_slow_registry_neither_stops_the_loop_nor_takes_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_REGISTRY_THREADS", 2)
+    monkeypatch.setattr(parts, "_REGISTRY_WAITING_MAX", 3)
+    answers: list[httpx.Response] = []
+
+    async def ask(manager: Manager) -> None:
+        app = application(manager)
+
+        async def with_peer(scope: Any, receive: Any, send: Any) -> None:
+            scope["extensions"] = {EXTENSION: Peer(asyncio.BaseTransport())}
+            await app(scope, receive, send)
+
+        transport = httpx.ASGITransport(with_peer, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+            waiting = [asyncio.create_task(client.get("/v1/members")) for _ in range(20)]
+            while sum(one.done() for one in waiting) < 15:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/healthz")).status_code == 200  # while all threads are stuck
+            registry.released.set()
+            answers.extend(await asyncio.gather(*waiting))
+
+    with StuckRegistry(tmp_path / "registry.sqlite") as registry:
+        token, _ = create_token(registry, Role.ADMIN)
+        headers = {"Authorization": f"Bearer {token}"}
+        settings = parts.Settings(record=ManagerRecord(manager="1f"), audit=tmp_path / "audit")
+        with Manager(registry, settings, lambda error: None) as manager:
+            asyncio.run(asyncio.wait_for(ask(manager), 60))
+    refused = [one for one in answers if one.status_code == 503]
+    assert len(answers) == 20
+    assert len(refused) == 15
+    assert {one.headers["retry-after"] for one in refused} == {"1"}
+    assert {one.status_code for one in answers if one not in refused} == {200}

@@ -245,7 +245,8 @@ def _warn_if_no_caller_is_known(registry: Registry) -> None:
     try:
         if not list_tokens(registry) and not list_identities(registry):
             print(
-                "there are no tokens and no identities, so the manager refuses all callers; make a token with 'farpool tokens create --role admin'",
+                "there are no tokens and no identities, so the manager refuses all callers; make a token with "
+                "'farpool tokens create --role admin'",
                 file=sys.stderr,
                 flush=True,
             )
