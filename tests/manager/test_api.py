@@ -220,9 +220,9 @@ def test_there_are_only_so_many_streams(place: str) -> None:
 def test_health_and_metrics(client: httpx.Client, manager: RunningManager, node: RunningNode) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     eventually(lambda: client.get("/readyz").json()["leads"])
-    [one] = client.get("/v1/managers").json()["managers"]
-    assert one["leads"]
-    assert one["manager"] == manager.ready["manager"]
+    # A killed manager of another test may still be listed.
+    leading = [one["manager"] for one in client.get("/v1/managers").json()["managers"] if one["leads"]]
+    assert leading == [manager.ready["manager"]]
     page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "farpool_manager_leader 1.0" in page.text
@@ -286,6 +286,7 @@ def test_a_web_page_may_not_use_the_rights_of_its_reader(manager: RunningManager
     assert "a web page sent this request" in refused.json()["detail"]
 
 
+@pytest.mark.slow
 def test_a_manager_needs_its_address_and_its_files(place: str, manager: RunningManager, tmp_path: Path) -> None:
     port = manager.url.rpartition(":")[2]
     for listen, options, reason in [

@@ -42,7 +42,7 @@ async def set_identity(
     return stored_model(stored)
 
 
-@router.delete("/{identity:path}", status_code=204)
+@router.delete("/{identity:path}", status_code=204, response_model=None)
 async def delete_identity(manager: ManagerPart, _: Administrator, identity: str) -> None:
     """Take all rights from an identity."""
     if not await manager.ask(lambda registry: credentials.delete_identity(registry, identity)):
