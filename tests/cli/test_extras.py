@@ -40,6 +40,8 @@ def command_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subpro
         ("cryptography", "tls", "certs rotate trainer"),
         ("cryptography", "bench", "bench remote --quick"),
         ("numpy", "bench", "bench --help"),
+        ("fastapi", "manager", "manager --listen 127.0.0.1:0 --registry here"),
+        ("uvicorn", "manager", "up --registry here"),
         ("prometheus_client", "metrics", "node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0"),
         # Nothing listens on port 1: a command that connected first would report that.
         ("prometheus_client", "metrics", "store repair --node tcp://127.0.0.1:1 --metrics here.prom"),
@@ -76,6 +78,7 @@ def test_each_extra_brings_its_package() -> None:
         name: [one.partition(">=")[0] for one in given] for name, given in project["optional-dependencies"].items()
     }
     assert (extras["tls"], extras["metrics"]) == (["cryptography"], ["prometheus-client"])
+    assert extras["manager"] == ["farpool[metrics,tls]", "fastapi", "uvicorn"]
     assert not {"cryptography", "prometheus-client"} & {one.partition(">=")[0] for one in project["dependencies"]}
 
 

@@ -12,7 +12,22 @@ from typing import Annotated
 
 import typer
 
-from farpool.cli import bench, certs, demo, kv, members, names, node, registry, store, tape, tenants
+from farpool.cli import (
+    bench,
+    certs,
+    demo,
+    kv,
+    manager,
+    members,
+    names,
+    node,
+    registry,
+    store,
+    tape,
+    tenants,
+    tokens,
+    up,
+)
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -28,7 +43,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="demo")(demo.demo)
+app.command(name="manager")(manager.manager)
 app.command(name="node")(node.node)
+app.command(name="up")(up.up)
 app.command(name="why")(kv.why)
 app.add_typer(bench.app, name="bench")
 app.add_typer(certs.app, name="certs")
@@ -38,6 +55,7 @@ app.add_typer(registry.app, name="registry")
 app.add_typer(store.app, name="store")
 app.add_typer(tape.app, name="tape")
 app.add_typer(tenants.app, name="tenants")
+app.add_typer(tokens.app, name="tokens")
 
 
 def _show_version(wanted: bool) -> None:

@@ -29,7 +29,7 @@ from farpool.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from farpool.cluster.node import Node
 
-__all__ = ["node"]
+__all__ = ["announce", "node"]
 
 _SIGNAL_PAIR_S = 1.0
 """A second signal within this time after the first one counts as the same request to stop."""
@@ -200,7 +200,7 @@ def node(
     if not _start(running, stopping):
         return
     try:
-        _announce(_ready_line(running, json=json))
+        announce(_ready_line(running, json=json))
         stopping.wait()
         log("stopping")
     finally:
@@ -257,7 +257,7 @@ def _reload(running: Node, keys: Path | None) -> None:
         log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
 
-def _announce(line: str) -> None:
+def announce(line: str) -> None:
     """Write a line for the program that started the node; if writing fails, log the failure and continue."""
     try:
         print(line, end="", flush=True)  # does nothing if there is no stdout

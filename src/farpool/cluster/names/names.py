@@ -16,6 +16,7 @@ from farpool.checks import require_seconds
 from farpool.closing import Closing
 from farpool.cluster.names.context import Context
 from farpool.cluster.names.holds import ReaderHolds
+from farpool.cluster.names.listing import list_names, list_versions
 from farpool.cluster.names.opened import OpenedName
 from farpool.cluster.names.records import (
     SWEEPER,
@@ -27,7 +28,6 @@ from farpool.cluster.names.records import (
     encode,
     history_key,
     name_key,
-    name_of,
     publication_key,
     writer_key,
 )
@@ -260,19 +260,11 @@ class Names(Closing):
 
     def list_names(self, prefix: str = "") -> list[NameInfo]:
         """List the current versions of the names that begin with a prefix, in the order of the names."""
-        quoted = checked_name(prefix) if prefix else ""
-        found = []
-        for entry in self._registry.range(name_key(quoted), timeout=self._timeout).entries:
-            record = decode(entry.value, NameRecord, entry.key)
-            if record.publication:
-                found.append(NameInfo.of(name_of(entry.key.partition("/")[2]), record))
-        return sorted(found, key=lambda one: one.name)
+        return list_names(self._registry, prefix, timeout=self._timeout)
 
     def history(self, name: str) -> list[NameInfo]:
         """List the last versions of a name, at most a hundred, the oldest first."""
-        prefix = history_key(checked_name(name), 0).rpartition("/")[0] + "/"
-        entries = self._registry.range(prefix, timeout=self._timeout).entries
-        return [NameInfo.of(name, decode(entry.value, NameRecord, entry.key)) for entry in entries]
+        return list_versions(self._registry, name, timeout=self._timeout)
 
     def watch(self, name: str, after: int = 0) -> NameWatch:
         """Watch a name for versions above `after`.

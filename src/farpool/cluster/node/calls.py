@@ -36,6 +36,10 @@ _OPERATORS_TENANT = 0
 
 _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
+STATS_TENANTS_MAX = 500
+"""Maximum number of tenants in the answer to one call; with more, it might not fit into the meta of a frame."""
+_TENANT_COUNTS = ("objects", "used", "lent", "share")
+
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
 _Lease = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,7 +51,12 @@ _READING_RIGHTS = Right.READ | Right.ADMIN
 
 
 class Stats(msgspec.Struct, tag="stats", tag_field="call"):
-    """Ask for the node's counters."""
+    """Ask for the node's counters, and with `tenants` also for the counters of each tenant.
+
+    A client without the right admin gets no counters of tenants.
+    """
+
+    tenants: bool = False
 
 
 class List(msgspec.Struct, tag="list", tag_field="call"):
@@ -235,6 +244,8 @@ def make_call(
     match call:
         case Stats():
             result: dict[str, Any] = dict(stats())
+            if call.tenants and Right.ADMIN in client.rights:
+                result |= _tenants(server)
         case Changes():
             result = server.changes(client.tenant, call.life, call.since, call.limit)
         case SetState() | Pins() | EndPin():
@@ -304,6 +315,14 @@ def _of_pool_leases(
             return _holdings(call, server)
         case EndLease():
             return _end_lease(call, client, server, exposures)
+
+
+def _tenants(server: NodeServer) -> dict[str, Any]:
+    """Return the counters of the tenants that use most bytes, and the number of the others."""
+    found = server.tenants()
+    largest = sorted(found, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
+    counts = {tenant: {name: found[tenant][name] for name in _TENANT_COUNTS} for tenant in largest}
+    return {"tenants": counts, "tenants_left_out": len(found) - len(largest)}
 
 
 def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:

@@ -415,9 +415,7 @@ class NodeHandshake:
         # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
-        self.accepted = Accepted(
-            hello.purpose, session, key, grant.rights, grant.tenant, self._chosen, grant.latency
-        )
+        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant, self._chosen, grant.latency)
         identity = self._identity
         message = WelcomeFields(
             answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket

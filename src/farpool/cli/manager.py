@@ -1,0 +1,100 @@
+"""``farpool manager``: the HTTP API of a pool."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from farpool.checks import require_package
+from farpool.cli.node import announce
+from farpool.cli.registry import Where
+from farpool.cluster.wire.address import parse_address
+
+if TYPE_CHECKING:
+    from farpool.cluster.manager.records import ManagerRecord
+
+__all__ = ["Audit", "ManagerListen", "TokenRequired", "manager", "require_manager"]
+
+ManagerListen = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Address to serve HTTP on; port 0 picks a free one.")
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Serve HTTPS with the certificate in this folder (tls.crt, tls.key, ca.crt). Needed beyond loopback.",
+        show_default=False,
+    ),
+]
+Audit = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The audit log. Default: a file in your own state folder.",
+        show_default=False,
+    ),
+]
+TokenRequired = Annotated[
+    bool, typer.Option("--require-token", help="Ask you for a token on loopback, too, even before there is one.")
+]
+Ttl = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, help="Time after which another manager takes over from this one.")
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time limit for a request to the registry.")]
+Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
+
+
+def manager(
+    registry: Where = None,
+    listen: ManagerListen = "127.0.0.1:7470",
+    tls: Tls = None,
+    audit: Audit = None,
+    require_token: TokenRequired = False,
+    ttl: Ttl = 3.0,
+    timeout: Timeout = 3.0,
+    json: Json = False,
+) -> None:
+    """Serve the HTTP API of a pool, until SIGTERM or SIGINT. Several managers may serve the same registry.
+
+    On loopback without --tls you are the administrator until there is a token. After SIGHUP the manager reads the
+    certificate of --tls again.
+    """
+    require_manager("farpool manager")
+    from farpool.cluster.manager.server import default_audit, serve
+    from farpool.cluster.manager.server import listen as listen_at
+    from farpool.cluster.node.logs import configure
+    from farpool.cluster.registry import open_registry
+
+    configure(json=json)
+
+    def ready(record: ManagerRecord) -> None:
+        announce(_ready_line(record, opened.address, file, json=json))
+
+    listening = listen_at(parse_address(listen, "--listen", any_port=True), tls)
+    file = audit or default_audit(listening.socket.getsockname()[1])
+    with listening.socket, open_registry(registry, timeout=timeout) as opened:
+        serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, ready=ready)
+
+
+def require_manager(command: str) -> None:
+    """Raise an error with the command that installs them if a manager's packages are not there."""
+    for package in ("fastapi", "uvicorn", "cryptography", "prometheus_client"):
+        require_package(package, "manager", command)
+
+
+def _ready_line(record: ManagerRecord, registry: str, audit: Path, *, json: bool) -> str:
+    if not json:
+        return f"farpool manager ready: {record.address}, registry {registry}, audit log {audit}\n"
+    event = {
+        "event": "ready",
+        "manager": record.manager,
+        "address": record.address,
+        "registry": registry,
+        "audit": str(audit),
+        "pid": os.getpid(),
+    }
+    return msgspec.json.encode(event).decode() + "\n"

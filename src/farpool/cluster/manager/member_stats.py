@@ -1,0 +1,92 @@
+"""Asks a member for its counters."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from farpool.cluster.manager.calls import BusyError, Calls
+from farpool.cluster.members.administration import RegisteredMember
+from farpool.cluster.wire.access import client_key
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.errors import FarpoolError, ProtocolError
+
+__all__ = ["MemberStats", "ask_member"]
+
+_TIMEOUT_S = 2.0
+_ADDRESSES_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStats:
+    """Answer of a member.
+
+    Attributes
+    ----------
+    identity : str
+        The member's identity.
+    name : str
+        Its name.
+    stats : dict of str to int, or None
+        Its counters; None if it did not answer.
+    tenants : dict of int to dict of str to int
+        Counters by tenant.
+    error : str
+        Why numbers are missing; empty if none are.
+    """
+
+    identity: str
+    name: str
+    stats: dict[str, int] | None = None
+    tenants: dict[int, dict[str, int]] = field(default_factory=dict)
+    error: str = ""
+
+
+async def ask_member(calls: Calls, member: RegisteredMember) -> MemberStats:
+    """Ask a member for its counters, within about 2 seconds for each of its addresses. Raises no error."""
+    try:
+        return await calls.run(lambda: _ask(member))
+    except BusyError:
+        return _failed(member, "too many requests wait for members; try again")
+
+
+def _ask(member: RegisteredMember) -> MemberStats:
+    if member.record is None:
+        return _failed(member, member.damage)
+    reason = ""
+    for address in member.record.addresses[:_ADDRESSES_MAX]:
+        try:
+            # This manager proves who it is as any client does, with its own key or certificate.
+            channel = Channel(parse_address(address), key=client_key(), transport="tcp")
+            try:
+                answer = channel.call("stats", time.monotonic() + _TIMEOUT_S, tenants=True)
+            finally:
+                channel.close()
+            return _answered(member, answer)
+        except FarpoolError as error:
+            reason = str(error)
+    return _failed(member, reason)
+
+
+def _answered(member: RegisteredMember, answer: dict[str, object]) -> MemberStats:
+    try:
+        found = answer.pop("tenants", None)
+        stats = {name: int(value) for name, value in answer.items() if isinstance(value, int | float)}
+        tenants = msgspec.convert(found or {}, dict[int, dict[str, int]])
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"the node's counters cannot be read: {error}") from error
+    left_out = stats.get("tenants_left_out", 0)
+    reason = ""
+    if found is None:
+        reason = "it reports no tenants: it is an earlier release, or the manager's access key lacks the right admin"
+    elif left_out:
+        reason = f"it reports its {len(tenants)} largest tenants, and leaves out {left_out} others"
+    name = member.record.name if member.record else ""
+    return MemberStats(member.identity, name, stats, tenants, reason)
+
+
+def _failed(member: RegisteredMember, reason: str) -> MemberStats:
+    return MemberStats(member.identity, member.record.name if member.record else "", error=reason)
