@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from farpool.cluster.wire.frames import Right
 from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import AccessDeniedError, LeaseLostError, ProtocolError, RegistryAwayError, TicketError
 from tests.attacks.wire import Answer, Connection
+from tests.nodes import eventually
 
 pytest.importorskip("cryptography")
 
@@ -244,6 +245,15 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
         assert claimed(control, pool.ticket()) == lease
 
 
+def follow(
+    registry: Registry | str, folder: Path, *, log: Callable[..., None] = lambda *_, **__: None, kept: bool = True
+) -> TicketKeys:
+    """Follow the keys as a node does that has just started."""
+    made = TicketKeys(registry, folder, kept=kept, log=log)
+    made.begin(registry if isinstance(registry, str) else registry.address, is_away=False)
+    return made
+
+
 def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(tmp_path: Path) -> None:
     events: list[str] = []
 
@@ -254,35 +264,46 @@ def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(
     with open_registry(place) as registry:
         manager = KeySet(registry)
         manager.turn()
-        with TicketKeys(registry, tmp_path, log=log) as followed:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / FILE).exists() or not followed.keys():
-                assert time.monotonic() < deadline, events
-                time.sleep(0.01)
+        with follow(registry, tmp_path, log=log) as followed:
             keys = dict(followed.keys())
+            assert keys, events
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
     away = _Away(place)
-    with TicketKeys(away, tmp_path, log=log) as followed:
+    with follow(away, tmp_path, log=log) as followed:
         assert followed.keys() == keys
     damaged = bytearray((tmp_path / FILE).read_bytes())
     damaged[10] ^= 1
     (tmp_path / FILE).write_bytes(damaged)
-    with TicketKeys(away, tmp_path, log=log) as followed:
+    with follow(away, tmp_path, log=log) as followed:
         assert followed.keys() == {}
-    assert any("damaged" in event for event in events)
+    assert any("is not used: it has" in event for event in events)
+    with follow(away, tmp_path, log=log, kept=False) as followed:
+        assert followed.keys() == {}
+        assert not (tmp_path / FILE).exists()
 
 
 def test_the_keys_of_another_registry_are_not_used(tmp_path: Path) -> None:
     with open_registry(f"sqlite://{tmp_path}/one.sqlite") as registry:
         KeySet(registry).turn()
-        with TicketKeys(registry, tmp_path, log=lambda *_, **__: None) as followed:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / FILE).exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        with follow(registry, tmp_path) as followed:
             assert followed.keys()
-    with TicketKeys(_Away(f"sqlite://{tmp_path}/two.sqlite"), tmp_path, log=lambda *_, **__: None) as followed:
+    with follow(_Away(f"sqlite://{tmp_path}/two.sqlite"), tmp_path) as followed:
         assert followed.keys() == {}
+
+
+def test_a_node_follows_the_keys_and_makes_no_file_for_a_registry_that_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "registry.sqlite"
+    with open_registry(place) as registry, follow(str(place), tmp_path) as followed:
+        assert followed.keys() == {}
+        followed.start()
+        KeySet(registry).turn()
+        eventually(lambda: len(followed.keys()) == 1)
+        keys = dict(followed.keys())
+    for file in tmp_path.glob("registry.sqlite*"):
+        file.unlink()
+    with follow(str(place), tmp_path) as followed:
+        assert followed.keys() == keys
+        assert not place.exists()  # which would be in the way of a backup
 
 
 def test_a_node_whose_clock_is_an_hour_wrong_says_so(tmp_path: Path) -> None:
