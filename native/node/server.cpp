@@ -425,7 +425,7 @@ Server::Changes Server::changes(std::uint32_t tenant, std::uint64_t life, std::u
     return found;
 }
 
-void Server::order(NodeState state) {
+void Server::set_state(NodeState state) {
     const Guard guard(mutex_);
     admission_.order(state);
 }

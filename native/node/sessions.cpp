@@ -174,9 +174,8 @@ std::vector<std::shared_ptr<Extent>> Sessions::claimed(std::uint64_t session) co
 }
 
 std::string Sessions::key_of(const Quotas::Owner& owner) const {
-    const auto found = std::find_if(key_tenants_.begin(), key_tenants_.end(),
-                                    [&](const auto& key) { return Quotas::Owner{key.second, owner_of(key.first)} == owner; });
-    return found == key_tenants_.end() ? std::string() : found->first;
+    const auto found = key_names_.find(owner);
+    return found == key_names_.end() ? std::string() : found->second;
 }
 
 Sessions::Pin Sessions::pin(const Client& client, const Found& found, std::uint64_t ttl_ms) {
@@ -241,9 +240,7 @@ void Sessions::unpin(std::uint64_t id, Session& session, Pins::iterator pin) {
 ListedPin Sessions::listed(std::uint64_t id, const Session& session, const Pins::value_type& pin) const {
     const auto& [place, pinned] = pin;
     const auto& [tenant, payload, number] = place;
-    const auto name = key_names_.find(session.owner);
-    ListedPin found{
-        {tenant, id, payload, number}, pinned.serial, name == key_names_.end() ? "" : name->second, {}, 0, {}, pinned.ended};
+    ListedPin found{{tenant, id, payload, number}, pinned.serial, key_of(session.owner), {}, 0, {}, pinned.ended};
     std::tie(found.key, found.nbytes) = tenants_.at(tenant).held(pinned.extent);
     if (pinned.ending != endings_.end()) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(pinned.ending->first - deadlines_.now());

@@ -245,6 +245,21 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
         assert claimed(control, pool.ticket()) == lease
 
 
+def test_an_administrator_of_a_tenant_sees_and_ends_only_what_belongs_to_the_tenant(pool: Pool) -> None:
+    with pool.client("trainer", "control") as control:
+        lease = claimed(control, pool.ticket())
+        with pool.client("stranger", "control") as other:
+            assert other.call("holdings").result == {"holdings": [], "next": 0}
+            assert other.call("end_lease", lease=lease, reason="not mine").status == DENIED
+            assert other.call("end_lease", lease=lease + 2, reason="not there").status == UNKNOWN
+            assert set(other.call("stats", tenants=True).result["tenants"]) <= {2}
+        with pool.client("neighbour", "control") as own, pool.client("manager", "control") as manager:
+            for admin in (own, manager):
+                assert [one["lease"] for one in admin.call("holdings").result["holdings"]] == [lease]
+                assert 1 in admin.call("stats", tenants=True).result["tenants"]
+            assert own.call("end_lease", lease=lease, reason="test").result == {"freed": 0, "claims": 1}
+
+
 def follow(
     registry: Registry | str, folder: Path, *, log: Callable[..., None] = lambda *_, **__: None, kept: bool = True
 ) -> TicketKeys:
