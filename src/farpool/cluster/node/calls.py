@@ -242,14 +242,8 @@ def make_call(
     check_right(call, client)
     files: PassedFiles | None = None
     match call:
-        case Stats():
-            result: dict[str, Any] = dict(stats())
-            if call.tenants and Right.ADMIN in client.rights:
-                result |= _tenants(client, server)
-        case Changes():
-            result = server.changes(client.tenant, call.life, call.since, call.limit)
-        case SetState() | Pins() | EndPin():
-            result = _administer(call, client, server)
+        case Stats() | Changes() | SetState() | Pins() | EndPin():
+            result = _of_node(call, client, server, stats)
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
@@ -275,6 +269,19 @@ def make_call(
         case _:
             result = _of_pool_leases(call, client, server, exposures, claims)
     return result, files
+
+
+def _of_node(
+    call: _OfNode, client: Accepted, server: NodeServer, stats: Callable[[], dict[str, int | float]]
+) -> dict[str, Any]:
+    match call:
+        case Stats():
+            result: dict[str, Any] = dict(stats())
+            return result | (_tenants(client, server) if call.tenants and Right.ADMIN in client.rights else {})
+        case Changes():
+            return server.changes(client.tenant, call.life, call.since, call.limit)
+        case SetState() | Pins() | EndPin():
+            return _administer(call, client, server)
 
 
 def _administered(client: Accepted) -> int | None:
