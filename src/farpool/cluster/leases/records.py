@@ -23,7 +23,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from farpool.errors import ConfigError, RegistryDamagedError
+from farpool.cluster.registry.records import decode_record, encode_record
+from farpool.errors import ConfigError
 
 __all__ = [
     "BURST",
@@ -294,7 +295,7 @@ def order_key(member: str, lease: str, extent: int) -> str:
 
 def encode(record: Record) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
-    return msgspec.json.encode(record)
+    return encode_record(record)
 
 
 def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
@@ -305,22 +306,8 @@ def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
     RegistryDamagedError
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
-    try:
-        record = msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
-        raise RegistryDamagedError(
-            f"the registry's entry {key!r} is not a {kind.__name__}: {error}; restore it from a backup, or end the "
-            "leases that it belongs to and delete it",
-            key=key,
-        ) from error
-    version = getattr(record, "format", _FORMAT)
-    if version > _FORMAT:
-        raise RegistryDamagedError(
-            f"the registry's entry {key!r} has format {version}, expected at most {_FORMAT}; a later release of "
-            "farpool has written it, so update this program",
-            key=key,
-        )
-    return record
+    advice = "restore it from a backup, or end the leases that it belongs to and delete it"
+    return decode_record(key, value, kind, known=_FORMAT, advice=advice)
 
 
 def check_request(request: LeaseRequest) -> None:
