@@ -38,7 +38,7 @@ NBYTES = 65536
 LEASE = bytes(range(16))
 SECRET = "0123456789abcdef-"
 KEYS = {"trainer": 1, "neighbour": 1, "stranger": 2, "manager": 0}
-LAPSED, DENIED, UNKNOWN = 12, 5, 9
+LAPSED, FULL, DENIED, UNKNOWN = 12, 4, 5, 9
 
 
 def soon() -> float:
@@ -159,6 +159,23 @@ def test_forged_foreign_expired_and_damaged_tickets_are_refused_and_make_nothing
         assert "clock" in control.call("claim", ticket=attacks["one from the future"]).result["error"]
     assert pool.claims() == []
     assert not list(pool.node.folder.glob("extent-*"))
+
+
+def test_a_node_that_drains_makes_no_extents_and_the_holder_goes_on_with_those_it_has(pool: Pool) -> None:
+    larger = pool.ticket(extents=tuple(TicketExtent(pool.member, number, NBYTES) for number in (1, 2)))
+    with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session) as data:
+        lease = claimed(control, pool.ticket())
+        with pool.client("manager", "control") as admin:
+            assert admin.call("set_state", state="draining", reason="test").done
+            answer = control.call("claim", ticket=larger)
+            assert (answer.status, answer.result["error"]) == (
+                FULL,
+                "the node is draining: it takes no new objects and leases",
+            )
+            assert claimed(control, pool.ticket()) == lease
+            assert data.write(lease, 0, b"mine").done
+            assert admin.call("set_state", state="active", reason="test").done
+        assert control.call("claim", ticket=larger).result["extents"][1][3]
 
 
 def test_a_claim_survives_a_kill_of_the_node_when_its_ticket_is_shown_again(pool: Pool) -> None:
