@@ -32,7 +32,7 @@ list fits into the meta of a frame even with the longest keys."""
 LISTED_PINS_MAX = 128
 """Largest limit for a list of pins, which fits into the meta of a frame even with the longest keys and names."""
 _OPERATORS_TENANT = 0
-"""Tenant whose administrators run the node. Administrators of another tenant see and end only what belongs to it."""
+"""Tenant whose administrators run the node. Administrators of another tenant are confined to it."""
 _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
 STATS_TENANTS_MAX = 500
