@@ -422,6 +422,7 @@ Server::Changes Server::changes(std::uint32_t tenant, std::uint64_t life, std::u
         found.changes.push_back(journal.at(found.next));
     }
     found.left = journal.end() - found.next;
+    loop_.turns().charge_tenant(tenant, Work{0, 0, work::frame + work::listed * found.changes.size()}, Clock::now());
     return found;
 }
 
