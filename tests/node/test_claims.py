@@ -314,6 +314,20 @@ def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(
         assert not (tmp_path / FILE).exists()
 
 
+def test_a_change_of_the_keys_is_not_lost_if_the_registry_goes_away_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_registry(f"sqlite://{tmp_path}/registry.sqlite") as registry, follow(registry, tmp_path) as followed:
+        assert followed.keys() == {}
+        KeySet(registry).turn()
+        with monkeypatch.context() as context:
+            context.setattr(registry, "range", _Away("").range)
+            followed._try_look()
+        assert followed.keys() == {}
+        followed._try_look()
+        assert len(followed.keys()) == 1
+
+
 def test_the_keys_of_another_registry_are_not_used(tmp_path: Path) -> None:
     with open_registry(f"sqlite://{tmp_path}/one.sqlite") as registry:
         KeySet(registry).turn()

@@ -120,8 +120,12 @@ class Following(Closing, ABC, Generic[_Content]):
         """Read all entries; return the revision from which to watch them."""
 
     @abstractmethod
-    def _change(self, registry: Registry, changes: Sequence[Entry]) -> None:
-        """Take over changes; also called if there are none."""
+    def _change(self, changes: Sequence[Entry]) -> None:
+        """Take over the changes that one watch has reported, all of one transaction in the same call."""
+
+    @abstractmethod
+    def _confirm(self, registry: Registry, *, has_changed: bool) -> None:
+        """Ask the registry for more if that is due, after the watches were read."""
 
     @abstractmethod
     def _settle(self) -> None:
@@ -158,12 +162,17 @@ class Following(Closing, ABC, Generic[_Content]):
         if not self._watches:
             revision = self._read(registry)
             self._watches = [registry.watch(prefix, revision) for prefix in self._prefixes]
+        has_changed = False
         try:
-            changes = [entry for watch in self._watches for entry in watch.next(0).entries]
+            for watch in self._watches:
+                # Each by itself: if the registry goes away before the next watch, these are not lost.
+                if changes := watch.next(0).entries:
+                    has_changed = True
+                    self._change(changes)
         except RegistryCompactedError:
             self._drop_watches()
             return 0.0
-        self._change(registry, changes)
+        self._confirm(registry, has_changed=has_changed)
         self._pause = _FIRST_PAUSE_S
         self._told.discard(self._failure)
         return _LOOK_INTERVAL_S

@@ -112,14 +112,15 @@ class Tenancy(Following[PolicyCopy]):
         intact, _ = registry.check(timeout=CALL_TIMEOUT_S)
         return tuple(entry for entry in intact if entry.key.startswith((TENANTS, RECORD))), revision
 
-    def _change(self, registry: Registry, changes: Sequence[Entry]) -> None:
-        if changes or self._follower.awaits_return:
-            self._follower.change(changes, time.monotonic())
-        if changes or time.monotonic() >= self._confirm_at:
-            self._confirm(registry)
+    def _change(self, changes: Sequence[Entry]) -> None:
+        self._follower.change(changes, time.monotonic())
 
-    def _confirm(self, registry: Registry) -> None:
+    def _confirm(self, registry: Registry, *, has_changed: bool) -> None:
         """Ask the registry for the revision of its policy: a watch of a registry that is cut off reports nothing."""
+        if self._follower.awaits_return:
+            self._follower.change((), time.monotonic())
+        if not has_changed and time.monotonic() < self._confirm_at:
+            return
         follower = self._follower
         try:
             entry = registry.get(FLEET, timeout=CALL_TIMEOUT_S)

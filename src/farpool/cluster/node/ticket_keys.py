@@ -50,6 +50,7 @@ class TicketKeys(Following[_KeysCopy]):
         super().__init__(registry, (PUBLIC,), copy, "the keys of managers stay as they were", kept=kept, log=log)
         self._keys: Mapping[bytes, bytes] = {}
         self._written: Mapping[bytes, bytes] = {}
+        self._is_old = False  # the registry has reported a change, and the keys were not read since then
 
     def keys(self) -> Mapping[bytes, bytes]:
         """Return the public keys by id; empty before the first answer of the registry, if none are in the folder."""
@@ -67,10 +68,14 @@ class TicketKeys(Following[_KeysCopy]):
         if keys != self._keys:
             self._keys = keys
             self._log("ticket keys", keys=" ".join(sorted(key.hex() for key in keys)))
+        self._is_old = False
         return snapshot.revision
 
-    def _change(self, registry: Registry, changes: Sequence[Entry]) -> None:
-        if changes:  # all keys are read again, because they are few and seldom change
+    def _change(self, changes: Sequence[Entry]) -> None:
+        self._is_old = True
+
+    def _confirm(self, registry: Registry, *, has_changed: bool) -> None:
+        if self._is_old:  # all keys are read again, because they are few and seldom change
             self._told.clear()
             self._read(registry)
 
