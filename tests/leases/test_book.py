@@ -20,6 +20,7 @@ from farpool.cluster.leases.records import (
     LeaseRequest,
     account_key,
     check_request,
+    lease_id,
     lease_key,
 )
 from farpool.cluster.leases.requests import (
@@ -179,6 +180,29 @@ def test_a_request_gets_its_new_lease_only_after_the_end_of_the_old_one_is_writt
     ended, again = pool.ask(manager, End(lease.lease), Grant(terms(4 * G)))
     assert isinstance(ended, Done)
     assert granted(again).record.epoch >= ended.orders[0].epoch
+
+
+def test_a_lease_that_is_made_and_ended_in_one_transaction_begins_again_above_its_orders() -> None:
+    pool, manager = pool_of(9 * G)
+    number = lease_id(1, f"r{4 * G}")
+    _, ended, again = pool.ask(manager, Grant(terms(4 * G)), End(number), Grant(terms(4 * G)))
+    assert isinstance(ended, Done)
+    assert granted(again).record.epoch >= ended.orders[0].epoch
+
+
+def test_an_order_is_above_each_epoch_that_a_holder_was_told_with_its_extent() -> None:
+    pool, manager = pool_of(9 * G)
+    lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+    pool.ask(manager, Resize(lease.lease, 1, lease.record.epoch, 6 * G))
+    # One program releases a part, renews the lease and ends it at once. A node refuses an order if a ticket of its epoch
+    # names the extent.
+    released, renewed, ended = pool.ask(
+        manager, Release(lease.lease, 1, lease.record.epoch, ((A, 1),)), Renew(lease.lease, 1), End(lease.lease, 1)
+    )
+    assert isinstance(ended, Done)
+    for told in (granted(released), granted(renewed)):
+        assert [one.number for one in told.record.extents] == [order.extent for order in ended.orders]
+        assert all(order.epoch > told.record.epoch for order in ended.orders)
 
 
 def test_a_renewal_moves_the_expiry_and_never_back() -> None:

@@ -76,6 +76,7 @@ class Truth:
         self.records: dict[str, MemberRecord] = {}
         self.highest: dict[str, int] = {}
         self.epochs: dict[str, int] = {}
+        self.ended: dict[tuple[str, int], int] = {}  # epochs of the orders to end extents
         self.grants = 0
         self.has_changed_members = False
 
@@ -94,6 +95,7 @@ class Truth:
                 else:
                     order = self.orders[one.key] = decode(one.key, value, OrderRecord)
                     assert order.epoch >= self.epochs[order.lease]
+                    self.ended[order.member, order.extent] = order.epoch
                     assert order.epoch <= revision
                     self.epochs[order.lease] = max(order.epoch, self.epochs[order.lease])
             elif one.key.startswith(MEMBER):
@@ -414,6 +416,9 @@ class World:
                 self.unanswered.remove(request.request)
         if isinstance(outcome, Granted):
             self.known[outcome.lease] = outcome.record
+            for one in outcome.record.extents:
+                ended = self.truth.ended.get((one.member, one.number))
+                assert ended is None or ended > outcome.record.epoch, "a node refuses the order, because of a ticket"
 
     def check_offers(self, manager: Manager, request: Request, refused: Refused) -> None:
         """Ask for each offer at once, if the manager was not out of date."""

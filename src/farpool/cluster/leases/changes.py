@@ -398,7 +398,7 @@ def _first_epoch(draft: Draft) -> int:
 
 
 def _next_epoch(draft: Draft, lease: str) -> int:
-    """Return the epoch of a lease from which memory is taken: the same one, however often in this transaction."""
+    """Return the epoch of a lease from which memory is taken."""
     stored = draft.view.leases.get(lease)
     # The revisions of a registry that was restored from a backup begin again with low numbers.
     return max(_first_epoch(draft), stored[1].epoch if stored else 0) + 1
@@ -407,6 +407,11 @@ def _next_epoch(draft: Draft, lease: str) -> int:
 def _order(
     draft: Draft, lease: str, record: LeaseRecord, extents: Iterable[Extent], reason: str
 ) -> tuple[OrderRecord, ...]:
+    epoch = _next_epoch(draft, lease)
+    if record.epoch >= epoch:
+        # An earlier request of this transaction has raised the epoch, and its answer names the extents. If tickets of this
+        # epoch named them, too, no node would carry the orders out.
+        raise NextTransaction
     orders = tuple(
         OrderRecord(
             member=one.member,
@@ -415,7 +420,7 @@ def _order(
             bytes=one.bytes,
             tenant=record.terms.tenant,
             medium=record.terms.medium,
-            epoch=_next_epoch(draft, lease),
+            epoch=epoch,
             reason=reason,
             issued=draft.moment.now,
         )

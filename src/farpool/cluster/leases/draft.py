@@ -104,8 +104,8 @@ class Draft:
         self._used.add(key)
 
     def has_deleted(self, key: str) -> bool:
-        """Return True if an earlier request deletes an entry that is in the registry."""
-        return self.view.revision_of(key) > 0 and self._below is not None and key in self._below._records
+        """Return True if an earlier request of the transaction deletes an entry, or had made it and deletes it again."""
+        return self._below is not None and key in self._below._records and self._below._records[key] is None
 
     def use(self, key: str) -> None:
         """Make the transaction depend on a key's entry."""
