@@ -194,7 +194,7 @@ def test_an_order_is_above_each_epoch_that_a_holder_was_told_with_its_extent() -
     pool, manager = pool_of(9 * G)
     lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
     pool.ask(manager, Resize(lease.lease, 1, lease.record.epoch, 6 * G))
-    # One program releases a part, renews the lease and ends it at once. A node refuses an order if a ticket of its epoch
+    # A program releases a part, renews the lease and ends it at once. A node refuses an order if a ticket of its epoch
     # names the extent.
     released, renewed, ended = pool.ask(
         manager, Release(lease.lease, 1, lease.record.epoch, ((A, 1),)), Renew(lease.lease, 1), End(lease.lease, 1)
@@ -203,6 +203,35 @@ def test_an_order_is_above_each_epoch_that_a_holder_was_told_with_its_extent() -
     for told in (granted(released), granted(renewed)):
         assert [one.number for one in told.record.extents] == [order.extent for order in ended.orders]
         assert all(order.epoch > told.record.epoch for order in ended.orders)
+
+
+def test_epochs_in_a_registry_that_was_restored_or_wiped_are_above_those_that_nodes_know() -> None:
+    pool, manager = pool_of(20 * G)
+    lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+    grown = granted(pool.ask(manager, Resize(lease.lease, 1, lease.record.epoch, 6 * G))[0])
+    backup = list(pool.registry.entries.values())
+    for _ in range(50):
+        pool.sleep(0.001)
+        pool.ask(manager, Renew(lease.lease))
+    shrunk = granted(pool.ask(manager, Resize(lease.lease, 1, grown.record.epoch, 2 * G))[0])
+    assert shrunk.record.epoch > grown.record.epoch
+    pool.sleep(1.0)
+    for entries in (backup, [one for one in backup if one.key.startswith("members/")]):
+        pool.registry = MemoryRegistry()
+        pool.registry.commit([], [Put(one.key, one.value) for one in entries])
+        manager = pool.manager()
+        # The nodes still have the extents, and know the later epoch.
+        again = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+        (ended,) = pool.ask(manager, End(again.lease))
+        assert isinstance(ended, Done)
+        assert all(order.epoch > shrunk.record.epoch for order in ended.orders)
+        for order in ended.orders:
+            pool.ask(manager, Confirm(order.member, order.lease, order.extent))
+        # Another manager, which has just begun and whose clock is behind, has not seen the order.
+        pool.now -= 3600.0
+        begun = granted(pool.ask(pool.manager(), Grant(terms(2 * G)))[0])
+        assert begun.record.epoch >= max(order.epoch for order in ended.orders)
+        pool.now += 3600.0
 
 
 def test_a_renewal_moves_the_expiry_and_never_back() -> None:

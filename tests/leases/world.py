@@ -88,7 +88,7 @@ class Truth:
             value = None if isinstance(one, Delete) else bytes(one.value)
             if one.key.startswith(LEASE):
                 record = None if value is None else decode(one.key, value, LeaseRecord)
-                self.check_lease(one.key.removeprefix(LEASE), record, revision)
+                self.check_lease(one.key.removeprefix(LEASE), record)
             elif one.key.startswith(ORDERS):
                 if value is None:
                     del self.orders[one.key]
@@ -96,7 +96,6 @@ class Truth:
                     order = self.orders[one.key] = decode(one.key, value, OrderRecord)
                     assert order.epoch >= self.epochs[order.lease]
                     self.ended[order.member, order.extent] = order.epoch
-                    assert order.epoch <= revision
                     self.epochs[order.lease] = max(order.epoch, self.epochs[order.lease])
             elif one.key.startswith(MEMBER):
                 member = one.key.removeprefix(MEMBER)
@@ -131,12 +130,11 @@ class Truth:
             if free_before >= reserved_before and not self.has_changed_members:
                 assert self.free() >= self.reserved(), "memory that is guaranteed to a tenant was lent to another one"
 
-    def check_lease(self, lease: str, record: LeaseRecord | None, revision: int) -> None:
+    def check_lease(self, lease: str, record: LeaseRecord | None) -> None:
         before = self.leases.pop(lease, None)
         if record is None:
             return
         self.leases[lease] = record
-        assert record.epoch <= revision
         assert record.epoch >= self.epochs.get(lease, 0)
         if before is None:
             assert record.epoch >= self.epochs.get(lease, 0)

@@ -219,7 +219,7 @@ def _lend(draft: Draft, terms: LeaseRequest, wanted: Sequence[tuple[str, int, in
         account = draft.get(account_key(member), MemberAccount) or MemberAccount()
         lent = dict(account.lent.get(medium, {}))
         lent[tenant] = lent.get(tenant, 0) + size
-        changed = MemberAccount(lent=account.lent | {medium: lent}, next=account.next + 1)
+        changed = msgspec.structs.replace(account, lent=account.lent | {medium: lent}, next=account.next + 1)
         draft.put(account_key(member), changed)
         draft.use(RECORD + member)  # so a member that begins to drain at the same moment gets no extent
         draft.take(medium, member, size)
@@ -385,32 +385,31 @@ def _end_extents(
     _order(draft, lease, record, ended, reason)
     size = sum({one.part: one.bytes for one in kept}.values())
     terms = msgspec.structs.replace(record.terms, bytes=size)
-    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft, lease))
+    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft))
 
 
 def _first_epoch(draft: Draft) -> int:
     """Return the epoch of a new lease.
 
-    No epoch is above the revision of the transaction that wrote it. So this one is above those of an earlier lease of
-    the same request, because the view has seen the end of that lease.
+    It is not below the epochs of an earlier lease of the same request, because the view has seen the orders of that
+    lease, or the accounts of their members since. The time is a part of it for a registry that was restored from a
+    backup or begins empty: nodes know the epochs that were given since the backup, and refuse lower ones.
     """
-    return max(1, draft.view.revision)
+    return max(1, draft.view.epoch, int(draft.moment.now * 1000))
 
 
-def _next_epoch(draft: Draft, lease: str) -> int:
+def _next_epoch(draft: Draft) -> int:
     """Return the epoch of a lease from which memory is taken."""
-    stored = draft.view.leases.get(lease)
-    # The revisions of a registry that was restored from a backup begin again with low numbers.
-    return max(_first_epoch(draft), stored[1].epoch if stored else 0) + 1
+    return _first_epoch(draft) + 1
 
 
 def _order(
     draft: Draft, lease: str, record: LeaseRecord, extents: Iterable[Extent], reason: str
 ) -> tuple[OrderRecord, ...]:
-    epoch = _next_epoch(draft, lease)
+    epoch = _next_epoch(draft)
     if record.epoch >= epoch:
-        # An earlier request of this transaction has raised the epoch, and its answer names the extents. If tickets of this
-        # epoch named them, too, no node would carry the orders out.
+        # An earlier request of this transaction has raised the epoch, and its answer names the extents. If tickets of
+        # this epoch named them, too, no node would carry the orders out.
         raise NextTransaction
     orders = tuple(
         OrderRecord(
@@ -444,7 +443,9 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     lent[order.tenant] = left
     if not left:
         del lent[order.tenant]
-    draft.put(account_key(order.member), MemberAccount(lent=account.lent | {order.medium: lent}, next=account.next))
+    epoch = max(account.epoch, order.epoch)
+    changed = msgspec.structs.replace(account, lent=account.lent | {order.medium: lent}, epoch=epoch)
+    draft.put(account_key(order.member), changed)
     draft.put(tenant_key(order.tenant), TenantAccount(lent=tenant.lent | {order.medium: used}))
     draft.take(order.medium, order.member, -order.bytes)
     draft.delete(key)

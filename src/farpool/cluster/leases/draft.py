@@ -104,7 +104,7 @@ class Draft:
         self._used.add(key)
 
     def has_deleted(self, key: str) -> bool:
-        """Return True if an earlier request of the transaction deletes an entry, or had made it and deletes it again."""
+        """Return True if an earlier request of the transaction deletes an entry."""
         return self._below is not None and key in self._below._records and self._below._records[key] is None
 
     def use(self, key: str) -> None:

@@ -194,12 +194,15 @@ class MemberAccount(msgspec.Struct, frozen=True, kw_only=True):
         Bytes by medium and tenant.
     next : int
         Number of the member's next extent.
+    epoch : int
+        The highest epoch of the orders that its node has confirmed: no new lease begins below it.
     format : int
         Version of the record's format.
     """
 
     lent: dict[str, dict[int, _Bytes]] = {}
     next: int = 1
+    epoch: int = 0
     format: int = _FORMAT
 
 

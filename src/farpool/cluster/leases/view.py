@@ -57,12 +57,14 @@ class View:
     ----------
     revision : int
         The highest revision of a change that the view has seen.
+    epoch : int
+        The highest epoch that the view has seen.
     leases : dict of str to tuple of int and LeaseRecord
         Revision and record of each lease that can be read.
     """
 
     def __init__(self) -> None:
-        self.revision = 0
+        self.revision = self.epoch = 0
         self.leases: dict[str, tuple[int, LeaseRecord]] = {}
         # Every other entry, and leases that cannot be read (their record is an error).
         self._others: dict[str, tuple[int, msgspec.Struct | RegistryDamagedError]] = {}
@@ -104,6 +106,8 @@ class View:
         if revision < max(self.revision_of(key), self._deleted.get(key, 0)):
             return
         self.revision = max(self.revision, revision)
+        if isinstance(record, LeaseRecord | OrderRecord | MemberAccount):
+            self.epoch = max(self.epoch, record.epoch)
         if key.startswith(LEASE):
             self._apply_lease(key, revision, record, tick)
             return
