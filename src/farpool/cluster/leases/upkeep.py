@@ -9,10 +9,10 @@ from farpool.cluster.leases.records import Extent, LeaseRecord
 from farpool.cluster.leases.requests import Expire, Mark, Request, Take, TenantLimits
 from farpool.cluster.leases.view import View
 
-__all__ = ["reclaim", "upkeep"]
+__all__ = ["REQUESTS_MAX", "reclaim", "upkeep"]
 
-_REQUESTS_MAX = 90
-"""Most requests at once, about one transaction. The next ones follow a second later."""
+REQUESTS_MAX = 90
+"""Most requests at once, about two transactions. The next ones follow soon, after requests of programs."""
 
 
 def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLimits] | None) -> list[Request]:
@@ -34,12 +34,12 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
     requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S)]
     for lease, extents in view.overdue(now, tick, CLOCK_TOLERANCE_S).items():
         requests.append(Take(lease, extents=tuple(extents)))
-    if len(requests) < _REQUESTS_MAX:
+    if len(requests) < REQUESTS_MAX:
         for member, medium, size in _shortages(view):
             requests += reclaim(view, member, medium, size)
-    if len(requests) < _REQUESTS_MAX and policies:
+    if len(requests) < REQUESTS_MAX and policies:
         requests += _debts(view, policies)
-    return requests[:_REQUESTS_MAX]
+    return requests[:REQUESTS_MAX]
 
 
 def reclaim(view: View, member: str, medium: str, size: int) -> list[Mark]:
