@@ -374,6 +374,11 @@ def test_a_damaged_entry_fails_only_the_requests_that_need_it() -> None:
         ({"holder": ""}, "holder"),
         ({"redundancy": "copies:0"}, "copies:0"),
         ({"redundancy": "copies:x"}, "copies:x"),
+        ({"redundancy": "3"}, "redundancy is '3'"),
+        ({"tenant": 1 << 32}, "tenant is"),
+        ({"holder": "x" * 65}, "holder has 65"),
+        ({"spread": ("\ud800",)}, "UTF-8"),
+        ({"request": "\udfff"}, "UTF-8"),
         ({"spread": ("",)}, "spread"),
         ({"ttl": float("nan")}, "ttl is nan"),
         ({"ttl": 0.1}, "ttl is 0.1"),
@@ -387,6 +392,37 @@ def test_terms_that_no_pool_could_keep_are_an_error(fields: dict[str, object], t
     check_request(good)
     with pytest.raises(ConfigError, match=text):
         check_request(msgspec.structs.replace(good, **fields))
+
+
+def test_a_request_that_no_registry_takes_fails_alone() -> None:
+    pool, manager = pool_of(20 * G)
+    first, second, third = (granted(pool.ask(manager, Grant(terms(size * G)))[0]) for size in (1, 2, 3))
+    requests: list[Request] = [
+        Grant(terms(G, request="\ud800")),
+        Renew("\ud800"),
+        Renew("x\0y"),
+        End(first.lease, reason="\ud800"),
+        Renew(second.lease),
+        End(third.lease, reason="x" * (1 << 20)),
+    ]
+    outcomes: list[Outcome | Exception] = []
+    while len(outcomes) < len(requests):
+        outcomes += manager.settle(requests[len(outcomes) :])
+    assert [type(one) for one in outcomes] == [UnicodeEncodeError, Refused, Refused, UnicodeEncodeError, Granted, Done]
+    (order,) = manager.book.view.orders(A)
+    assert len(order.reason) == 256  # as much as a signed order may have
+    commit = pool.registry.commit
+
+    def picky_commit(conditions: Sequence[Condition], operations: Sequence[Operation], **settings: float) -> Commit:
+        if any(one.key == lease_key(first.lease) for one in operations):
+            raise ConfigError("the value is too long")
+        return commit(conditions, operations)
+
+    pool.registry.commit = picky_commit  # type: ignore[method-assign, assignment]
+    outcomes = []
+    while len(outcomes) < 3:
+        outcomes += manager.settle([Renew(second.lease), Renew(first.lease), Renew(second.lease)][len(outcomes) :])
+    assert [type(one) for one in outcomes] == [Granted, ConfigError, Granted]
 
 
 # Several managers

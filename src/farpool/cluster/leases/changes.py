@@ -12,6 +12,7 @@ from farpool.cluster.leases.records import (
     BURST,
     EXTENTS_MAX,
     GRAIN_BYTES,
+    TEXT_MAX,
     Burst,
     Extent,
     LeaseRecord,
@@ -20,6 +21,7 @@ from farpool.cluster.leases.records import (
     OrderRecord,
     TenantAccount,
     account_key,
+    is_lease_id,
     lease_id,
     lease_key,
     order_key,
@@ -69,13 +71,14 @@ def decide(request: Request, draft: Draft) -> Outcome:
         return _grant(request.request, draft)
     if isinstance(request, Confirm):
         return _confirm(request, draft)
-    record = draft.get(lease_key(request.lease), LeaseRecord)
+    # Other texts may be no keys of a registry.
+    record = draft.get(lease_key(request.lease), LeaseRecord) if is_lease_id(request.lease) else None
     if record is not None and request.tenant not in (None, record.terms.tenant):
         record = None
     elif record is None and isinstance(request, End | Expire | Mark | Take):
         return Done()
     if record is None:
-        text = f"there is no lease {request.lease} of this tenant: it has ended; ask for a new one"
+        text = f"there is no lease {request.lease[:TEXT_MAX]!r} of this tenant: it has ended; ask for a new one"
         return Refused(Reason.UNKNOWN, text)
     match request:
         case Renew():
@@ -420,7 +423,7 @@ def _order(
             tenant=record.terms.tenant,
             medium=record.terms.medium,
             epoch=epoch,
-            reason=reason,
+            reason=reason[:TEXT_MAX],
             issued=draft.moment.now,
         )
         for one in extents
