@@ -244,6 +244,21 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
         assert claimed(control, pool.ticket()) == lease
 
 
+def test_an_administrator_of_a_tenant_sees_and_ends_only_what_its_tenant_holds(pool: Pool) -> None:
+    with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session) as data:
+        lease = claimed(control, pool.ticket())
+        own = int(control.lend(4096).result["lease"])
+        with pool.client("stranger", "control") as admin:
+            assert admin.call("holdings").result["holdings"] == []
+            for number in (lease, own):
+                assert admin.call("end_lease", lease=number, reason="mine now").status == DENIED
+        assert data.read(lease, 0, 4).done
+        assert data.read(own, 0, 4).done
+        with pool.client("neighbour", "control") as admin:
+            assert {one["lease"] for one in admin.call("holdings").result["holdings"]} == {lease, own}
+            assert admin.call("end_lease", lease=own, reason="too old").result == {"freed": 4096, "claims": 0}
+
+
 def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(tmp_path: Path) -> None:
     events: list[str] = []
 

@@ -312,7 +312,7 @@ def _of_pool_leases(
         case CarryOut():
             return claims.order(call.order, client)
         case Holdings():
-            return _holdings(call, server)
+            return _holdings(call, client, server)
         case EndLease():
             return _end_lease(call, client, server, exposures)
 
@@ -354,9 +354,15 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
     return msgspec.structs.asdict(exposed)
 
 
-def _holdings(call: Holdings, server: NodeServer) -> dict[str, Any]:
-    """Return a page of all leases and extents. Entries with the same number are on the same page."""
-    found = sorted((one for one in server.holdings() if one["lease"] > call.after), key=itemgetter("lease"))
+def _holdings_of(client: Accepted, server: NodeServer) -> list[dict[str, Any]]:
+    """Return the leases and extents that an administrator may see: those of its tenant, or all for an operator."""
+    is_operator = client.tenant == _OPERATORS_TENANT
+    return [one for one in server.holdings() if is_operator or one["tenant"] == client.tenant]
+
+
+def _holdings(call: Holdings, client: Accepted, server: NodeServer) -> dict[str, Any]:
+    """Return a page of leases and extents. Entries with the same number are on the same page."""
+    found = sorted((one for one in _holdings_of(client, server) if one["lease"] > call.after), key=itemgetter("lease"))
     page = found[: call.limit]
     while len(page) < len(found) and found[len(page)]["lease"] == page[-1]["lease"]:
         page.append(found[len(page)])
@@ -368,7 +374,10 @@ def _holdings(call: Holdings, server: NodeServer) -> dict[str, Any]:
 
 
 def _end_lease(call: EndLease, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
-    path = next((one["path"] for one in server.holdings() if one["lease"] == call.lease), "")
+    found = next((one for one in server.holdings() if one["lease"] == call.lease), None)
+    if found is not None and client.tenant not in (_OPERATORS_TENANT, found["tenant"]):
+        raise AccessDeniedError(f"the access key {client.key!r} may end only leases of its tenant {client.tenant}")
+    path = found["path"] if found is not None else ""
     freed, claims = server.end_holding(call.lease, f"{client.key or 'own user'}: {call.reason}")
     if exposures is not None and freed:
         exposures.withdraw(path)
