@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -64,6 +64,9 @@ signs with a key whose record is about to go."""
 _FORMAT = 1
 _KEY_BYTES = 32
 _ATTEMPTS = 8
+_KEYS_MAX = 64
+"""Keys from which on none is made only because none signs now. A manager whose clock is far behind would make one at
+each look, because all others sign from a time to come."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +132,9 @@ class RotationPlan:
     remove: tuple[str, ...]
 
 
-def rotation(keys: Mapping[str, KeyRecord], settings: Rotation, now: float) -> RotationPlan:
+def rotation(
+    keys: Mapping[str, KeyRecord], settings: Rotation, now: float, private: Container[str] | None = None
+) -> RotationPlan:
     """Decide which keys to make, to forget and to remove at a time.
 
     Parameters
@@ -140,12 +145,17 @@ def rotation(keys: Mapping[str, KeyRecord], settings: Rotation, now: float) -> R
         The settings.
     now : float
         The time, in seconds since 1970.
+    private : container of str, optional
+        Keys whose private halves are there; None if all are.
     """
     order = sorted(keys, key=lambda key: (keys[key].signs_from, key))
     begun = [key for key in order if keys[key].signs_from <= now]
     make = None
-    if not order:
-        make = now  # no ticket has been signed yet, so no node can miss the key
+    cannot_sign = not begun or (private is not None and begun[-1] not in private)
+    if cannot_sign and len(order) < _KEYS_MAX:
+        # Nobody can sign. No ticket has been signed yet, or a manager whose clock was far ahead has made the next key for
+        # a time to come, and has forgotten the present one.
+        make = now
     elif now + settings.published_before >= keys[order[-1]].signs_from + settings.period:
         make = now + settings.published_before
     forget, remove = [], []
@@ -246,7 +256,8 @@ class KeySet:
             records = {
                 key.removeprefix(PUBLIC): _decoded(entry) for key, entry in entries.items() if key.startswith(PUBLIC)
             }
-            plan = rotation(records, self._settings, now)
+            private = {key.removeprefix(PRIVATE) for key in entries if key.startswith(PRIVATE)}
+            plan = rotation(records, self._settings, now, private)
             made = None if plan.make is None else SigningKey(os.urandom(_KEY_BYTES))
             if not self._commit(entries, plan, made):
                 continue  # another manager was faster
