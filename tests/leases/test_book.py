@@ -262,6 +262,30 @@ def test_an_expired_lease_lives_until_a_manager_has_seen_it_expire_by_both_clock
     assert "expired" in order.reason
 
 
+def test_a_manager_whose_clock_was_far_ahead_keeps_no_memory_for_ever() -> None:
+    pool, manager = pool_of(G)
+    pool.now += 1e9
+    lease = granted(pool.ask(pool.manager(), Grant(terms(G, ttl=100.0)))[0])
+    pool.lend(B, 4 * G)
+    other = granted(pool.ask(pool.manager(), Grant(terms(2 * G, ttl=1000.0, reclaim_ms=1000)))[0])
+    pool.lend(B, 4 * G, draining=True)
+    pool.upkeep(pool.manager())
+    pool.now -= 1e9
+    for _ in range(10):
+        manager.follow()
+        pool.sleep(CLOCK_TOLERANCE_S)
+        granted(pool.ask(manager, Renew(lease.lease))[0])
+    pool.upkeep(manager)
+    # Its holder did not release the extent in time.
+    refused(pool.ask(manager, Renew(other.lease))[0], Reason.UNKNOWN)
+    granted(pool.ask(manager, Renew(lease.lease))[0])
+    pool.sleep(100.0)
+    assert pool.upkeep(manager) == 0
+    pool.sleep(CLOCK_TOLERANCE_S + 1)
+    assert pool.upkeep(manager) == 1
+    refused(pool.ask(manager, Renew(lease.lease))[0], Reason.UNKNOWN)
+
+
 def test_a_lease_grows_and_shrinks_while_it_is_in_use() -> None:
     pool, manager = pool_of(4 * G, 4 * G)
     lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])

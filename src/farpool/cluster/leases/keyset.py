@@ -153,8 +153,8 @@ def rotation(
     make = None
     cannot_sign = not begun or (private is not None and begun[-1] not in private)
     if cannot_sign and len(order) < _KEYS_MAX:
-        # Nobody can sign. No ticket has been signed yet, or a manager whose clock was far ahead has made the next key for
-        # a time to come, and has forgotten the present one.
+        # No ticket has been signed yet. Or a manager whose clock was far ahead has made the next key for a time to come
+        # and has forgotten the present one.
         make = now
     elif now + settings.published_before >= keys[order[-1]].signs_from + settings.period:
         make = now + settings.published_before

@@ -31,7 +31,7 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
     policies : mapping of int to TenantLimits, or None
         Limits of all tenants; None if there are none.
     """
-    requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S)]
+    requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S, REQUESTS_MAX)]
     for lease, extents in view.overdue(now, tick, CLOCK_TOLERANCE_S).items():
         requests.append(Take(lease, extents=tuple(extents)))
     if len(requests) < REQUESTS_MAX:

@@ -76,6 +76,7 @@ class View:
         # manager ends no lease.
         self._seen: dict[str, float] = {}
         self._marked: dict[tuple[str, str, int], float] = {}
+        # Times of this process at which leases expire unless they are renewed. A renewal adds a later time.
         self._expiries: list[tuple[float, str]] = []
 
     # Changes
@@ -135,9 +136,9 @@ class View:
         if isinstance(record, LeaseRecord):
             self.leases[lease] = revision, record
             self._seen[lease] = tick
-            heapq.heappush(self._expiries, (record.expires, lease))
+            heapq.heappush(self._expiries, (tick + record.terms.ttl, lease))
             if len(self._expiries) > 2 * len(self.leases) + 1000:
-                self._expiries = [(one.expires, lease) for lease, (_, one) in self.leases.items()]
+                self._expiries = [(self._seen[lease] + one.terms.ttl, lease) for lease, (_, one) in self.leases.items()]
                 heapq.heapify(self._expiries)
             marked = {
                 (lease, one.member, one.number): self._marked.get((lease, one.member, one.number), tick)
@@ -253,8 +254,8 @@ class View:
             if key.startswith(TENANT) and isinstance(record, TenantAccount)
         }
 
-    def expired(self, now: float, tick: float, tolerance: float) -> list[str]:
-        """Return the leases that have expired for longer than a tolerance, by the wall clock and by the own clock.
+    def expired(self, now: float, tick: float, tolerance: float, limit: int) -> list[str]:
+        """Return leases that have expired for longer than a tolerance, by the wall clock and by the own clock.
 
         Parameters
         ----------
@@ -262,27 +263,33 @@ class View:
             Time of the wall clock, and of this process.
         tolerance : float
             Seconds by which the wall clocks of managers may differ.
+        limit : int
+            Most leases to return.
         """
-        found, kept = [], []
-        while self._expiries and self._expiries[0][0] + tolerance < now:
-            expires, lease = heapq.heappop(self._expiries)
+        found: dict[str, None] = {}
+        again: list[tuple[float, str]] = []
+        while self._expiries and self._expiries[0][0] + tolerance < tick and len(found) < limit:
+            due, lease = heapq.heappop(self._expiries)
             stored = self.leases.get(lease)
-            if stored is not None and stored[1].expires == expires:
-                kept.append((expires, lease))
-                if self._seen[lease] + stored[1].terms.ttl + tolerance < tick:
-                    found.append(lease)
-        for one in kept:
+            if stored is None or lease in found or due < self._seen[lease] + stored[1].terms.ttl:
+                continue
+            if self.has_expired(lease, now, tick, tolerance):
+                found[lease] = None
+                again.append((due, lease))
+            else:
+                again.append((tick, lease))  # the wall clock is behind: looked at again after the tolerance
+        for one in again:
             heapq.heappush(self._expiries, one)
-        return found
+        return list(found)
 
     def has_expired(self, lease: str, now: float, tick: float, tolerance: float) -> bool:
         """Return True if a lease has expired, as `expired` judges."""
         stored = self.leases.get(lease)
-        return (
-            stored is not None
-            and stored[1].expires + tolerance < now
-            and self._seen[lease] + stored[1].terms.ttl + tolerance < tick
-        )
+        if stored is None:
+            return False
+        _, record = stored
+        ttl = record.terms.ttl
+        return self._seen[lease] + ttl + tolerance < tick and _is_past(record.expires, ttl, now, tolerance)
 
     def overdue(self, now: float, tick: float, tolerance: float) -> dict[str, list[tuple[str, int]]]:
         """Return the extents, by lease, that their holders have not released in time for lenders that want them."""
@@ -290,7 +297,8 @@ class View:
         for (lease, member, number), since in self._marked.items():
             record = self.leases[lease][1]
             by = next(one.reclaim_by for one in record.extents if (one.member, one.number) == (member, number))
-            if by + tolerance < now and since + record.terms.reclaim_ms / 1000 + tolerance < tick:
+            seconds = record.terms.reclaim_ms / 1000
+            if since + seconds + tolerance < tick and _is_past(by, seconds, now, tolerance):
                 found.setdefault(lease, []).append((member, number))
         return found
 
@@ -298,6 +306,14 @@ class View:
         """Return the revision of each entry by its key."""
         leases = {LEASE + lease: revision for lease, (revision, _) in self.leases.items()}
         return leases | {key: revision for key, (revision, _) in self._others.items()}
+
+
+def _is_past(end: float, seconds: float, now: float, tolerance: float) -> bool:
+    """Return True if an end is past by the wall clock, or so far ahead that a wrong clock must have set it.
+
+    Such an end would keep memory for as long as the clock was wrong. The own clock alone decides then.
+    """
+    return end + tolerance < now or end > now + seconds + tolerance
 
 
 def _read(entry: Entry, kind: type[msgspec.Struct]) -> msgspec.Struct:
