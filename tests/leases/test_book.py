@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from farpool.abc.registry import Commit, Condition, Operation, Put
+from farpool.cluster.leases import changes, offers
 from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
 from farpool.cluster.leases.engine import Clock, Engine
-from farpool.cluster.leases.offers import Lender, in_order
+from farpool.cluster.leases.offers import Lender, in_order, place
 from farpool.cluster.leases.records import (
     EXTENTS_MAX,
     GRAIN_BYTES,
@@ -388,6 +389,27 @@ def test_a_damaged_entry_fails_only_the_requests_that_need_it() -> None:
     # A member whose account cannot be read lends nothing more.
     pool.registry.commit([], [Put(account_key(A), b"?"), Put(account_key(B), b'{"lent":{},"next":1,"format":2}')])
     refused(pool.ask(manager, Grant(terms(G, request="more")))[0], Reason.MEMORY)
+
+
+def test_requests_that_cannot_be_kept_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    for number in range(100):
+        pool.lend(f"{number + 1:032x}", (100 + number) * G)
+    manager = pool.manager()
+    tries = 0
+
+    def counted(*arguments: object) -> object:
+        nonlocal tries
+        tries += 1
+        return place(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(offers, "place", counted)
+    monkeypatch.setattr(changes, "place", counted)
+    requests = [Grant(terms(1 << 50, request=f"r{number}", redundancy="copies:3")) for number in range(40)]
+    outcomes = [refused(one, Reason.MEMORY) for one in pool.ask(manager, *requests, Grant(terms(G)))[:-1]]
+    assert tries < 200
+    (most, *_) = outcomes[0].offers
+    granted(pool.ask(manager, Grant(most))[0])
 
 
 @pytest.mark.parametrize(

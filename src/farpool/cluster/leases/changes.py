@@ -126,7 +126,7 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
         return Refused(Reason.LEASES, f"there are {LEASES_MAX} leases already; end some of them first")
     extents = _add(draft, terms, (), terms.bytes)
     if isinstance(extents, Refused):
-        return _with_offers(extents, _offers(draft, terms)) if offers else extents
+        return _with_offers(extents, _offers(draft, terms)) if offers and draft.may_offer() else extents
     moment = draft.moment
     expires = moment.now + terms.ttl
     granted = LeaseRecord(terms=terms, extents=extents, epoch=_first_epoch(draft), expires=expires, granted=moment.now)

@@ -37,6 +37,8 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
     if len(requests) < REQUESTS_MAX:
         for member, medium, size in _shortages(view):
             requests += reclaim(view, member, medium, size)
+            if len(requests) >= REQUESTS_MAX:
+                break
     if len(requests) < REQUESTS_MAX and policies:
         requests += _debts(view, policies)
     return requests[:REQUESTS_MAX]
