@@ -116,7 +116,7 @@ void Extents::adopt_fence(const std::string& name, Clock::time_point now) {
     const Tenure found{numbers[0], numbers[1] != 0};
     Known& of_lease = known(*lease, now);
     // A node that was killed while it wrote a fence has left the earlier one, too.
-    if (of_lease.fence.epoch != 0) {
+    if (of_lease.fence.epoch != 0 && of_lease.fence != found) {
         remove_file(fence_path(*lease, std::min(of_lease.fence, found)));
     }
     of_lease.fence = std::max(of_lease.fence, found);
@@ -150,6 +150,12 @@ void Extents::adopt_extent(const std::string& name, Clock::time_point now, std::
         }
     } catch (const std::runtime_error& error) {  // damaged
         notes.emplace_back(std::string("removed ") + error.what());
+        // A program may have written this, and only the node gives names. So the epoch in the name still counts.
+        Known& of_lease = known(*lease, now);
+        *of_lease.tenure = std::max(*of_lease.tenure, Tenure{terms.epoch, false});
+        if (of_lease.fence < *of_lease.tenure) {
+            write_fence(*lease, of_lease, *of_lease.tenure);
+        }
         remove_file(path);
     }
 }

@@ -422,6 +422,45 @@ TEST("files of a claim that was not finished, and damaged ones, are removed") {
     CHECK_EQUAL(node.server.stats().lent, std::uint64_t{0});
 }
 
+TEST("a program that damages its extent does not take the epoch back") {
+    const Folder folder;
+    {
+        Node node(folder);
+        node.claimed(1);
+        const std::uint64_t number = node.server.claim(session, tenant, ticket(5)).at(0).lease;
+        const farpool::File file(node.server.lease_file(session, number));
+        CHECK(pwrite(file.fd(), std::string(64, 'x').data(), 64, 0) == 64);
+    }
+    for (int starts = 0; starts < 3; ++starts) {
+        Node node(folder);
+        CHECK_EQUAL(files(folder, "extent-"), std::size_t{0});
+        CHECK_EQUAL(files(folder, "fence-"), std::size_t{1});
+        CHECK_THROWS(Lapsed, node.claimed(4));
+    }
+    Node node(folder);
+    CHECK(node.server.claim(session, tenant, ticket(5)).at(0).made);
+}
+
+TEST("a session that lives for long gathers no claims of ended extents") {
+    const Folder folder;
+    Parts parts(folder);
+    const auto claims = [&] {
+        std::size_t count = 0;
+        parts.sessions.each_claim([&](std::uint64_t, const farpool::Claim&) { ++count; });
+        return count;
+    };
+    for (std::uint64_t epoch = 1; epoch < 100; epoch += 2) {
+        auto draft = parts.begun(1, epoch);
+        draft.ticket.lease.low = epoch;
+        parts.make(draft);
+        parts.claiming.finish(draft, Clock::time_point{});
+        CHECK(claims() <= 1);
+        parts.claiming.carry_out({draft.ticket.lease, epoch + 1, Action::end, {}}, Clock::time_point{});
+    }
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{0});
+    parts.lending.finish();
+}
+
 TEST("an epoch without extents is forgotten only when no ticket of an earlier one can be valid") {
     const Folder folder;
     Extents extents(folder.path(), false);
