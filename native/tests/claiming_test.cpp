@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 #include "core/crc32c.hpp"
@@ -66,21 +68,28 @@ public:
     void send(const std::string& bytes) {
         CHECK(::send(socket_.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
     }
+    // Receives what is there, at most 16 KiB; false once the node has closed the connection.
+    bool receive() {
+        std::byte some[16384];
+        const ssize_t got = ::recv(socket_.fd(), some, sizeof some, MSG_DONTWAIT);
+        CHECK(got >= 0 || errno == EAGAIN);
+        answer.append(reinterpret_cast<const char*>(some), got > 0 ? static_cast<std::size_t>(got) : 0);
+        return got != 0;
+    }
     // The status of the next reply; its payload, if it has one, is kept.
     Status status() {
-        std::string answer;
         FrameHeader header{};
-        const auto whole = [&] { return sizeof header + header.meta_nbytes + header.payload_nbytes; };
+        const auto whole = [&] {
+            std::memcpy(static_cast<void*>(&header), answer.data(), std::min(sizeof header, answer.size()));
+            return sizeof header + header.meta_nbytes + header.payload_nbytes;
+        };
         for (int steps = 0; answer.size() < sizeof header || answer.size() < whole(); ++steps) {
             CHECK(steps < 100'000);
             server_.step(0);
-            std::byte some[4096];
-            const ssize_t got = ::recv(socket_.fd(), some, sizeof some, MSG_DONTWAIT);
-            CHECK(got > 0 || (got < 0 && errno == EAGAIN));
-            answer.append(reinterpret_cast<const char*>(some), got > 0 ? static_cast<std::size_t>(got) : 0);
-            std::memcpy(static_cast<void*>(&header), answer.data(), std::min(sizeof header, answer.size()));
+            CHECK(receive());
         }
-        payload = answer.substr(sizeof header + header.meta_nbytes);
+        payload = answer.substr(sizeof header + header.meta_nbytes, header.payload_nbytes);
+        answer.erase(0, whole());
         return static_cast<Status>(header.status);
     }
     Status write(std::uint64_t number, const std::string& bytes) {
@@ -88,13 +97,16 @@ public:
         return status();
     }
     Status read(std::uint64_t number, std::uint64_t nbytes) {
+        send_read(number, nbytes);
+        return status();
+    }
+    void send_read(std::uint64_t number, std::uint64_t nbytes) {
         FrameHeader header = farpool::make_header(Op::read);
         header.lease = number;
         const std::uint64_t range[2] = {0, nbytes};
         seal(header, range, sizeof range);
         send(std::string(reinterpret_cast<const char*>(&header), sizeof header) +
              std::string(reinterpret_cast<const char*>(range), sizeof range));
-        return status();
     }
     static std::string write_head(std::uint64_t number, const std::string& bytes) {
         FrameHeader header = farpool::make_header(Op::write);
@@ -108,6 +120,7 @@ public:
     }
 
     std::string payload;
+    std::string answer;  // what was received and is not of a reply that status() has returned
 
 private:
     Server& server_;
@@ -220,6 +233,42 @@ TEST("a write that is under way when the epoch rises changes no more bytes") {
     node.claimed(2);
     CHECK(client.read(number, 8) == Status::done);
     CHECK_EQUAL(client.payload, std::string("xxxx") + std::string(4, '\0'));
+}
+
+TEST("reads that wait for earlier replies are refused when the epoch rises") {
+    const Folder folder;
+    Node node(folder);
+    const std::uint64_t number = node.server.claim(session, tenant, ticket(1, {{1, 4 * mib}})).at(0).lease;
+    Client client(node.server);
+    for (int reads = 0; reads < 3; ++reads) {  // the first reply is more than the socket takes
+        client.send_read(number, 4 * mib);
+    }
+    for (int steps = 0; steps < 20; ++steps) {
+        node.server.step(0);
+    }
+    node.server.order({lease, 2, Action::raise, {}});
+    CHECK(client.status() == Status::done);
+    CHECK_EQUAL(client.payload.size(), std::size_t{4 * mib});
+    CHECK(client.status() == Status::lapsed);
+    CHECK(client.status() == Status::lapsed);
+}
+
+TEST("a client that reads slowly does not keep the memory of an ended extent for long") {
+    const Folder folder;
+    Server server({folder.path(), 16 * mib, false, 60, 1, 0, "", 0});
+    server.expect_tenants({tenant});
+    const std::uint64_t number = server.claim(session, tenant, ticket(1, {{1, 8 * mib}})).at(0).lease;
+    Client client(server);
+    client.send_read(number, 8 * mib);
+    for (int steps = 0; steps < 20; ++steps) {
+        server.step(0);
+    }
+    server.order({lease, 2, Action::end, {}});
+    do {  // fast enough for a reply that does not keep anything
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        server.step(0);
+    } while (client.receive());
+    CHECK(client.answer.size() < 8 * mib);
 }
 
 TEST("only an order of a later epoch than the extent's ends it, and ends it once") {
