@@ -145,7 +145,7 @@ void Server::tick() {
     sessions_.tidy();
     tenants_.tidy();
     budget_.evict_above_bursts(evicted_per_tick);
-    lending_.extents().forget(Clock::now());
+    lending_.extents().forget(Clock::now(), since_1970());
 }
 
 void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <system_error>
@@ -515,11 +516,51 @@ TEST("an epoch without extents is forgotten only when no ticket of an earlier on
     Extents extents(folder.path(), false);
     const Clock::time_point begun{};
     extents.begin(lease, Tenure{2, false}, begun);
-    extents.forget(begun + std::chrono::hours(47));
+    extents.forget(begun + std::chrono::hours(47), {});
     CHECK_EQUAL(extents.tenure(lease).epoch, std::uint64_t{2});
-    extents.forget(begun + std::chrono::hours(49));
+    extents.forget(begun + std::chrono::hours(49), {});
+    CHECK(extents.forgotten_until() < begun);
     CHECK_EQUAL(extents.tenures(), std::size_t{0});
     CHECK_EQUAL(files(folder, "fence-"), std::size_t{0});
+}
+
+TEST("of too many epochs the oldest are forgotten, with a note for the next start") {
+    const Folder folder;
+    const Clock::time_point begun{};
+    const std::chrono::milliseconds wall{1'800'000'000'000};
+    Extents extents(folder.path(), false, 3);
+    for (std::uint64_t number = 0; number < 5; ++number) {
+        extents.begin({1, number}, Tenure{2, false}, begun + std::chrono::seconds(number));
+    }
+    extents.forget(begun + std::chrono::minutes(4), wall);
+    CHECK_EQUAL(extents.tenures(), std::size_t{5});  // no one may be forgotten yet
+    extents.forget(begun + std::chrono::minutes(6), wall);
+    CHECK_EQUAL(extents.tenures(), std::size_t{3});
+    CHECK_EQUAL(files(folder, "fence-"), std::size_t{3});
+    CHECK_EQUAL(extents.tenure({1, 1}).epoch, std::uint64_t{0});
+    CHECK_EQUAL(extents.tenure({1, 2}).epoch, std::uint64_t{2});
+    CHECK(extents.forgotten_until() == begun + std::chrono::seconds(61));  // 299 s before
+    CHECK_EQUAL(files(folder, "forgotten-"), std::size_t{1});
+    std::vector<std::string> notes;
+    Extents later(folder.path(), false, 3);
+    later.adopt(begun + std::chrono::hours(9), wall + std::chrono::hours(1), notes);
+    CHECK(later.forgotten_until() == begun + std::chrono::hours(9) - std::chrono::seconds(3899));
+    Extents behind(folder.path(), false, 3);
+    behind.adopt(begun, wall - std::chrono::hours(2), notes);
+    CHECK(behind.forgotten_until() == begun);
+    CHECK(notes.empty());
+}
+
+TEST("a ticket that may be of an epoch that was forgotten is refused, and a new one is not") {
+    const Folder folder;
+    std::ofstream(folder.path() + "/forgotten-" + std::to_string(farpool::since_1970().count()));
+    Node node(folder);
+    Ticket old = ticket(1);
+    old.age = 3600;
+    CHECK_THROWS(Lapsed, node.server.claim(session, tenant, old));
+    CHECK_EQUAL(node.server.stats().lent, std::uint64_t{0});
+    const std::uint64_t number = node.claimed(1);
+    CHECK_EQUAL(node.server.claim(session, tenant, old).at(0).lease, number);  // now the node knows the epoch
 }
 
 TEST("an administrator sees and ends leases and claims, and no extent") {
