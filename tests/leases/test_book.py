@@ -159,6 +159,25 @@ def test_a_tenant_has_its_guarantee_and_never_more_than_its_burst() -> None:
     granted(pool.ask(manager, Grant(terms(4 * G)))[0])
 
 
+def test_a_tenant_does_not_use_up_the_leases_of_all_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LEASES_MAX", 20)
+    pool, manager = pool_of(100 * G)
+    pool.policies = {1: TenantLimits(), 2: TenantLimits()}
+
+    def grants(tenant: int) -> int:
+        return sum(
+            isinstance(pool.ask(manager, Grant(terms(G, request=f"r{number}", tenant=tenant)))[0], Granted)
+            for number in range(20)
+        )
+
+    assert grants(1) == 10
+    assert grants(2) == 5
+    for lease in list(manager.book.view.leases)[:6]:
+        pool.ask(manager, End(lease))
+    assert refused(pool.ask(manager, Grant(terms(G, tenant=9)))[0], Reason.TENANT)
+    granted(pool.ask(manager, Grant(terms(2 * G, tenant=1)))[0])
+
+
 def test_bytes_count_as_lent_until_the_node_confirms_their_end() -> None:
     pool, manager = pool_of(4 * G)
     lease = granted(pool.ask(manager, Grant(terms(4 * G)))[0])

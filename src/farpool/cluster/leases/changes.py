@@ -122,8 +122,8 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
     policies = draft.moment.policies
     if policies is not None and terms.tenant not in policies:
         return Refused(Reason.TENANT, f"there is no tenant {terms.tenant}; an administrator must add it first")
-    if len(draft.view.leases) >= LEASES_MAX:
-        return Refused(Reason.LEASES, f"there are {LEASES_MAX} leases already; end some of them first")
+    if too_many := _too_many_leases(draft, terms.tenant):
+        return Refused(Reason.LEASES, too_many)
     extents = _add(draft, terms, (), terms.bytes)
     if isinstance(extents, Refused):
         return _with_offers(extents, _offers(draft, terms)) if offers and draft.may_offer() else extents
@@ -132,6 +132,20 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
     granted = LeaseRecord(terms=terms, extents=extents, epoch=_first_epoch(draft), expires=expires, granted=moment.now)
     draft.put(lease_key(lease), granted)
     return Granted(lease, granted)
+
+
+def _too_many_leases(draft: Draft, tenant: int) -> str:
+    """Return why a tenant may have no further lease; empty if it may.
+
+    The first half of all leases is for those who come first. Each tenant has an equal part of the second half.
+    """
+    count, policies = len(draft.view.leases), draft.moment.policies
+    if count >= LEASES_MAX:
+        return f"there are {LEASES_MAX} leases already; end some of them first"
+    has = draft.view.leases_of(tenant)
+    if policies and 2 * count >= LEASES_MAX and has >= LEASES_MAX // 2 // len(policies):
+        return f"tenant {tenant} has {has} leases, and the others are for other tenants; end some of them first"
+    return ""
 
 
 def _with_offers(refused: Refused, offers: Iterable[LeaseRequest]) -> Refused:

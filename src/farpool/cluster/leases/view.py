@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -66,6 +66,7 @@ class View:
     def __init__(self) -> None:
         self.revision = self.epoch = 0
         self.leases: dict[str, tuple[int, LeaseRecord]] = {}
+        self._counts: Counter[int] = Counter()  # leases of each tenant
         # Every other entry, and leases that cannot be read (their record is an error).
         self._others: dict[str, tuple[int, msgspec.Struct | RegistryDamagedError]] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
@@ -133,7 +134,10 @@ class View:
         before = self.leases.pop(lease, None)
         self._others.pop(key, None)
         marked = {}
+        if before is not None:
+            self._counts[before[1].terms.tenant] -= 1
         if isinstance(record, LeaseRecord):
+            self._counts[record.terms.tenant] += 1
             self.leases[lease] = revision, record
             self._seen[lease] = tick
             heapq.heappush(self._expiries, (tick + record.terms.ttl, lease))
@@ -164,6 +168,10 @@ class View:
             self._deleted.popitem(last=False)
 
     # Questions
+
+    def leases_of(self, tenant: int) -> int:
+        """Return the number of a tenant's leases."""
+        return self._counts.get(tenant, 0)
 
     def has(self, snapshot: Snapshot, keys: Iterable[str]) -> bool:
         """Return True if the view has the entries of some keys as they are in a snapshot, or later ones."""
