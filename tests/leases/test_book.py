@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from farpool.abc.registry import Commit, Condition, Operation, Put
+from farpool.abc.registry import Commit, Condition, Delete, Operation, Put
 from farpool.cluster.leases import changes, offers
 from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
@@ -40,6 +40,7 @@ from farpool.cluster.leases.requests import (
     Resize,
     TenantLimits,
 )
+from farpool.cluster.leases.upkeep import GONE_S
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import encode as encode_member
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError
@@ -357,6 +358,28 @@ def test_a_member_that_drains_gets_its_memory_back_in_time() -> None:
     assert pool.upkeep(manager) == 1  # the holder did not release it
     refused(pool.ask(manager, Renew(lease.lease))[0], Reason.UNKNOWN)
     assert [order.bytes for order in manager.book.view.orders(A)] == [2 * G]
+
+
+def test_orders_to_a_member_that_was_removed_do_not_count_for_ever() -> None:
+    pool, manager = pool_of(4 * G)
+    pool.policies = {1: TenantLimits(most={"dram": 4 * G})}
+    lease = granted(pool.ask(manager, Grant(terms(4 * G)))[0])
+    pool.registry.commit([], [Delete(RECORD + A), Delete(ALIVE + A)])
+    pool.ask(manager, End(lease.lease))
+    pool.lend(B, 4 * G)
+    assert pool.upkeep(manager) == 0
+    refused(pool.ask(manager, Grant(terms(4 * G)))[0], Reason.QUOTA)
+    pool.sleep(GONE_S)
+    # It is there again for a moment.
+    pool.lend(A, 4 * G)
+    assert pool.upkeep(manager) == 0
+    assert pool.ask(manager, Confirm(A, lease.lease, 1, for_gone=True)) == [Done()]
+    assert list(manager.book.view.orders(A))
+    pool.registry.commit([], [Delete(RECORD + A), Delete(ALIVE + A)])
+    assert pool.upkeep(manager) == 0
+    pool.sleep(GONE_S + 1)
+    assert pool.upkeep(manager) == 1
+    granted(pool.ask(manager, Grant(terms(4 * G)))[0])
 
 
 def test_a_member_that_lends_less_asks_for_no_more_than_it_needs() -> None:

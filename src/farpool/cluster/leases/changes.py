@@ -452,6 +452,10 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     order = draft.get(key, OrderRecord)
     if order is None:
         return Done()
+    if request.for_gone:
+        if draft.view.revision_of(RECORD + request.member):
+            return Done()
+        draft.use(RECORD + request.member)
     account = draft.get(account_key(order.member), MemberAccount) or MemberAccount()
     tenant = draft.get(tenant_key(order.tenant), TenantAccount) or TenantAccount()
     lent = dict(account.lent.get(order.medium, {}))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
 from farpool.cluster.leases.records import Extent, LeaseRecord
-from farpool.cluster.leases.requests import Expire, Mark, Request, Take, TenantLimits
+from farpool.cluster.leases.requests import Confirm, Expire, Mark, Request, Take, TenantLimits
 from farpool.cluster.leases.view import View
 
-__all__ = ["REQUESTS_MAX", "reclaim", "upkeep"]
+__all__ = ["GONE_S", "REQUESTS_MAX", "reclaim", "upkeep"]
 
+GONE_S = 3600.0
+"""Seconds after which nobody waits any more for the node of a member that was removed from the registry. Otherwise its
+orders would count against its tenants for ever."""
 REQUESTS_MAX = 90
 """Most requests at once, about two transactions. The next ones follow soon, after requests of programs."""
 
@@ -20,7 +24,7 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
 
     Leases that have expired end. Members that drain, or that lend less than they have lent, get memory back, and so do
     tenants whose guarantee is lent to others. At first the holders have the time that their leases state. Then their
-    extents are taken.
+    extents are taken. Orders to members that were removed count as carried out after `GONE_S`.
 
     Parameters
     ----------
@@ -34,6 +38,10 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
     requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S, REQUESTS_MAX)]
     for lease, extents in view.overdue(now, tick, CLOCK_TOLERANCE_S).items():
         requests.append(Take(lease, extents=tuple(extents)))
+    requests += [
+        Confirm(order.member, order.lease, order.extent, for_gone=True)
+        for order in itertools.islice(view.orders_of_gone(tick, GONE_S), max(0, REQUESTS_MAX - len(requests)))
+    ]
     if len(requests) < REQUESTS_MAX:
         for member, medium, size in _shortages(view):
             requests += reclaim(view, member, medium, size)

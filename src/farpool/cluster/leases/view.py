@@ -72,6 +72,8 @@ class View:
         self._deleted: OrderedDict[str, int] = OrderedDict()
         self._orders: dict[str, set[str]] = {}
         self._members: set[str] = set()
+        # For each member that has orders and no record, the time at which this manager first saw that.
+        self._gone: dict[str, float] = {}
         # For each lease, the time at which this manager saw its record; for each extent that its lender wants back, the
         # time at which this manager first saw that. Both are times of this process, so a wrong wall clock of some
         # manager ends no lease.
@@ -125,7 +127,9 @@ class View:
             if not orders:
                 del self._orders[member]
         elif key.startswith(registered.RECORD):
-            (self._members.discard if record is None else self._members.add)(key.removeprefix(registered.RECORD))
+            member = key.removeprefix(registered.RECORD)
+            (self._members.discard if record is None else self._members.add)(member)
+            self._gone.pop(member, None)
 
     def _apply_lease(
         self, key: str, revision: int, record: msgspec.Struct | RegistryDamagedError | None, tick: float
@@ -212,6 +216,12 @@ class View:
             record = self._others[key][1]
             if isinstance(record, OrderRecord):
                 yield record
+
+    def orders_of_gone(self, tick: float, seconds: float) -> Iterator[OrderRecord]:
+        """Yield the orders of members that this manager has seen without a record for some time."""
+        for member in sorted(self._orders.keys() - self._members):
+            if self._gone.setdefault(member, tick) + seconds < tick:
+                yield from self.orders(member)
 
     def ordered_bytes(self, member: str, medium: str) -> int:
         """Return the bytes of a member's orders in a medium."""
