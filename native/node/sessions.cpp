@@ -176,9 +176,8 @@ std::vector<std::shared_ptr<Extent>> Sessions::claimed(std::uint64_t session) co
 }
 
 std::string Sessions::key_of(const Quotas::Owner& owner) const {
-    const auto found = std::find_if(key_tenants_.begin(), key_tenants_.end(),
-                                    [&](const auto& key) { return Quotas::Owner{key.second, owner_of(key.first)} == owner; });
-    return found == key_tenants_.end() ? std::string() : found->first;
+    const auto found = key_names_.find(owner);
+    return found == key_names_.end() ? std::string() : found->second;
 }
 
 Sessions::Pin Sessions::pin(const Client& client, const Found& found, std::uint64_t ttl_ms) {

@@ -16,11 +16,14 @@ from farpool.cluster.leases.offers import Lender, in_order, place
 from farpool.cluster.leases.records import (
     EXTENTS_MAX,
     GRAIN_BYTES,
+    TENANT,
     TURNS,
     Extent,
     LeaseRequest,
+    TenantAccount,
     account_key,
     check_request,
+    encode,
     lease_id,
     lease_key,
 )
@@ -452,6 +455,17 @@ def test_requests_that_cannot_be_kept_do_not_hold_up_the_others(monkeypatch: pyt
     assert tries < 200
     (most, *_) = outcomes[0].offers
     granted(pool.ask(manager, Grant(most))[0])
+
+
+def test_entries_of_later_releases_and_of_strangers_are_left_alone() -> None:
+    pool, manager = pool_of(9 * G)
+    pool.policies = {1: TenantLimits(guaranteed={"dram": G}), 2: TenantLimits(guaranteed={"dram": G})}
+    lease = granted(pool.ask(manager, Grant(terms(G)))[0])
+    later = msgspec.structs.replace(lease.record, features=1)
+    pool.registry.commit([], [Put(lease_key(lease.lease), encode(later)), Put(TENANT + "x", encode(TenantAccount()))])
+    with pytest.raises(RegistryDamagedError, match="features 0x1"):
+        pool.ask(manager, Renew(lease.lease))
+    granted(pool.ask(manager, Grant(terms(2 * G)))[0])
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,28 @@ def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(
     assert any("damaged" in event for event in events)
 
 
+def test_keys_that_could_not_be_kept_are_kept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, attempts = TicketKeys._keep, 0
+
+    def full_at_first(self: TicketKeys, keys: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise OSError(28, "No space left on device")
+        keep(self, keys)
+
+    monkeypatch.setattr(TicketKeys, "_keep", full_at_first)
+    with open_registry(f"sqlite://{tmp_path}/registry.sqlite") as registry:
+        KeySet(registry).turn()
+        with TicketKeys(registry, tmp_path, log=lambda *_, **__: None) as followed:
+            deadline = time.monotonic() + PATIENCE_S
+            while not (tmp_path / FILE).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert followed.keys()
+    assert attempts == 2
+
+
 def test_the_keys_of_another_registry_are_not_used(tmp_path: Path) -> None:
     with open_registry(f"sqlite://{tmp_path}/one.sqlite") as registry:
         KeySet(registry).turn()

@@ -327,11 +327,11 @@ def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
             "leases that it belongs to and delete it",
             key=key,
         ) from error
-    version = getattr(record, "format", _FORMAT)
-    if version > _FORMAT:
+    version, features = getattr(record, "format", _FORMAT), getattr(record, "features", 0)
+    if version > _FORMAT or features:
         raise RegistryDamagedError(
-            f"the registry's entry {key!r} has format {version}, expected at most {_FORMAT}; a later release of "
-            "farpool has written it, so update this program",
+            f"the registry's entry {key!r} has format {version} and features {features:#x}, expected at most {_FORMAT} "
+            "and none; a later release of farpool has written it, so update this program",
             key=key,
         )
     return record

@@ -269,7 +269,7 @@ class View:
         return {
             int(key.removeprefix(TENANT)): record
             for key, (_, record) in self._others.items()
-            if key.startswith(TENANT) and isinstance(record, TenantAccount)
+            if isinstance(record, TenantAccount) and key.removeprefix(TENANT).isdecimal()
         }
 
     def expired(self, now: float, tick: float, tolerance: float, limit: int) -> list[str]:

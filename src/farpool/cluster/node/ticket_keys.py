@@ -76,6 +76,7 @@ class TicketKeys(Closing):
         self._trouble = ""
         self._closed = threading.Event()
         self._keys: Mapping[bytes, bytes] = self._kept()
+        self._in_file = self._keys
         self._thread = threading.Thread(target=self._follow, name="farpool-ticket-keys", daemon=True)
         self._thread.start()
 
@@ -122,8 +123,10 @@ class TicketKeys(Closing):
             self._log("ticket key", level=logging.WARNING, reason=str(damaged))
         if keys != self._keys:
             self._keys = keys
-            self._keep(keys)
             self._log("ticket keys", keys=" ".join(sorted(key.hex() for key in keys)))
+        if keys != self._in_file:  # also if an earlier attempt failed
+            self._keep(keys)
+            self._in_file = keys
         self._watch = self._registry.watch(PUBLIC, snapshot.revision)
 
     def _failed(self, error: Exception) -> None:
