@@ -140,6 +140,18 @@ def test_tickets_verify_through_many_rotations(registry: Registry) -> None:
     assert len(used - set(known(registry))) >= 3
 
 
+@pytest.mark.parametrize("value", [b"", b"\xff", b"00" * 31, b"11" * 32])
+def test_a_damaged_private_half_is_replaced(registry: Registry, value: bytes) -> None:
+    clock = Clock()
+    KeySet(registry, SETTINGS, clock=clock).turn()
+    (entry,) = registry.range(PRIVATE).entries
+    registry.commit([], [Put(entry.key, value)])
+    manager = KeySet(registry, SETTINGS, clock=clock)
+    manager.turn()
+    verify_ticket(manager.sign(ticket(clock.now)), known(registry))
+    assert len(known(registry)) == 2
+
+
 @pytest.mark.parametrize("ahead", [-30 * 86400.0, 30 * 86400.0])
 def test_managers_sign_again_after_one_whose_clock_was_wrong(registry: Registry, ahead: float) -> None:
     clock, wrong = Clock(), Clock()

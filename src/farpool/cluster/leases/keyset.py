@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -256,15 +257,15 @@ class KeySet:
             records = {
                 key.removeprefix(PUBLIC): _decoded(entry) for key, entry in entries.items() if key.startswith(PUBLIC)
             }
-            private = {key.removeprefix(PRIVATE) for key in entries if key.startswith(PRIVATE)}
+            private = _private_halves(entries.values())
             plan = rotation(records, self._settings, now, private)
             made = None if plan.make is None else SigningKey(os.urandom(_KEY_BYTES))
             if not self._commit(entries, plan, made):
                 continue  # another manager was faster
             halves = [
-                (record.signs_from, SigningKey(bytes.fromhex(entries[PRIVATE + key].value.decode())))
+                (record.signs_from, private[key])
                 for key, record in records.items()
-                if PRIVATE + key in entries and key not in plan.forget
+                if key in private and key not in plan.forget
             ]
             if made is not None and plan.make is not None:
                 halves.append((plan.make, made))
@@ -319,6 +320,19 @@ def _decoded(entry: Entry) -> KeyRecord:
     if record.format > _FORMAT or record.features:
         raise _damaged(entry, f"it has format {record.format}, and a later release of farpool has written it")
     return record
+
+
+def _private_halves(entries: Iterable[Entry]) -> dict[str, SigningKey]:
+    """Return the private halves by id. One that does not fit its id signs nothing, and managers make another key."""
+    found = {}
+    for entry in entries:
+        if not entry.key.startswith(PRIVATE):
+            continue
+        with suppress(ValueError):
+            key = SigningKey(bytes.fromhex(entry.value.decode()))
+            if key.id.hex() == entry.key.removeprefix(PRIVATE):
+                found[key.id.hex()] = key
+    return found
 
 
 def _damaged(entry: Entry, what: str) -> RegistryDamagedError:
