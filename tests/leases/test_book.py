@@ -668,6 +668,19 @@ def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guarant
     granted(pool.ask(other, Grant(terms(4 * G)))[0])
 
 
+def test_a_damaged_account_of_a_tenant_keeps_no_manager_from_its_upkeep() -> None:
+    pool, manager = pool_of(4 * G)
+    pool.policies = {1: TenantLimits(), 2: TenantLimits(), 3: TenantLimits()}
+    granted(pool.ask(manager, Grant(terms(G, tenant=1)))[0])
+    lease = granted(pool.ask(manager, Grant(terms(2 * G, tenant=2)))[0])
+    pool.registry.commit([], [Put(TENANT + "1", b"?")])
+    pool.policies[3] = TenantLimits(guaranteed={"dram": 100 * G})
+    assert pool.upkeep(manager) == 1
+    (extent,) = granted(pool.ask(manager, Renew(lease.lease))[0]).wanted_back
+    assert extent.bytes == 2 * G
+    assert pool.upkeep(manager) == 0
+
+
 def test_memory_that_a_new_guarantee_needs_is_asked_back_from_tenants_beyond_theirs() -> None:
     pool, manager = pool_of(10 * G)
     pool.policies = {2: TenantLimits(guaranteed={"dram": 2 * G}), 3: TenantLimits(priority=5)}

@@ -36,6 +36,8 @@ _LAG_MAX_S = 1.0
 """Seconds after which all entries are read again, because the watch has not reported a change that is there."""
 _PAUSE_S = 0.01
 """Seconds between two looks while another manager has its turn."""
+_LEASES_LOOKED_AT_PER_S = 10_000
+"""Leases that are looked at in a second for memory that is guaranteed to other tenants."""
 _ERRORS_OF_ALL = (RegistryAwayError, RegistryDamagedError, RegistryDeniedError, RegistryReplacedError)
 """Errors of a transaction that have nothing to do with what it writes."""
 
@@ -104,7 +106,7 @@ class Engine:
         self._policies = policies
         self._timeout = timeout
         self._watches: list[Watch] = []
-        self._followed = -1e9
+        self._followed = self._debts_at = -1e9
         self._seed = self._chance.randbytes(16)
 
     def follow(self, *, timeout: float | None = None) -> None:
@@ -247,8 +249,13 @@ class Engine:
         RegistryError
             As raised by `settle`.
         """
+        tick = self._clock.tick()
+        # Debts that nobody can pay, because more is guaranteed than there is, stay. Looking for them takes long.
+        policies = self._policies() if tick >= self._debts_at else None
         with self.lock:
-            requests = upkeep(self.book.view, self._clock.now(), self._clock.tick(), self._policies())
+            requests = upkeep(self.book.view, self._clock.now(), tick, policies)
+        if policies is not None:
+            self._debts_at = tick + len(self.book.view.leases) // _LEASES_LOOKED_AT_PER_S
         left = requests
         while left:
             left = left[len(self.settle(left)) :]

@@ -63,12 +63,13 @@ def reclaim(view: View, member: str, medium: str, size: int) -> list[Mark]:
 
     def is_taken(_: LeaseRecord, one: Extent) -> bool:
         nonlocal size
-        if one.member != member or size <= 0:
+        if size <= 0:
             return False
         size -= one.bytes
         return True
 
-    return _marks(sorted(_held(view, medium), key=lambda each: each[:2]), is_taken)
+    held = [each for each in _held(view, medium) if each[3].member == member]
+    return _marks(sorted(held, key=lambda each: each[:2]), is_taken)
 
 
 def _shortages(view: View) -> list[tuple[str, str, int]]:
@@ -106,7 +107,9 @@ def _debts(view: View, policies: Mapping[int, TenantLimits]) -> list[Mark]:
         }
         held = [each for each in _held(view, medium) if each[3].member in lenders]
         for _, _, record, one in held:
-            beyond[record.terms.tenant] -= one.bytes if one.reclaim_by else 0
+            # A tenant whose account cannot be read is not asked for anything.
+            left = beyond.setdefault(record.terms.tenant, 0)
+            beyond[record.terms.tenant] = left - one.bytes if one.reclaim_by else left
 
         def is_taken(record: LeaseRecord, one: Extent, beyond: dict[int, int] = beyond) -> bool:
             nonlocal owed
