@@ -325,8 +325,8 @@ lease.)")
         .def(
             "claim",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, const nb::bytes& lease, std::uint64_t epoch,
-               std::uint32_t rights, double seconds, std::vector<std::pair<std::uint32_t, std::uint64_t>> extents) {
-                farpool::Ticket ticket{farpool::PoolLease::from(as_view(lease)), epoch, rights, seconds, std::move(extents)};
+               std::uint32_t rights, double seconds, std::vector<std::pair<std::uint32_t, std::uint64_t>> extents, double age) {
+                farpool::Ticket ticket{farpool::PoolLease::from(as_view(lease)), epoch, rights, seconds, std::move(extents), age};
                 nb::list claimed;
                 for (const auto& one : refusing([&] { return self.claim(session, tenant, std::move(ticket)); })) {
                     claimed.append(nb::make_tuple(one.number, one.lease, one.nbytes, one.made));
@@ -334,13 +334,13 @@ lease.)")
                 return claimed;
             },
             nb::arg("session"), nb::arg("tenant"), nb::kw_only(), nb::arg("lease"), nb::arg("epoch"), nb::arg("rights"),
-            nb::arg("seconds"), nb::arg("extents"),
+            nb::arg("seconds"), nb::arg("extents"), nb::arg("age") = 0.0,
             nb::sig("def claim(self, session: int, tenant: int, *, lease: bytes, epoch: int, rights: int, seconds: float, "
-                    "extents: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, bool]]"),
+                    "extents: Sequence[tuple[int, int]], age: float = 0.0) -> list[tuple[int, int, int, bool]]"),
             R"(Let the session use the extents of a verified ticket for `seconds`, and make the missing ones. `extents` are pairs of
-number and bytes. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
-none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; NodeFullError if the
-node drains; OSError where there is no room.)")
+number and bytes; the ticket was issued `age` seconds ago. Returns number, lease at this node, bytes, and True if it was
+made, of each. Either all are claimed or none. TicketError where the epoch is late or the extents are others;
+QuotaExceededError as for `lend`; NodeFullError if the node drains; OSError where there is no room.)")
         .def(
             "order",
             [](Server& self, const nb::bytes& lease, std::uint64_t epoch, const std::string& action,

@@ -30,6 +30,11 @@ std::vector<std::shared_ptr<Extent>> Claiming::present(const Quotas::Owner& owne
 
 Claiming::Draft Claiming::begin(std::uint64_t session, std::uint32_t tenant, Ticket ticket, Clock::time_point now) {
     const Quotas::Owner owner = sessions_.open(session, tenant);
+    if (lending_.extents().tenure(ticket.lease).epoch == 0 &&
+        now - seconds(ticket.age) <= lending_.extents().forgotten_until()) {
+        throw Lapsed("the ticket was issued " + std::to_string(static_cast<std::int64_t>(ticket.age)) +
+                     " s ago, and this node has forgotten epochs of leases since then; ask for a new ticket");
+    }
     const Clock::time_point end = now + seconds(ticket.seconds);
     Draft draft{session, owner, std::move(ticket), end};
     draft.extents = present(owner, draft.ticket);

@@ -20,6 +20,7 @@ struct Ticket {
     std::uint32_t rights;                                          // rights::read, rights::write
     double seconds;                                                // until it expires
     std::vector<std::pair<std::uint32_t, std::uint64_t>> extents;  // number and bytes of each extent here
+    double age = 0;                                                // seconds since it was issued
 };
 
 // The lease that a request names, or why the session may not use it so.

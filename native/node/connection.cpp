@@ -68,6 +68,17 @@ const char* NodeConnection::stall(Clock::time_point now) const noexcept {
     return replies_.is_stalled(now) ? "a connection did not take its replies for too long and was closed" : nullptr;
 }
 
+const char* NodeConnection::keeps_ended_lease(Clock::time_point now) {
+    if (!replies_.keep_ended_lease() && !protocol_.keeps_ended_lease()) {
+        keeps_since_.reset();
+        return nullptr;
+    }
+    keeps_since_ = keeps_since_.value_or(now);
+    return now - *keeps_since_ > services_.deadlines.stall()
+               ? "a connection took too long to read or write a lease that had ended, and was closed"
+               : nullptr;
+}
+
 void NodeConnection::close() {
     dead_ = true;
     closed_ = true;

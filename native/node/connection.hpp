@@ -55,6 +55,8 @@ public:
     bool is_dead() const noexcept { return dead_; }
     // Why the connection is too slow; null if it is not.
     const char* stall(Clock::time_point now) const noexcept;
+    // Why the connection takes too long with a lease that has ended, whose memory stays until then; null if it does not.
+    const char* keeps_ended_lease(Clock::time_point now);
     // Releases everything that the connection holds. The socket stays open until the connection is destroyed.
     void close();
     bool is_closed() const noexcept { return closed_; }
@@ -82,6 +84,7 @@ private:
     bool closed_ = false;
     std::uint32_t watched_ = 0;
     std::optional<Clock::time_point> waits_since_{};  // for its turn
+    std::optional<Clock::time_point> keeps_since_{};  // an ended lease
 };
 
 }  // namespace farpool

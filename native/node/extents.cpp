@@ -21,6 +21,7 @@ namespace {
 constexpr std::string_view extent_prefix = "extent-";
 constexpr std::string_view extent_suffix = ".data";
 constexpr std::string_view fence_prefix = "fence-";
+constexpr std::string_view forgotten_prefix = "forgotten-";
 constexpr std::size_t hex_digits = 32;
 
 [[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
@@ -88,7 +89,7 @@ std::string Extents::fence_path(const PoolLease& lease, const Tenure& tenure) co
     return folder_ + '/' + fence_name(lease, tenure);
 }
 
-void Extents::adopt(Clock::time_point now, std::vector<std::string>& notes) {
+void Extents::adopt(Clock::time_point now, std::chrono::milliseconds wall, std::vector<std::string>& notes) {
     std::vector<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
         names.push_back(entry.path().filename().string());
@@ -100,8 +101,30 @@ void Extents::adopt(Clock::time_point now, std::vector<std::string>& notes) {
             adopt_extent(name, now, notes);
         } else if (name.starts_with(fence_prefix)) {
             adopt_fence(name, now);
+        } else if (name.starts_with(forgotten_prefix)) {
+            adopt_forgotten(name, now, wall);
         }
     }
+}
+
+void Extents::adopt_forgotten(const std::string& name, Clock::time_point now, std::chrono::milliseconds wall) {
+    const std::vector<std::uint64_t> numbers = numbers_in(name, forgotten_prefix.size(), "");
+    if (numbers.size() != 1 || name != std::string(forgotten_prefix) + std::to_string(numbers[0])) {
+        return;
+    }
+    const std::string path = folder_ + '/' + name;
+    // The time was a wrong clock's if it is to come: every ticket would be refused until then.
+    const auto age = std::max(wall - std::chrono::milliseconds(std::min(numbers[0], static_cast<std::uint64_t>(wall.count()))),
+                              std::chrono::milliseconds(0));
+    const Clock::time_point until = now - age;
+    if (nameless_ || until <= forgotten_until_) {
+        return remove_file(path);
+    }
+    if (!forgotten_path_.empty()) {
+        remove_file(forgotten_path_);
+    }
+    forgotten_until_ = until;
+    forgotten_path_ = path;
 }
 
 void Extents::adopt_fence(const std::string& name, Clock::time_point now) {
@@ -116,7 +139,7 @@ void Extents::adopt_fence(const std::string& name, Clock::time_point now) {
     const Tenure found{numbers[0], numbers[1] != 0};
     Known& of_lease = known(*lease, now);
     // A node that was killed while it wrote a fence has left the earlier one, too.
-    if (of_lease.fence.epoch != 0) {
+    if (of_lease.fence.epoch != 0 && of_lease.fence != found) {
         remove_file(fence_path(*lease, std::min(of_lease.fence, found)));
     }
     of_lease.fence = std::max(of_lease.fence, found);
@@ -150,6 +173,12 @@ void Extents::adopt_extent(const std::string& name, Clock::time_point now, std::
         }
     } catch (const std::runtime_error& error) {  // damaged
         notes.emplace_back(std::string("removed ") + error.what());
+        // A program may have written this, and only the node gives names. So the epoch in the name still counts.
+        Known& of_lease = known(*lease, now);
+        *of_lease.tenure = std::max(*of_lease.tenure, Tenure{terms.epoch, false});
+        if (of_lease.fence < *of_lease.tenure) {
+            write_fence(*lease, of_lease, *of_lease.tenure);
+        }
         remove_file(path);
     }
 }
@@ -179,6 +208,7 @@ void Extents::add(std::shared_ptr<Extent> extent, Clock::time_point now) {
 void Extents::enter(std::shared_ptr<Extent> extent, Clock::time_point now) {
     Known& of_lease = known(extent->pool_lease, now);
     *of_lease.tenure = std::max(*of_lease.tenure, Tenure{extent->epoch, false});
+    idle_.erase({of_lease.since, extent->pool_lease});
     extent->tenure = of_lease.tenure;
     by_id_.emplace(extent->id, extent);
     extents_.emplace(std::pair(extent->pool_lease, extent->number), std::move(extent));
@@ -222,9 +252,22 @@ Extents::Known& Extents::known(const PoolLease& lease, Clock::time_point now) {
     Known& found = tenures_[lease];
     if (found.tenure == nullptr) {
         found.tenure = std::make_shared<Tenure>();
-        found.since = now;
+        touch(lease, found, now);
     }
     return found;
+}
+
+bool Extents::has_extents(const PoolLease& lease) const {
+    const auto first = extents_.lower_bound(std::pair(lease, std::uint32_t{0}));
+    return first != extents_.end() && first->first.first == lease;
+}
+
+void Extents::touch(const PoolLease& lease, Known& known, Clock::time_point now) {
+    idle_.erase({known.since, lease});
+    known.since = now;
+    if (!has_extents(lease)) {
+        idle_.emplace(now, lease);
+    }
 }
 
 void Extents::advance(Extent& extent, std::uint64_t epoch, Clock::time_point now) {
@@ -246,7 +289,7 @@ void Extents::begin(const PoolLease& lease, const Tenure& tenure, Clock::time_po
     Known& of_lease = known(lease, now);
     write_fence(lease, of_lease, tenure);
     *of_lease.tenure = tenure;
-    of_lease.since = now;
+    touch(lease, of_lease, now);
 }
 
 // The new fence is there before the earlier one goes, so a node that is killed between the two knows the later epoch.
@@ -272,28 +315,54 @@ void Extents::remove(Extent& extent, Clock::time_point now) {
     if (of_lease.fence < *of_lease.tenure) {
         write_fence(extent.pool_lease, of_lease, *of_lease.tenure);
     }
-    of_lease.since = now;
     extent.over = true;
     extent.segment.header().retired.store(1, std::memory_order_seq_cst);  // programs that have it mapped see that it has ended
     remove_file(extent.segment.path);
     const auto place = std::pair(extent.pool_lease, extent.number);
     by_id_.erase(extent.id);
     extents_.erase(place);
+    touch(place.first, of_lease, now);
 }
 
-void Extents::forget(Clock::time_point now) {
-    for (auto known = tenures_.begin(); known != tenures_.end();) {
-        const auto& [lease, of_lease] = *known;
-        const auto first = extents_.lower_bound(std::pair(lease, std::uint32_t{0}));
-        const bool has_extents = first != extents_.end() && first->first.first == lease;
-        if (has_extents || now - of_lease.since < fence_kept) {
-            ++known;
-            continue;
+// The new name is there before any fence goes, so a node that is killed between the two refuses what it should.
+void Extents::write_forgotten(std::chrono::milliseconds until) {
+    if (nameless_) {
+        return;
+    }
+    const std::string path = folder_ + '/' + std::string(forgotten_prefix) + std::to_string(until.count());
+    const File file(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+    if (file.fd() < 0) {
+        fail(path);
+    }
+    if (!forgotten_path_.empty() && forgotten_path_ != path) {
+        remove_file(forgotten_path_);
+    }
+    forgotten_path_ = path;
+}
+
+void Extents::forget(Clock::time_point now, std::chrono::milliseconds wall) {
+    std::vector<PoolLease> leaving;
+    Clock::time_point until = forgotten_until_;
+    for (const auto& [since, lease] : idle_) {
+        const bool is_late = now - since >= fence_kept;
+        const bool is_one_of_too_many = idle_.size() - leaving.size() > fences_max_ && now - since >= fence_kept_least;
+        if ((!is_late && !is_one_of_too_many) || leaving.size() == forgotten_at_once) {
+            break;
         }
-        if (!nameless_ && of_lease.fence.epoch != 0) {
-            remove_file(fence_path(lease, of_lease.fence));
+        leaving.push_back(lease);
+        until = is_late ? until : std::max(until, since + fence_margin);
+    }
+    if (until > forgotten_until_) {
+        write_forgotten(wall - std::chrono::duration_cast<std::chrono::milliseconds>(now - until));
+        forgotten_until_ = until;
+    }
+    for (const PoolLease& lease : leaving) {
+        const auto known = tenures_.find(lease);
+        if (!nameless_ && known->second.fence.epoch != 0) {
+            remove_file(fence_path(lease, known->second.fence));
         }
-        known = tenures_.erase(known);
+        idle_.erase({known->second.since, lease});
+        tenures_.erase(known);
     }
 }
 

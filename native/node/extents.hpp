@@ -9,11 +9,13 @@
 // empty file, too (the fence), because an order may end the last extent while tickets of earlier epochs are still valid.
 #pragma once
 
+#include <chrono>
 #include <compare>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -69,14 +71,21 @@ struct Extent : Lease {
 
 class Extents {
 public:
-    // A ticket is valid for at most a day. The node keeps the epoch of a lease without extents for twice as long.
+    // A ticket is valid for at most a day. The node keeps the epoch of a lease without extents for twice as long. If it has
+    // more of them than this, because a tenant makes and ends leases all the time, it forgets the oldest earlier.
     static constexpr auto fence_kept = std::chrono::hours(48);
+    static constexpr std::size_t default_fences_max = 100'000;
+    static constexpr auto fence_kept_least = std::chrono::minutes(5);
+    // Tickets of earlier epochs may be issued for so long after a fence was made: managers' clocks differ.
+    static constexpr auto fence_margin = std::chrono::minutes(1);
+    static constexpr std::size_t forgotten_at_once = 4096;
 
     // `nameless`: extents and epochs end with the node.
-    Extents(std::string folder, bool nameless) : folder_(std::move(folder)), nameless_(nameless) {}
+    Extents(std::string folder, bool nameless, std::size_t fences_max = default_fences_max)
+        : folder_(std::move(folder)), nameless_(nameless), fences_max_(fences_max) {}
 
     // Adopts the extents and epochs of an earlier start. Adds a line to `notes` for each damaged file, which it removes.
-    void adopt(Clock::time_point now, std::vector<std::string>& notes);
+    void adopt(Clock::time_point now, std::chrono::milliseconds wall, std::vector<std::string>& notes);
     // Makes an extent that is not in the table yet; see Leases::make. add() enters it, and drop() removes it.
     std::shared_ptr<Extent> make(const ExtentTerms& terms, const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Extent> extent, Clock::time_point now);
@@ -95,8 +104,11 @@ public:
     void begin(const PoolLease& lease, const Tenure& tenure, Clock::time_point now);
     // Removes an extent. The lease's tenure stays.
     void remove(Extent& extent, Clock::time_point now);
-    // Forgets tenures of leases that have had no extents for so long that no ticket of them is valid any more.
-    void forget(Clock::time_point now);
+    // Forgets tenures of leases that have had no extents for so long that no ticket of them is valid any more, and the oldest
+    // of too many. `wall`: the same time as `now`, since 1970.
+    void forget(Clock::time_point now, std::chrono::milliseconds wall);
+    // Tickets for leases without a tenure that were issued until then may be of an epoch that was forgotten.
+    Clock::time_point forgotten_until() const noexcept { return forgotten_until_; }
     std::size_t tenures() const noexcept { return tenures_.size(); }
 
 private:
@@ -108,16 +120,25 @@ private:
 
     std::string fence_path(const PoolLease& lease, const Tenure& tenure) const;
     Known& known(const PoolLease& lease, Clock::time_point now);
+    bool has_extents(const PoolLease& lease) const;
+    // Notes a change of a lease's tenure.
+    void touch(const PoolLease& lease, Known& known, Clock::time_point now);
+    void write_forgotten(std::chrono::milliseconds until);
     void write_fence(const PoolLease& lease, Known& known, const Tenure& tenure) const;
     void enter(std::shared_ptr<Extent> extent, Clock::time_point now);
     void adopt_fence(const std::string& name, Clock::time_point now);
+    void adopt_forgotten(const std::string& name, Clock::time_point now, std::chrono::milliseconds wall);
     void adopt_extent(const std::string& name, Clock::time_point now, std::vector<std::string>& notes);
 
     std::string folder_;
     bool nameless_;
+    std::size_t fences_max_;
     std::map<std::pair<PoolLease, std::uint32_t>, std::shared_ptr<Extent>> extents_;
     std::map<std::uint64_t, std::shared_ptr<Extent>> by_id_;
     std::map<PoolLease, Known> tenures_;
+    std::set<std::pair<Clock::time_point, PoolLease>> idle_;  // tenures of leases without extents, by their last change
+    Clock::time_point forgotten_until_ = Clock::time_point::min();
+    std::string forgotten_path_;
 };
 
 }  // namespace farpool

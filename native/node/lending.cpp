@@ -19,7 +19,7 @@ Lending::Lending(std::string folder, bool ephemeral, Budget& budget, Quotas& quo
 std::vector<std::shared_ptr<Lease>> Lending::adopt() {
     std::vector<std::string> notes;
     leases_.adopt(notes);
-    extents_.adopt(Clock::now(), notes);
+    extents_.adopt(Clock::now(), since_1970(), notes);
     for (std::string& text : notes) {
         events_.note("removed", 0, std::move(text));
     }

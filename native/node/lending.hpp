@@ -44,6 +44,12 @@ public:
 
     // Ends a lease. Its memory is freed with its last user: for gigabytes that takes seconds.
     void end(Lease& lease);
+    // Gives up a share in a lease, or null. If the lease has ended, its memory is freed on a thread.
+    void give_back(std::shared_ptr<Lease> lease) const {
+        if (lease != nullptr && lease->over) {
+            freeing_->release(std::move(lease));
+        }
+    }
     void end_on_thread(const std::shared_ptr<Lease>& lease);
     // Ends all leases of a session, and frees their memory on a thread; returns how many there were.
     std::size_t end_all(std::uint64_t session);

@@ -205,10 +205,10 @@ bool Loop::give_up_a_put(const Catalogue& objects) {
     return true;
 }
 
-void Loop::fence_writes() {
+void Loop::fence() {
     for (const auto& [fd, connection] : connections_) {
         if (!connection->is_dead()) {
-            connection->protocol().fence_write();
+            connection->protocol().fence();
         }
     }
 }
@@ -226,7 +226,10 @@ void Loop::close_key(std::string_view key) {
 void Loop::close_slow() {
     const Clock::time_point now = services_.deadlines.now();
     for (const auto& [fd, connection] : connections_) {
-        const char* const stall = connection->is_dead() ? nullptr : connection->stall(now);
+        const char* stall = connection->is_dead() ? nullptr : connection->stall(now);
+        if (stall == nullptr && !connection->is_dead()) {
+            stall = connection->keeps_ended_lease(now);
+        }
         if (stall != nullptr) {
             services_.events.note("stalled", connection->client().session, stall);
             close(*connection);

@@ -43,8 +43,8 @@ public:
     void deliver(const Fetch& fetch, bool ok);
     // As in Services.
     bool give_up_a_put(const Catalogue& objects);
-    // Drops the rest of writes that a later epoch or an order does not allow any more.
-    void fence_writes();
+    // Drops the rest of writes, and refuses reads that wait, where a later epoch or an order does not allow them any more.
+    void fence();
     // Closes connections: of an access key, that are too slow, and all.
     void close_key(std::string_view key);
     void close_slow();

@@ -8,6 +8,11 @@ namespace farpool {
 
 using Clock = std::chrono::steady_clock;
 
+// The time by a clock that people set.
+inline std::chrono::milliseconds since_1970() {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
+}
+
 // A clock that does not run while the loop stands still: while its process is stopped, its machine is paused, or other
 // processes take all processors. A client cannot make progress in that time, so no deadline may count it.
 class LoopTime {

@@ -85,7 +85,10 @@ void Protocol::go_on() {
     }
 }
 
-void Protocol::close() { abort_put(); }
+void Protocol::close() {
+    abort_put();
+    services_.sessions.give_back(std::exchange(written_lease_, nullptr));
+}
 
 bool Protocol::may(std::uint32_t right) {
     if (!client_.may(right)) {
@@ -563,6 +566,11 @@ LeaseAccess Protocol::lease_for(std::uint32_t right) const {
     return services_.sessions.access(client_.session, input_.header().lease, right, Clock::now());
 }
 
+void Protocol::fence() {
+    fence_write();
+    replies_.fence_reads();
+}
+
 void Protocol::fence_write() {
     if (written_lease_ == nullptr || written_lease_->session != 0) {  // only extents belong to no session
         return;
@@ -570,13 +578,13 @@ void Protocol::fence_write() {
     // A write that began in time may end after the ticket has expired. Only an epoch, or an order, stops it.
     LeaseAccess access = services_.sessions.access(client_.session, written_lease_->id, rights::write, written_at_);
     if (access.lease == nullptr) {
-        written_lease_ = nullptr;
+        services_.sessions.give_back(std::exchange(written_lease_, nullptr));
         input_.refuse(access.status, 0, std::move(access.text));
     }
 }
 
 void Protocol::finish_write() {
-    const std::shared_ptr<Lease> lease = std::exchange(written_lease_, nullptr);
+    services_.sessions.give_back(std::exchange(written_lease_, nullptr));
     const bool whole = input_.crc() == input_.header().payload_crc;
     if (!whole) {
         services_.tallies.add_checksum_error();

@@ -35,8 +35,11 @@ public:
         return put_ && &client_.objects == &objects && input_.lacks_room();
     }
     void give_up_put();
-    // Drops the rest of a write if the lease has a later epoch now, may not be written any more, or has ended.
-    void fence_write();
+    // Drops the rest of a write to an extent, and refuses reads whose replies have not begun, if the session may not make them
+    // any more: the pool lease has a later epoch now, may not be written any more, or has ended.
+    void fence();
+    // True while a write is being received into a lease that has ended.
+    bool keeps_ended_lease() const noexcept { return written_lease_ != nullptr && written_lease_->over; }
     // Ends what the connection has begun, when it is closed.
     void close();
 
@@ -88,6 +91,7 @@ private:
     // The lease of the request, if the session may use it so now.
     LeaseAccess lease_for(std::uint32_t right) const;
     void begin_write();
+    void fence_write();
     void finish_write();
     void answer_get();
     void answer_stat();

@@ -285,6 +285,28 @@ void Replies::release(Reply& reply) {
     if (reply.retained_object != 0) {
         client_.objects.release(std::exchange(reply.retained_object, 0));
     }
+    services_.sessions.give_back(std::exchange(reply.retained_lease, nullptr));
+}
+
+void Replies::fence_reads() {
+    for (Reply& reply : queue_) {
+        const std::shared_ptr<Lease>& lease = reply.retained_lease;
+        if (lease == nullptr || lease->session != 0 || reply.sent > 0) {  // only extents belong to no session
+            continue;
+        }
+        // A read that came in time may be sent after the ticket has expired. Only an epoch, or an order, stops it.
+        LeaseAccess access = services_.sessions.access(client_.session, lease->id, rights::read, reply.begun);
+        if (access.lease == nullptr) {
+            reply.payload = nullptr;
+            reply.refuse(access.status, std::move(access.text));
+            release(reply);
+        }
+    }
+}
+
+bool Replies::keep_ended_lease() const {
+    return std::any_of(queue_.begin(), queue_.end(),
+                       [](const Reply& reply) { return reply.retained_lease != nullptr && reply.retained_lease->over; });
 }
 
 void Replies::clear() {

@@ -59,6 +59,10 @@ public:
     // Sends as much as the turn and the socket have room for.
     enum class Sent { all, blocked, broken };
     Sent flush(Stream& socket, Turn& turn);
+    // Refuses reads of extents whose replies have not begun, if the session may not make them any more.
+    void fence_reads();
+    // True while a reply sends from a lease that has ended.
+    bool keep_ended_lease() const;
     // Drops all replies and releases their objects.
     void clear();
 

@@ -145,7 +145,7 @@ void Server::tick() {
     sessions_.tidy();
     tenants_.tidy();
     budget_.evict_above_bursts(evicted_per_tick);
-    lending_.extents().forget(Clock::now());
+    lending_.extents().forget(Clock::now(), since_1970());
 }
 
 void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key,
@@ -326,7 +326,7 @@ std::vector<Claiming::Claimed> Server::claim(std::uint64_t session, std::uint32_
             fail_as_stopped("claiming extents");
         }
         auto claimed = claiming_.finish(*draft, Clock::now());
-        loop_.fence_writes();
+        loop_.fence();
         return claimed;
     } catch (...) {
         const Guard guard(mutex_);
@@ -341,7 +341,7 @@ std::vector<std::uint32_t> Server::order(const Claiming::Order& order) {
         fail_as_stopped("carrying an order out");
     }
     auto ended = claiming_.carry_out(order, Clock::now());
-    loop_.fence_writes();
+    loop_.fence();
     return ended;
 }
 
@@ -353,7 +353,7 @@ std::vector<Claiming::Holding> Server::holdings() {
 std::optional<Claiming::Ended> Server::end_holding(std::uint64_t lease, const std::string& reason) {
     const Guard guard(mutex_);
     auto ended = claiming_.end(lease, reason);
-    loop_.fence_writes();
+    loop_.fence();
     return ended;
 }
 

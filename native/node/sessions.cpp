@@ -140,7 +140,9 @@ LeaseAccess Sessions::access(std::uint64_t session, std::uint64_t lease, std::ui
 
 void Sessions::claim(std::uint64_t session, const PoolLease& lease, std::vector<Claim> claims) {
     Session& found = sessions_.at(session);
-    std::erase_if(found.claims, [&](const auto& entry) { return entry.second.lease == lease; });
+    // Claims of ended extents go, too, or a session that lives for long would gather them.
+    std::erase_if(found.claims,
+                  [&](const auto& entry) { return entry.second.lease == lease || entry.second.present() == nullptr; });
     for (Claim& claim : claims) {
         if (const std::shared_ptr<Extent> extent = claim.present()) {
             found.claims.insert_or_assign(extent->id, std::move(claim));

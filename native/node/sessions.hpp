@@ -105,6 +105,8 @@ public:
     void add_lease(std::shared_ptr<Lease> lease);
     // A lease that the session holds or has claimed, if a request that needs this right (0 for none) may use it now.
     LeaseAccess access(std::uint64_t session, std::uint64_t lease, std::uint32_t right, Clock::time_point now) const;
+    // Gives up a share in a lease, or null. If the lease has ended, a thread frees its memory.
+    void give_back(std::shared_ptr<Lease> lease) const { lending_.give_back(std::move(lease)); }
     // Replaces the session's claims of a pool lease.
     void claim(std::uint64_t session, const PoolLease& lease, std::vector<Claim> claims);
     // Ends the session's claim of an extent; false if it has none.

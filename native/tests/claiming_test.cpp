@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 #include "core/crc32c.hpp"
@@ -66,21 +69,28 @@ public:
     void send(const std::string& bytes) {
         CHECK(::send(socket_.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
     }
+    // Receives what is there, at most 16 KiB; false once the node has closed the connection.
+    bool receive() {
+        std::byte some[16384];
+        const ssize_t got = ::recv(socket_.fd(), some, sizeof some, MSG_DONTWAIT);
+        CHECK(got >= 0 || errno == EAGAIN);
+        answer.append(reinterpret_cast<const char*>(some), got > 0 ? static_cast<std::size_t>(got) : 0);
+        return got != 0;
+    }
     // The status of the next reply; its payload, if it has one, is kept.
     Status status() {
-        std::string answer;
         FrameHeader header{};
-        const auto whole = [&] { return sizeof header + header.meta_nbytes + header.payload_nbytes; };
+        const auto whole = [&] {
+            std::memcpy(static_cast<void*>(&header), answer.data(), std::min(sizeof header, answer.size()));
+            return sizeof header + header.meta_nbytes + header.payload_nbytes;
+        };
         for (int steps = 0; answer.size() < sizeof header || answer.size() < whole(); ++steps) {
             CHECK(steps < 100'000);
             server_.step(0);
-            std::byte some[4096];
-            const ssize_t got = ::recv(socket_.fd(), some, sizeof some, MSG_DONTWAIT);
-            CHECK(got > 0 || (got < 0 && errno == EAGAIN));
-            answer.append(reinterpret_cast<const char*>(some), got > 0 ? static_cast<std::size_t>(got) : 0);
-            std::memcpy(static_cast<void*>(&header), answer.data(), std::min(sizeof header, answer.size()));
+            CHECK(receive());
         }
-        payload = answer.substr(sizeof header + header.meta_nbytes);
+        payload = answer.substr(sizeof header + header.meta_nbytes, header.payload_nbytes);
+        answer.erase(0, whole());
         return static_cast<Status>(header.status);
     }
     Status write(std::uint64_t number, const std::string& bytes) {
@@ -88,13 +98,16 @@ public:
         return status();
     }
     Status read(std::uint64_t number, std::uint64_t nbytes) {
+        send_read(number, nbytes);
+        return status();
+    }
+    void send_read(std::uint64_t number, std::uint64_t nbytes) {
         FrameHeader header = farpool::make_header(Op::read);
         header.lease = number;
         const std::uint64_t range[2] = {0, nbytes};
         seal(header, range, sizeof range);
         send(std::string(reinterpret_cast<const char*>(&header), sizeof header) +
              std::string(reinterpret_cast<const char*>(range), sizeof range));
-        return status();
     }
     static std::string write_head(std::uint64_t number, const std::string& bytes) {
         FrameHeader header = farpool::make_header(Op::write);
@@ -108,6 +121,7 @@ public:
     }
 
     std::string payload;
+    std::string answer;  // what was received and is not of a reply that status() has returned
 
 private:
     Server& server_;
@@ -238,6 +252,42 @@ TEST("a write that is under way when the epoch rises changes no more bytes") {
     node.claimed(2);
     CHECK(client.read(number, 8) == Status::done);
     CHECK_EQUAL(client.payload, std::string("xxxx") + std::string(4, '\0'));
+}
+
+TEST("reads that wait for earlier replies are refused when the epoch rises") {
+    const Folder folder;
+    Node node(folder);
+    const std::uint64_t number = node.server.claim(session, tenant, ticket(1, {{1, 4 * mib}})).at(0).lease;
+    Client client(node.server);
+    for (int reads = 0; reads < 3; ++reads) {  // the first reply is more than the socket takes
+        client.send_read(number, 4 * mib);
+    }
+    for (int steps = 0; steps < 20; ++steps) {
+        node.server.step(0);
+    }
+    node.server.order({lease, 2, Action::raise, {}});
+    CHECK(client.status() == Status::done);
+    CHECK_EQUAL(client.payload.size(), std::size_t{4 * mib});
+    CHECK(client.status() == Status::lapsed);
+    CHECK(client.status() == Status::lapsed);
+}
+
+TEST("a client that reads slowly does not keep the memory of an ended extent for long") {
+    const Folder folder;
+    Server server({folder.path(), 16 * mib, false, 60, 1, 0, "", 0});
+    server.expect_tenants({tenant});
+    const std::uint64_t number = server.claim(session, tenant, ticket(1, {{1, 8 * mib}})).at(0).lease;
+    Client client(server);
+    client.send_read(number, 8 * mib);
+    for (int steps = 0; steps < 20; ++steps) {
+        server.step(0);
+    }
+    server.order({lease, 2, Action::end, {}});
+    do {  // fast enough for a reply that does not keep anything
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        server.step(0);
+    } while (client.receive());
+    CHECK(client.answer.size() < 8 * mib);
 }
 
 TEST("only an order of a later epoch than the extent's ends it, and ends it once") {
@@ -440,16 +490,95 @@ TEST("files of a claim that was not finished, and damaged ones, are removed") {
     CHECK_EQUAL(node.server.stats().lent, std::uint64_t{0});
 }
 
+TEST("a program that damages its extent does not take the epoch back") {
+    const Folder folder;
+    {
+        Node node(folder);
+        node.claimed(1);
+        const std::uint64_t number = node.server.claim(session, tenant, ticket(5)).at(0).lease;
+        const farpool::File file(node.server.lease_file(session, number));
+        CHECK(pwrite(file.fd(), std::string(64, 'x').data(), 64, 0) == 64);
+    }
+    for (int starts = 0; starts < 3; ++starts) {
+        Node node(folder);
+        CHECK_EQUAL(files(folder, "extent-"), std::size_t{0});
+        CHECK_EQUAL(files(folder, "fence-"), std::size_t{1});
+        CHECK_THROWS(Lapsed, node.claimed(4));
+    }
+    Node node(folder);
+    CHECK(node.server.claim(session, tenant, ticket(5)).at(0).made);
+}
+
+TEST("a session that lives for long gathers no claims of ended extents") {
+    const Folder folder;
+    Parts parts(folder);
+    const auto claims = [&] {
+        std::size_t count = 0;
+        parts.sessions.each_claim([&](std::uint64_t, const farpool::Claim&) { ++count; });
+        return count;
+    };
+    for (std::uint64_t epoch = 1; epoch < 100; epoch += 2) {
+        auto draft = parts.begun(1, epoch);
+        draft.ticket.lease.low = epoch;
+        parts.make(draft);
+        parts.claiming.finish(draft, Clock::time_point{});
+        CHECK(claims() <= 1);
+        parts.claiming.carry_out({draft.ticket.lease, epoch + 1, Action::end, {}}, Clock::time_point{});
+    }
+    CHECK_EQUAL(parts.lending.lent(), std::uint64_t{0});
+    parts.lending.finish();
+}
+
 TEST("an epoch without extents is forgotten only when no ticket of an earlier one can be valid") {
     const Folder folder;
     Extents extents(folder.path(), false);
     const Clock::time_point begun{};
     extents.begin(lease, Tenure{2, false}, begun);
-    extents.forget(begun + std::chrono::hours(47));
+    extents.forget(begun + std::chrono::hours(47), {});
     CHECK_EQUAL(extents.tenure(lease).epoch, std::uint64_t{2});
-    extents.forget(begun + std::chrono::hours(49));
+    extents.forget(begun + std::chrono::hours(49), {});
+    CHECK(extents.forgotten_until() < begun);
     CHECK_EQUAL(extents.tenures(), std::size_t{0});
     CHECK_EQUAL(files(folder, "fence-"), std::size_t{0});
+}
+
+TEST("of too many epochs the oldest are forgotten, with a note for the next start") {
+    const Folder folder;
+    const Clock::time_point begun{};
+    const std::chrono::milliseconds wall{1'800'000'000'000};
+    Extents extents(folder.path(), false, 3);
+    for (std::uint64_t number = 0; number < 5; ++number) {
+        extents.begin({1, number}, Tenure{2, false}, begun + std::chrono::seconds(number));
+    }
+    extents.forget(begun + std::chrono::minutes(4), wall);
+    CHECK_EQUAL(extents.tenures(), std::size_t{5});  // no one may be forgotten yet
+    extents.forget(begun + std::chrono::minutes(6), wall);
+    CHECK_EQUAL(extents.tenures(), std::size_t{3});
+    CHECK_EQUAL(files(folder, "fence-"), std::size_t{3});
+    CHECK_EQUAL(extents.tenure({1, 1}).epoch, std::uint64_t{0});
+    CHECK_EQUAL(extents.tenure({1, 2}).epoch, std::uint64_t{2});
+    CHECK(extents.forgotten_until() == begun + std::chrono::seconds(61));  // 299 s before
+    CHECK_EQUAL(files(folder, "forgotten-"), std::size_t{1});
+    std::vector<std::string> notes;
+    Extents later(folder.path(), false, 3);
+    later.adopt(begun + std::chrono::hours(9), wall + std::chrono::hours(1), notes);
+    CHECK(later.forgotten_until() == begun + std::chrono::hours(9) - std::chrono::seconds(3899));
+    Extents behind(folder.path(), false, 3);
+    behind.adopt(begun, wall - std::chrono::hours(2), notes);
+    CHECK(behind.forgotten_until() == begun);
+    CHECK(notes.empty());
+}
+
+TEST("a ticket that may be of an epoch that was forgotten is refused, and a new one is not") {
+    const Folder folder;
+    std::ofstream(folder.path() + "/forgotten-" + std::to_string(farpool::since_1970().count()));
+    Node node(folder);
+    Ticket old = ticket(1);
+    old.age = 3600;
+    CHECK_THROWS(Lapsed, node.server.claim(session, tenant, old));
+    CHECK_EQUAL(node.server.stats().lent, std::uint64_t{0});
+    const std::uint64_t number = node.claimed(1);
+    CHECK_EQUAL(node.server.claim(session, tenant, old).at(0).lease, number);  // now the node knows the epoch
 }
 
 TEST("an administrator sees and ends leases and claims, and no extent") {

@@ -366,9 +366,10 @@ class NodeServer:
         rights: int,
         seconds: float,
         extents: Sequence[tuple[int, int]],
+        age: float = 0.0,
     ) -> list[tuple[int, int, int, bool]]:
         """Let the session use the extents of a verified ticket for `seconds`, and make the missing ones. `extents` are pairs of
-        number and bytes. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
+        number and bytes; the ticket was issued `age` seconds ago. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
         none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; OSError where
         there is no room.
         """

@@ -7,19 +7,24 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from farpool.abc.registry import Commit, Condition, Operation, Put
+from farpool.abc.registry import Commit, Condition, Delete, Operation, Put
+from farpool.cluster.leases import changes, offers
 from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
 from farpool.cluster.leases.engine import Clock, Engine
-from farpool.cluster.leases.offers import Lender, in_order
+from farpool.cluster.leases.offers import Lender, in_order, place
 from farpool.cluster.leases.records import (
     EXTENTS_MAX,
     GRAIN_BYTES,
+    TENANT,
     TURNS,
     Extent,
     LeaseRequest,
+    TenantAccount,
     account_key,
     check_request,
+    encode,
+    lease_id,
     lease_key,
 )
 from farpool.cluster.leases.requests import (
@@ -38,6 +43,7 @@ from farpool.cluster.leases.requests import (
     Resize,
     TenantLimits,
 )
+from farpool.cluster.leases.upkeep import GONE_S
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import encode as encode_member
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError
@@ -157,6 +163,25 @@ def test_a_tenant_has_its_guarantee_and_never_more_than_its_burst() -> None:
     granted(pool.ask(manager, Grant(terms(4 * G)))[0])
 
 
+def test_a_tenant_does_not_use_up_the_leases_of_all_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LEASES_MAX", 20)
+    pool, manager = pool_of(100 * G)
+    pool.policies = {1: TenantLimits(), 2: TenantLimits()}
+
+    def grants(tenant: int) -> int:
+        return sum(
+            isinstance(pool.ask(manager, Grant(terms(G, request=f"r{number}", tenant=tenant)))[0], Granted)
+            for number in range(20)
+        )
+
+    assert grants(1) == 10
+    assert grants(2) == 5
+    for lease in list(manager.book.view.leases)[:6]:
+        pool.ask(manager, End(lease))
+    assert refused(pool.ask(manager, Grant(terms(G, tenant=9)))[0], Reason.TENANT)
+    granted(pool.ask(manager, Grant(terms(2 * G, tenant=1)))[0])
+
+
 def test_bytes_count_as_lent_until_the_node_confirms_their_end() -> None:
     pool, manager = pool_of(4 * G)
     lease = granted(pool.ask(manager, Grant(terms(4 * G)))[0])
@@ -179,6 +204,58 @@ def test_a_request_gets_its_new_lease_only_after_the_end_of_the_old_one_is_writt
     ended, again = pool.ask(manager, End(lease.lease), Grant(terms(4 * G)))
     assert isinstance(ended, Done)
     assert granted(again).record.epoch >= ended.orders[0].epoch
+
+
+def test_a_lease_that_is_made_and_ended_in_one_transaction_begins_again_above_its_orders() -> None:
+    pool, manager = pool_of(9 * G)
+    number = lease_id(1, f"r{4 * G}")
+    _, ended, again = pool.ask(manager, Grant(terms(4 * G)), End(number), Grant(terms(4 * G)))
+    assert isinstance(ended, Done)
+    assert granted(again).record.epoch >= ended.orders[0].epoch
+
+
+def test_an_order_is_above_each_epoch_that_a_holder_was_told_with_its_extent() -> None:
+    pool, manager = pool_of(9 * G)
+    lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+    pool.ask(manager, Resize(lease.lease, 1, lease.record.epoch, 6 * G))
+    # A program releases a part, renews the lease and ends it at once. A node refuses an order if a ticket of its epoch
+    # names the extent.
+    released, renewed, ended = pool.ask(
+        manager, Release(lease.lease, 1, lease.record.epoch, ((A, 1),)), Renew(lease.lease, 1), End(lease.lease, 1)
+    )
+    assert isinstance(ended, Done)
+    for told in (granted(released), granted(renewed)):
+        assert [one.number for one in told.record.extents] == [order.extent for order in ended.orders]
+        assert all(order.epoch > told.record.epoch for order in ended.orders)
+
+
+def test_epochs_in_a_registry_that_was_restored_or_wiped_are_above_those_that_nodes_know() -> None:
+    pool, manager = pool_of(20 * G)
+    lease = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+    grown = granted(pool.ask(manager, Resize(lease.lease, 1, lease.record.epoch, 6 * G))[0])
+    backup = list(pool.registry.entries.values())
+    for _ in range(50):
+        pool.sleep(0.001)
+        pool.ask(manager, Renew(lease.lease))
+    shrunk = granted(pool.ask(manager, Resize(lease.lease, 1, grown.record.epoch, 2 * G))[0])
+    assert shrunk.record.epoch > grown.record.epoch
+    pool.sleep(1.0)
+    for entries in (backup, [one for one in backup if one.key.startswith("members/")]):
+        pool.registry = MemoryRegistry()
+        pool.registry.commit([], [Put(one.key, one.value) for one in entries])
+        manager = pool.manager()
+        # The nodes still have the extents, and know the later epoch.
+        again = granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+        (ended,) = pool.ask(manager, End(again.lease))
+        assert isinstance(ended, Done)
+        assert all(order.epoch > shrunk.record.epoch for order in ended.orders)
+        for order in ended.orders:
+            pool.ask(manager, Confirm(order.member, order.lease, order.extent))
+        # Another manager, which has just begun and whose clock is behind, has not seen the order.
+        pool.now -= 3600.0
+        begun = granted(pool.ask(pool.manager(), Grant(terms(2 * G)))[0])
+        assert begun.record.epoch >= max(order.epoch for order in ended.orders)
+        pool.now += 3600.0
 
 
 def test_a_renewal_moves_the_expiry_and_never_back() -> None:
@@ -207,6 +284,30 @@ def test_an_expired_lease_lives_until_a_manager_has_seen_it_expire_by_both_clock
     refused(pool.ask(manager, Renew(lease.lease))[0], Reason.UNKNOWN)
     (order,) = manager.book.view.orders(A)
     assert "expired" in order.reason
+
+
+def test_a_manager_whose_clock_was_far_ahead_keeps_no_memory_for_ever() -> None:
+    pool, manager = pool_of(G)
+    pool.now += 1e9
+    lease = granted(pool.ask(pool.manager(), Grant(terms(G, ttl=100.0)))[0])
+    pool.lend(B, 4 * G)
+    other = granted(pool.ask(pool.manager(), Grant(terms(2 * G, ttl=1000.0, reclaim_ms=1000)))[0])
+    pool.lend(B, 4 * G, draining=True)
+    pool.upkeep(pool.manager())
+    pool.now -= 1e9
+    for _ in range(10):
+        manager.follow()
+        pool.sleep(CLOCK_TOLERANCE_S)
+        granted(pool.ask(manager, Renew(lease.lease))[0])
+    pool.upkeep(manager)
+    # Its holder did not release the extent in time.
+    refused(pool.ask(manager, Renew(other.lease))[0], Reason.UNKNOWN)
+    granted(pool.ask(manager, Renew(lease.lease))[0])
+    pool.sleep(100.0)
+    assert pool.upkeep(manager) == 0
+    pool.sleep(CLOCK_TOLERANCE_S + 1)
+    assert pool.upkeep(manager) == 1
+    refused(pool.ask(manager, Renew(lease.lease))[0], Reason.UNKNOWN)
 
 
 def test_a_lease_grows_and_shrinks_while_it_is_in_use() -> None:
@@ -262,6 +363,28 @@ def test_a_member_that_drains_gets_its_memory_back_in_time() -> None:
     assert [order.bytes for order in manager.book.view.orders(A)] == [2 * G]
 
 
+def test_orders_to_a_member_that_was_removed_do_not_count_for_ever() -> None:
+    pool, manager = pool_of(4 * G)
+    pool.policies = {1: TenantLimits(most={"dram": 4 * G})}
+    lease = granted(pool.ask(manager, Grant(terms(4 * G)))[0])
+    pool.registry.commit([], [Delete(RECORD + A), Delete(ALIVE + A)])
+    pool.ask(manager, End(lease.lease))
+    pool.lend(B, 4 * G)
+    assert pool.upkeep(manager) == 0
+    refused(pool.ask(manager, Grant(terms(4 * G)))[0], Reason.QUOTA)
+    pool.sleep(GONE_S)
+    # It is there again for a moment.
+    pool.lend(A, 4 * G)
+    assert pool.upkeep(manager) == 0
+    assert pool.ask(manager, Confirm(A, lease.lease, 1, for_gone=True)) == [Done()]
+    assert list(manager.book.view.orders(A))
+    pool.registry.commit([], [Delete(RECORD + A), Delete(ALIVE + A)])
+    assert pool.upkeep(manager) == 0
+    pool.sleep(GONE_S + 1)
+    assert pool.upkeep(manager) == 1
+    granted(pool.ask(manager, Grant(terms(4 * G)))[0])
+
+
 def test_a_member_that_lends_less_asks_for_no_more_than_it_needs() -> None:
     pool, manager = pool_of(8 * G)
     leases = [
@@ -313,6 +436,38 @@ def test_a_damaged_entry_fails_only_the_requests_that_need_it() -> None:
     refused(pool.ask(manager, Grant(terms(G, request="more")))[0], Reason.MEMORY)
 
 
+def test_requests_that_cannot_be_kept_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    for number in range(100):
+        pool.lend(f"{number + 1:032x}", (100 + number) * G)
+    manager = pool.manager()
+    tries = 0
+
+    def counted(*arguments: object) -> object:
+        nonlocal tries
+        tries += 1
+        return place(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(offers, "place", counted)
+    monkeypatch.setattr(changes, "place", counted)
+    requests = [Grant(terms(1 << 50, request=f"r{number}", redundancy="copies:3")) for number in range(40)]
+    outcomes = [refused(one, Reason.MEMORY) for one in pool.ask(manager, *requests, Grant(terms(G)))[:-1]]
+    assert tries < 200
+    (most, *_) = outcomes[0].offers
+    granted(pool.ask(manager, Grant(most))[0])
+
+
+def test_entries_of_later_releases_and_of_strangers_are_left_alone() -> None:
+    pool, manager = pool_of(9 * G)
+    pool.policies = {1: TenantLimits(guaranteed={"dram": G}), 2: TenantLimits(guaranteed={"dram": G})}
+    lease = granted(pool.ask(manager, Grant(terms(G)))[0])
+    later = msgspec.structs.replace(lease.record, features=1)
+    pool.registry.commit([], [Put(lease_key(lease.lease), encode(later)), Put(TENANT + "x", encode(TenantAccount()))])
+    with pytest.raises(RegistryDamagedError, match="features 0x1"):
+        pool.ask(manager, Renew(lease.lease))
+    granted(pool.ask(manager, Grant(terms(2 * G)))[0])
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -321,6 +476,11 @@ def test_a_damaged_entry_fails_only_the_requests_that_need_it() -> None:
         ({"holder": ""}, "holder"),
         ({"redundancy": "copies:0"}, "copies:0"),
         ({"redundancy": "copies:x"}, "copies:x"),
+        ({"redundancy": "3"}, "redundancy is '3'"),
+        ({"tenant": 1 << 32}, "tenant is"),
+        ({"holder": "x" * 65}, "holder has 65"),
+        ({"spread": ("\ud800",)}, "UTF-8"),
+        ({"request": "\udfff"}, "UTF-8"),
         ({"spread": ("",)}, "spread"),
         ({"ttl": float("nan")}, "ttl is nan"),
         ({"ttl": 0.1}, "ttl is 0.1"),
@@ -334,6 +494,37 @@ def test_terms_that_no_pool_could_keep_are_an_error(fields: dict[str, object], t
     check_request(good)
     with pytest.raises(ConfigError, match=text):
         check_request(msgspec.structs.replace(good, **fields))
+
+
+def test_a_request_that_no_registry_takes_fails_alone() -> None:
+    pool, manager = pool_of(20 * G)
+    first, second, third = (granted(pool.ask(manager, Grant(terms(size * G)))[0]) for size in (1, 2, 3))
+    requests: list[Request] = [
+        Grant(terms(G, request="\ud800")),
+        Renew("\ud800"),
+        Renew("x\0y"),
+        End(first.lease, reason="\ud800"),
+        Renew(second.lease),
+        End(third.lease, reason="x" * (1 << 20)),
+    ]
+    outcomes: list[Outcome | Exception] = []
+    while len(outcomes) < len(requests):
+        outcomes += manager.settle(requests[len(outcomes) :])
+    assert [type(one) for one in outcomes] == [UnicodeEncodeError, Refused, Refused, UnicodeEncodeError, Granted, Done]
+    (order,) = manager.book.view.orders(A)
+    assert len(order.reason) == 256  # as much as a signed order may have
+    commit = pool.registry.commit
+
+    def picky_commit(conditions: Sequence[Condition], operations: Sequence[Operation], **settings: float) -> Commit:
+        if any(one.key == lease_key(first.lease) for one in operations):
+            raise ConfigError("the value is too long")
+        return commit(conditions, operations)
+
+    pool.registry.commit = picky_commit  # type: ignore[method-assign, assignment]
+    outcomes = []
+    while len(outcomes) < 3:
+        outcomes += manager.settle([Renew(second.lease), Renew(first.lease), Renew(second.lease)][len(outcomes) :])
+    assert [type(one) for one in outcomes] == [Granted, ConfigError, Granted]
 
 
 # Several managers
@@ -475,6 +666,19 @@ def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guarant
     assert not other._commit(decisions[1], 1.0)
     refused(pool.ask(other, Grant(terms(4 * G, tenant=3)))[0], Reason.QUOTA)
     granted(pool.ask(other, Grant(terms(4 * G)))[0])
+
+
+def test_a_damaged_account_of_a_tenant_keeps_no_manager_from_its_upkeep() -> None:
+    pool, manager = pool_of(4 * G)
+    pool.policies = {1: TenantLimits(), 2: TenantLimits(), 3: TenantLimits()}
+    granted(pool.ask(manager, Grant(terms(G, tenant=1)))[0])
+    lease = granted(pool.ask(manager, Grant(terms(2 * G, tenant=2)))[0])
+    pool.registry.commit([], [Put(TENANT + "1", b"?")])
+    pool.policies[3] = TenantLimits(guaranteed={"dram": 100 * G})
+    assert pool.upkeep(manager) == 1
+    (extent,) = granted(pool.ask(manager, Renew(lease.lease))[0]).wanted_back
+    assert extent.bytes == 2 * G
+    assert pool.upkeep(manager) == 0
 
 
 def test_memory_that_a_new_guarantee_needs_is_asked_back_from_tenants_beyond_theirs() -> None:

@@ -140,6 +140,42 @@ def test_tickets_verify_through_many_rotations(registry: Registry) -> None:
     assert len(used - set(known(registry))) >= 3
 
 
+@pytest.mark.parametrize("value", [b"", b"\xff", b"00" * 31, b"11" * 32])
+def test_a_damaged_private_half_is_replaced(registry: Registry, value: bytes) -> None:
+    clock = Clock()
+    KeySet(registry, SETTINGS, clock=clock).turn()
+    (entry,) = registry.range(PRIVATE).entries
+    registry.commit([], [Put(entry.key, value)])
+    manager = KeySet(registry, SETTINGS, clock=clock)
+    manager.turn()
+    verify_ticket(manager.sign(ticket(clock.now)), known(registry))
+    assert len(known(registry)) == 2
+
+
+@pytest.mark.parametrize("ahead", [-30 * 86400.0, 30 * 86400.0])
+def test_managers_sign_again_after_one_whose_clock_was_wrong(registry: Registry, ahead: float) -> None:
+    clock, wrong = Clock(), Clock()
+    manager = KeySet(registry, SETTINGS, clock=clock)
+    manager.turn()
+    keys = known(registry)
+    wrong.now += ahead
+    broken = KeySet(registry, SETTINGS, clock=wrong)
+    for _ in range(80):  # more than two days
+        broken.turn()
+        wrong.now += 3000.0
+        clock.now += 3000.0
+        manager.turn()
+        keys = known(registry, keys)
+        verify_ticket(manager.sign(ticket(clock.now)), keys)
+    assert len(keys) <= 65
+    for _ in range(100):
+        clock.now += 3000.0
+        manager.turn()
+        keys = known(registry, keys)
+        verify_ticket(manager.sign(ticket(clock.now)), keys)
+    assert len(registry.range(PRIVATE).entries) <= 3
+
+
 def test_a_manager_that_has_not_read_the_keys_for_long_does_not_sign(registry: Registry) -> None:
     clock = Clock()
     manager = KeySet(registry, SETTINGS, clock=clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from farpool.abc.registry import Registry
+from farpool.cluster.leases.engine import Clock
 from farpool.cluster.leases.records import GRAIN_BYTES, LEASES, LeaseRequest
 from farpool.cluster.leases.requests import Granted, Refused
 from farpool.cluster.leases.service import LeaseService
@@ -179,6 +181,34 @@ def test_a_node_that_drains_asks_for_its_memory(file: SqliteRegistry, serve: Cal
         threading.Event().wait(0.1)
     assert len(wanted) == 1
     assert service.reclaim(member.hex(), 8 * G) == 0  # it was asked for already
+
+
+def test_leases_expire_while_requests_come_all_the_time(
+    file: SqliteRegistry, serve: Callable[..., LeaseService]
+) -> None:
+    write(file, *joined(A, media={"dram": 8 * G}))
+    ahead = [0.0]
+    clock = Clock(now=lambda: time.time() + ahead[0], tick=lambda: time.monotonic() + ahead[0])
+    service = serve(file, clock=clock, timeout=1e6)
+    left, used = granted(service.grant(terms(G, ttl=1.0))), granted(service.grant(terms(G)))
+    has_ended = threading.Event()
+
+    def renew() -> None:
+        while not has_ended.is_set():
+            service.renew(used.lease)
+
+    with ThreadPoolExecutor(2) as threads:
+        renewals = [threads.submit(renew) for _ in range(2)]
+        try:
+            deadline = time.monotonic() + WAIT
+            while service.lease(left.lease) is not None:
+                assert time.monotonic() < deadline
+                ahead[0] += 1.0
+                service.renew(used.lease)
+        finally:
+            has_ended.set()
+    assert [one.result() for one in renewals] == [None, None]
+    assert service.lease(used.lease) is not None
 
 
 def test_a_registry_that_is_away_is_a_typed_error_and_the_request_can_be_repeated(

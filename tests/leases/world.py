@@ -76,6 +76,7 @@ class Truth:
         self.records: dict[str, MemberRecord] = {}
         self.highest: dict[str, int] = {}
         self.epochs: dict[str, int] = {}
+        self.ended: dict[tuple[str, int], int] = {}  # epochs of the orders to end extents
         self.grants = 0
         self.has_changed_members = False
 
@@ -87,14 +88,14 @@ class Truth:
             value = None if isinstance(one, Delete) else bytes(one.value)
             if one.key.startswith(LEASE):
                 record = None if value is None else decode(one.key, value, LeaseRecord)
-                self.check_lease(one.key.removeprefix(LEASE), record, revision)
+                self.check_lease(one.key.removeprefix(LEASE), record)
             elif one.key.startswith(ORDERS):
                 if value is None:
                     del self.orders[one.key]
                 else:
                     order = self.orders[one.key] = decode(one.key, value, OrderRecord)
                     assert order.epoch >= self.epochs[order.lease]
-                    assert order.epoch <= revision
+                    self.ended[order.member, order.extent] = order.epoch
                     self.epochs[order.lease] = max(order.epoch, self.epochs[order.lease])
             elif one.key.startswith(MEMBER):
                 member = one.key.removeprefix(MEMBER)
@@ -129,12 +130,11 @@ class Truth:
             if free_before >= reserved_before and not self.has_changed_members:
                 assert self.free() >= self.reserved(), "memory that is guaranteed to a tenant was lent to another one"
 
-    def check_lease(self, lease: str, record: LeaseRecord | None, revision: int) -> None:
+    def check_lease(self, lease: str, record: LeaseRecord | None) -> None:
         before = self.leases.pop(lease, None)
         if record is None:
             return
         self.leases[lease] = record
-        assert record.epoch <= revision
         assert record.epoch >= self.epochs.get(lease, 0)
         if before is None:
             assert record.epoch >= self.epochs.get(lease, 0)
@@ -414,6 +414,9 @@ class World:
                 self.unanswered.remove(request.request)
         if isinstance(outcome, Granted):
             self.known[outcome.lease] = outcome.record
+            for one in outcome.record.extents:
+                ended = self.truth.ended.get((one.member, one.number))
+                assert ended is None or ended > outcome.record.epoch, "a node refuses the order, because of a ticket"
 
     def check_offers(self, manager: Manager, request: Request, refused: Refused) -> None:
         """Ask for each offer at once, if the manager was not out of date."""

@@ -328,6 +328,19 @@ def test_a_change_of_the_keys_is_not_lost_if_the_registry_goes_away_before_they_
         assert len(followed.keys()) == 1
 
 
+def test_keys_that_could_not_be_kept_are_kept_later(tmp_path: Path) -> None:
+    in_the_way = tmp_path / f"{FILE}.new"
+    in_the_way.mkdir()
+    with open_registry(f"sqlite://{tmp_path}/registry.sqlite") as registry:
+        KeySet(registry).turn()
+        with follow(registry, tmp_path) as followed:
+            assert len(followed.keys()) == 1
+            assert not (tmp_path / FILE).exists()
+            in_the_way.rmdir()
+            followed.start()
+            eventually((tmp_path / FILE).exists)
+
+
 def test_the_keys_of_another_registry_are_not_used(tmp_path: Path) -> None:
     with open_registry(f"sqlite://{tmp_path}/one.sqlite") as registry:
         KeySet(registry).turn()

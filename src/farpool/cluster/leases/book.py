@@ -156,7 +156,7 @@ class Book:
                 outcome: Outcome | Exception = decide(request, step)
             except NextTransaction:
                 break
-            except RegistryDamagedError as error:
+            except Exception as error:  # the requests of other programs go on
                 outcome, step = error, draft.on_top()
             if not step.merge():
                 break

@@ -12,6 +12,7 @@ from farpool.cluster.leases.records import (
     BURST,
     EXTENTS_MAX,
     GRAIN_BYTES,
+    TEXT_MAX,
     Burst,
     Extent,
     LeaseRecord,
@@ -20,6 +21,7 @@ from farpool.cluster.leases.records import (
     OrderRecord,
     TenantAccount,
     account_key,
+    is_lease_id,
     lease_id,
     lease_key,
     order_key,
@@ -69,13 +71,14 @@ def decide(request: Request, draft: Draft) -> Outcome:
         return _grant(request.request, draft)
     if isinstance(request, Confirm):
         return _confirm(request, draft)
-    record = draft.get(lease_key(request.lease), LeaseRecord)
+    # Other texts may be no keys of a registry.
+    record = draft.get(lease_key(request.lease), LeaseRecord) if is_lease_id(request.lease) else None
     if record is not None and request.tenant not in (None, record.terms.tenant):
         record = None
     elif record is None and isinstance(request, End | Expire | Mark | Take):
         return Done()
     if record is None:
-        text = f"there is no lease {request.lease} of this tenant: it has ended; ask for a new one"
+        text = f"there is no lease {request.lease[:TEXT_MAX]!r} of this tenant: it has ended; ask for a new one"
         return Refused(Reason.UNKNOWN, text)
     match request:
         case Renew():
@@ -119,16 +122,30 @@ def _grant(terms: LeaseRequest, draft: Draft, *, offers: bool = True) -> Outcome
     policies = draft.moment.policies
     if policies is not None and terms.tenant not in policies:
         return Refused(Reason.TENANT, f"there is no tenant {terms.tenant}; an administrator must add it first")
-    if len(draft.view.leases) >= LEASES_MAX:
-        return Refused(Reason.LEASES, f"there are {LEASES_MAX} leases already; end some of them first")
+    if too_many := _too_many_leases(draft, terms.tenant):
+        return Refused(Reason.LEASES, too_many)
     extents = _add(draft, terms, (), terms.bytes)
     if isinstance(extents, Refused):
-        return _with_offers(extents, _offers(draft, terms)) if offers else extents
+        return _with_offers(extents, _offers(draft, terms)) if offers and draft.may_offer() else extents
     moment = draft.moment
     expires = moment.now + terms.ttl
     granted = LeaseRecord(terms=terms, extents=extents, epoch=_first_epoch(draft), expires=expires, granted=moment.now)
     draft.put(lease_key(lease), granted)
     return Granted(lease, granted)
+
+
+def _too_many_leases(draft: Draft, tenant: int) -> str:
+    """Return why a tenant may have no further lease; empty if it may.
+
+    The first half of all leases is for those who come first. Each tenant has an equal part of the second half.
+    """
+    count, policies = len(draft.view.leases), draft.moment.policies
+    if count >= LEASES_MAX:
+        return f"there are {LEASES_MAX} leases already; end some of them first"
+    has = draft.view.leases_of(tenant)
+    if policies and 2 * count >= LEASES_MAX and has >= LEASES_MAX // 2 // len(policies):
+        return f"tenant {tenant} has {has} leases, and the others are for other tenants; end some of them first"
+    return ""
 
 
 def _with_offers(refused: Refused, offers: Iterable[LeaseRequest]) -> Refused:
@@ -219,7 +236,7 @@ def _lend(draft: Draft, terms: LeaseRequest, wanted: Sequence[tuple[str, int, in
         account = draft.get(account_key(member), MemberAccount) or MemberAccount()
         lent = dict(account.lent.get(medium, {}))
         lent[tenant] = lent.get(tenant, 0) + size
-        changed = MemberAccount(lent=account.lent | {medium: lent}, next=account.next + 1)
+        changed = msgspec.structs.replace(account, lent=account.lent | {medium: lent}, next=account.next + 1)
         draft.put(account_key(member), changed)
         draft.use(RECORD + member)  # so a member that begins to drain at the same moment gets no extent
         draft.take(medium, member, size)
@@ -385,28 +402,32 @@ def _end_extents(
     _order(draft, lease, record, ended, reason)
     size = sum({one.part: one.bytes for one in kept}.values())
     terms = msgspec.structs.replace(record.terms, bytes=size)
-    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft, lease))
+    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft))
 
 
 def _first_epoch(draft: Draft) -> int:
     """Return the epoch of a new lease.
 
-    No epoch is above the revision of the transaction that wrote it. So this one is above those of an earlier lease of
-    the same request, because the view has seen the end of that lease.
+    It is not below the epochs of an earlier lease of the same request, because the view has seen the orders of that
+    lease, or the accounts of their members since. The time is a part of it for a registry that was restored from a
+    backup or begins empty: nodes know the epochs that were given since the backup, and refuse lower ones.
     """
-    return max(1, draft.view.revision)
+    return max(1, draft.view.epoch, int(draft.moment.now * 1000))
 
 
-def _next_epoch(draft: Draft, lease: str) -> int:
-    """Return the epoch of a lease from which memory is taken: the same one, however often in this transaction."""
-    stored = draft.view.leases.get(lease)
-    # The revisions of a registry that was restored from a backup begin again with low numbers.
-    return max(_first_epoch(draft), stored[1].epoch if stored else 0) + 1
+def _next_epoch(draft: Draft) -> int:
+    """Return the epoch of a lease from which memory is taken."""
+    return _first_epoch(draft) + 1
 
 
 def _order(
     draft: Draft, lease: str, record: LeaseRecord, extents: Iterable[Extent], reason: str
 ) -> tuple[OrderRecord, ...]:
+    epoch = _next_epoch(draft)
+    if record.epoch >= epoch:
+        # An earlier request of this transaction has raised the epoch, and its answer names the extents. If tickets of
+        # this epoch named them, too, no node would carry the orders out.
+        raise NextTransaction
     orders = tuple(
         OrderRecord(
             member=one.member,
@@ -415,8 +436,8 @@ def _order(
             bytes=one.bytes,
             tenant=record.terms.tenant,
             medium=record.terms.medium,
-            epoch=_next_epoch(draft, lease),
-            reason=reason,
+            epoch=epoch,
+            reason=reason[:TEXT_MAX],
             issued=draft.moment.now,
         )
         for one in extents
@@ -431,6 +452,10 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     order = draft.get(key, OrderRecord)
     if order is None:
         return Done()
+    if request.for_gone:
+        if draft.view.revision_of(RECORD + request.member):
+            return Done()
+        draft.use(RECORD + request.member)
     account = draft.get(account_key(order.member), MemberAccount) or MemberAccount()
     tenant = draft.get(tenant_key(order.tenant), TenantAccount) or TenantAccount()
     lent = dict(account.lent.get(order.medium, {}))
@@ -439,7 +464,9 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     lent[order.tenant] = left
     if not left:
         del lent[order.tenant]
-    draft.put(account_key(order.member), MemberAccount(lent=account.lent | {order.medium: lent}, next=account.next))
+    epoch = max(account.epoch, order.epoch)
+    changed = msgspec.structs.replace(account, lent=account.lent | {order.medium: lent}, epoch=epoch)
+    draft.put(account_key(order.member), changed)
     draft.put(tenant_key(order.tenant), TenantAccount(lent=tenant.lent | {order.medium: used}))
     draft.take(order.medium, order.member, -order.bytes)
     draft.delete(key)

@@ -72,6 +72,7 @@ class Draft:
         self._taken: dict[tuple[str, str], int] = {}
         self._lenders: dict[str, dict[str, Lender]] = {}
         self._tenants: dict[int, TenantAccount] | None = None
+        self._has_offered = False
 
     def on_top(self) -> Draft:
         """Begin a draft that goes on from this one."""
@@ -104,8 +105,8 @@ class Draft:
         self._used.add(key)
 
     def has_deleted(self, key: str) -> bool:
-        """Return True if an earlier request deletes an entry that is in the registry."""
-        return self.view.revision_of(key) > 0 and self._below is not None and key in self._below._records
+        """Return True if an earlier request of the transaction deletes an entry."""
+        return self._below is not None and key in self._below._records and self._below._records[key] is None
 
     def use(self, key: str) -> None:
         """Make the transaction depend on a key's entry."""
@@ -146,6 +147,17 @@ class Draft:
                 account = root._tenants.get(other)
                 reserved += max(0, guaranteed - (account.lent.get(medium, 0) if account else 0))
         return reserved
+
+    def may_offer(self) -> bool:
+        """Return True for the first refusal of the transaction that needs offers.
+
+        Offers take a hundred times as long as a grant, so requests that cannot be kept would hold up all others.
+        """
+        root = self
+        while root._below is not None:
+            root = root._below
+        is_first, root._has_offered = not root._has_offered, True
+        return is_first
 
     # The end
 

@@ -15,7 +15,15 @@ from farpool.cluster.leases.records import MEMBER
 from farpool.cluster.leases.requests import Outcome, Request, TenantLimits
 from farpool.cluster.leases.upkeep import upkeep
 from farpool.cluster.leases.view import PREFIXES
-from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
+from farpool.errors import (
+    ConfigError,
+    RegistryAwayError,
+    RegistryCompactedError,
+    RegistryDamagedError,
+    RegistryDeniedError,
+    RegistryError,
+    RegistryReplacedError,
+)
 
 __all__ = ["Clock", "Engine", "Policies"]
 
@@ -28,6 +36,10 @@ _LAG_MAX_S = 1.0
 """Seconds after which all entries are read again, because the watch has not reported a change that is there."""
 _PAUSE_S = 0.01
 """Seconds between two looks while another manager has its turn."""
+_LEASES_LOOKED_AT_PER_S = 10_000
+"""Leases that are looked at in a second for memory that is guaranteed to other tenants."""
+_ERRORS_OF_ALL = (RegistryAwayError, RegistryDamagedError, RegistryDeniedError, RegistryReplacedError)
+"""Errors of a transaction that have nothing to do with what it writes."""
 
 Policies = Callable[[], Mapping[int, TenantLimits] | None]
 
@@ -94,7 +106,7 @@ class Engine:
         self._policies = policies
         self._timeout = timeout
         self._watches: list[Watch] = []
-        self._followed = -1e9
+        self._followed = self._debts_at = -1e9
         self._seed = self._chance.randbytes(16)
 
     def follow(self, *, timeout: float | None = None) -> None:
@@ -168,7 +180,17 @@ class Engine:
                     is_fresh = True
                 else:
                     is_sent = bool(decision.operations)
-                    if self._commit(decision, left) and (decision.taken or not requests):
+                    try:
+                        is_done = self._commit(decision, left)
+                    except (ConfigError, RegistryError) as error:
+                        if isinstance(error, _ERRORS_OF_ALL) or not requests:
+                            raise
+                        # The registry does not take what one of the requests writes. It must not fail the others.
+                        if len(requests) == 1:
+                            return (error,)
+                        requests = requests[:1]
+                        continue
+                    if is_done and (decision.taken or not requests):
                         return decision.outcomes
         except RegistryAwayError as error:
             # Requests that were only read, or whose transaction was not sent, have changed nothing.
@@ -227,8 +249,13 @@ class Engine:
         RegistryError
             As raised by `settle`.
         """
+        tick = self._clock.tick()
+        # Debts that nobody can pay, because more is guaranteed than there is, stay. Looking for them takes long.
+        policies = self._policies() if tick >= self._debts_at else None
         with self.lock:
-            requests = upkeep(self.book.view, self._clock.now(), self._clock.tick(), self._policies())
+            requests = upkeep(self.book.view, self._clock.now(), tick, policies)
+        if policies is not None:
+            self._debts_at = tick + len(self.book.view.leases) // _LEASES_LOOKED_AT_PER_S
         left = requests
         while left:
             left = left[len(self.settle(left)) :]

@@ -18,7 +18,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -66,6 +67,9 @@ _FORMAT = 1
 _ADVICE = "delete it, and managers make a new key"
 _KEY_BYTES = 32
 _ATTEMPTS = 8
+_KEYS_MAX = 64
+"""Keys from which on none is made only because none signs now. A manager whose clock is far behind would make one at
+each look, because all others sign from a time to come."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +135,9 @@ class RotationPlan:
     remove: tuple[str, ...]
 
 
-def rotation(keys: Mapping[str, KeyRecord], settings: Rotation, now: float) -> RotationPlan:
+def rotation(
+    keys: Mapping[str, KeyRecord], settings: Rotation, now: float, private: Container[str] | None = None
+) -> RotationPlan:
     """Decide which keys to make, to forget and to remove at a time.
 
     Parameters
@@ -142,12 +148,17 @@ def rotation(keys: Mapping[str, KeyRecord], settings: Rotation, now: float) -> R
         The settings.
     now : float
         The time, in seconds since 1970.
+    private : container of str, optional
+        Keys whose private halves are there; None if all are.
     """
     order = sorted(keys, key=lambda key: (keys[key].signs_from, key))
     begun = [key for key in order if keys[key].signs_from <= now]
     make = None
-    if not order:
-        make = now  # no ticket has been signed yet, so no node can miss the key
+    cannot_sign = not begun or (private is not None and begun[-1] not in private)
+    if cannot_sign and len(order) < _KEYS_MAX:
+        # No ticket has been signed yet. Or a manager whose clock was far ahead has made the next key for a time to come
+        # and has forgotten the present one.
+        make = now
     elif now + settings.published_before >= keys[order[-1]].signs_from + settings.period:
         make = now + settings.published_before
     forget, remove = [], []
@@ -248,14 +259,15 @@ class KeySet:
             records = {
                 key.removeprefix(PUBLIC): _decoded(entry) for key, entry in entries.items() if key.startswith(PUBLIC)
             }
-            plan = rotation(records, self._settings, now)
+            private = _private_halves(entries.values())
+            plan = rotation(records, self._settings, now, private)
             made = None if plan.make is None else SigningKey(os.urandom(_KEY_BYTES))
             if not self._commit(entries, plan, made):
                 continue  # another manager was faster
             halves = [
-                (record.signs_from, SigningKey(bytes.fromhex(entries[PRIVATE + key].value.decode())))
+                (record.signs_from, private[key])
                 for key, record in records.items()
-                if PRIVATE + key in entries and key not in plan.forget
+                if key in private and key not in plan.forget
             ]
             if made is not None and plan.make is not None:
                 halves.append((plan.make, made))
@@ -307,6 +319,19 @@ def _decoded(entry: Entry) -> KeyRecord:
     if record.features:
         raise _damaged(entry, f"it has features {record.features:#x}, and a later release of farpool has written it")
     return record
+
+
+def _private_halves(entries: Iterable[Entry]) -> dict[str, SigningKey]:
+    """Return the private halves by id. One that does not fit its id signs nothing, and managers make another key."""
+    found = {}
+    for entry in entries:
+        if not entry.key.startswith(PRIVATE):
+            continue
+        with suppress(ValueError):
+            key = SigningKey(bytes.fromhex(entry.value.decode()))
+            if key.id.hex() == entry.key.removeprefix(PRIVATE):
+                found[key.id.hex()] = key
+    return found
 
 
 def _damaged(entry: Entry, what: str) -> RegistryDamagedError:

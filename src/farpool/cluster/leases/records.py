@@ -24,7 +24,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from farpool.cluster.registry.records import decode_record, encode_record
-from farpool.errors import ConfigError
+from farpool.cluster.wire.access import LONGEST_NAME
+from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = [
     "BURST",
@@ -36,6 +37,8 @@ __all__ = [
     "MEMBER",
     "ORDERS",
     "TENANT",
+    "TENANT_MAX",
+    "TEXT_MAX",
     "TTL_MAX_S",
     "TTL_MIN_S",
     "TURNS",
@@ -52,6 +55,7 @@ __all__ = [
     "check_request",
     "decode",
     "encode",
+    "is_lease_id",
     "lease_id",
     "lease_key",
     "order_key",
@@ -74,6 +78,8 @@ COPIES_MAX = 8
 TTL_MIN_S, TTL_MAX_S = 1.0, 7 * 86_400.0
 RECLAIM_MAX_MS = 86_400_000
 TEXT_MAX = 256
+"""Characters of a text, such as a label's name or the reason of an order."""
+TENANT_MAX = 2**32 - 1
 RIGHTS = ("r", "rw")
 _FORMAT = 1
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -195,12 +201,15 @@ class MemberAccount(msgspec.Struct, frozen=True, kw_only=True):
         Bytes by medium and tenant.
     next : int
         Number of the member's next extent.
+    epoch : int
+        The highest epoch of the orders that its node has confirmed: no new lease begins below it.
     format : int
         Version of the record's format.
     """
 
     lent: dict[str, dict[int, _Bytes]] = {}
     next: int = 1
+    epoch: int = 0
     format: int = _FORMAT
 
 
@@ -273,6 +282,11 @@ def lease_id(tenant: int, request: str) -> str:
     return hashlib.sha256(f"farpool lease {tenant} {request}".encode()).hexdigest()[:32]
 
 
+def is_lease_id(text: str) -> bool:
+    """Return True if a text has the form of a lease's number."""
+    return len(text) == 32 and all(letter in "0123456789abcdef" for letter in text)
+
+
 def lease_key(lease: str) -> str:
     """Return the key of a lease."""
     return LEASE + lease
@@ -307,24 +321,35 @@ def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
     advice = "restore it from a backup, or end the leases that it belongs to and delete it"
-    return decode_record(key, value, kind, known=_FORMAT, advice=advice)
+    record = decode_record(key, value, kind, known=_FORMAT, advice=advice)
+    if features := getattr(record, "features", 0):
+        raise RegistryDamagedError(
+            f"the registry's entry {key!r} has features {features:#x}, expected none; a later release of farpool has "
+            "written it, so update this program",
+            key=key,
+        )
+    return record
 
 
 def check_request(request: LeaseRequest) -> None:
     """Raise ConfigError for terms that no pool could keep, whatever it lends."""
     wrong = ""
-    copies = request.redundancy.removeprefix("copies:")
-    if request.tenant < 0:
-        wrong = f"tenant is {request.tenant}, expected a tenant's number"
-    elif not 0 < len(request.holder) <= TEXT_MAX:
-        wrong = f"holder has {len(request.holder)} characters, expected 1 to {TEXT_MAX}"
+    kind, _, copies = request.redundancy.partition(":")
+    copies_fit = kind == "copies" and copies.isascii() and copies.isdecimal() and 1 <= int(copies[:3]) <= COPIES_MAX
+    texts = (request.holder, request.request, request.medium, *request.spread)
+    if not 0 <= request.tenant <= TENANT_MAX:
+        wrong = f"tenant is {request.tenant}, expected a tenant's number, at most {TENANT_MAX}"
+    elif any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+        wrong = "a text has a character that UTF-8 cannot encode"
+    elif not 0 < len(request.holder) <= LONGEST_NAME:
+        wrong = f"holder has {len(request.holder)} characters, expected 1 to {LONGEST_NAME}"
     elif not 0 < len(request.request) <= TEXT_MAX:
         wrong = f"request has {len(request.request)} characters, expected 1 to {TEXT_MAX}"
     elif not 0 < request.bytes < 1 << 60:
         wrong = f"bytes is {request.bytes}, expected a positive number of bytes"
     elif not 0 < len(request.medium) <= TEXT_MAX:
         wrong = f"medium is {request.medium!r}, expected a medium such as 'dram'"
-    elif request.redundancy != "none" and not (copies.isdecimal() and 1 <= int(copies) <= COPIES_MAX):
+    elif request.redundancy != "none" and not copies_fit:
         wrong = f"redundancy is {request.redundancy!r}, expected 'none' or 'copies:N' with N from 1 to {COPIES_MAX}"
     elif len(request.spread) > 8 or any(not 0 < len(label) <= TEXT_MAX for label in request.spread):
         wrong = f"spread is {request.spread!r}, expected at most 8 names of labels"

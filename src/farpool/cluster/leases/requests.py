@@ -168,11 +168,23 @@ class Take(Change):
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """Record that a node has freed an extent; its bytes can be lent again."""
+    """Record that a node has freed an extent; its bytes can be lent again.
+
+    Attributes
+    ----------
+    member, lease : str
+        Identity of the member and number of the lease, in hexadecimal digits.
+    extent : int
+        Number of the extent.
+    for_gone : bool
+        True if the member was removed from the registry, so that nobody else confirms the order. Then this changes
+        nothing if the member is there again.
+    """
 
     member: str
     lease: str
     extent: int
+    for_gone: bool = False
 
 
 Request = Grant | Renew | Resize | Replace | Release | End | Expire | Mark | Take | Confirm

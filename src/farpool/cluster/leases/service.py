@@ -31,7 +31,7 @@ from farpool.cluster.leases.requests import (
     Request,
     Resize,
 )
-from farpool.cluster.leases.upkeep import reclaim
+from farpool.cluster.leases.upkeep import REQUESTS_MAX, reclaim
 from farpool.errors import RegistryAwayError, RegistryError
 
 __all__ = ["LeaseService"]
@@ -288,20 +288,25 @@ class LeaseService(Closing):
             group = self._next_group()
             if group is None:
                 break
+            outcomes: tuple[Outcome | Exception, ...] = ()
             try:
-                if not group:
+                if group:
+                    outcomes = self._engine.settle([one.request for one in group])
+                else:
                     self._engine.follow()
                     self._engine.yield_turn()
-                    if self._clock.tick() >= upkeep_at:
-                        upkeep_at = self._clock.tick() + _UPKEEP_INTERVAL_S
-                        self._engine.upkeep()
-                    continue
-                outcomes: tuple[Outcome | Exception, ...] = self._engine.settle([one.request for one in group])
             except Exception as error:  # a thread that ends would let all later requests wait
                 outcomes = (error,) * len(group)
                 if not group:
                     time.sleep(_LOOK_INTERVAL_S)
             self._answer(group, outcomes)
+            # Also between requests that come all the time: otherwise no lease would expire on a busy manager.
+            if self._clock.tick() >= upkeep_at:
+                done = 0
+                with suppress(Exception):
+                    done = self._engine.upkeep()
+                wait = _UPKEEP_INTERVAL_S if done < REQUESTS_MAX else _LOOK_INTERVAL_S
+                upkeep_at = self._clock.tick() + wait
         with suppress(RegistryError):
             self._engine.yield_turn()
         self._engine.end()

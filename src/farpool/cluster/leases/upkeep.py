@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
 from farpool.cluster.leases.records import Extent, LeaseRecord
-from farpool.cluster.leases.requests import Expire, Mark, Request, Take, TenantLimits
+from farpool.cluster.leases.requests import Confirm, Expire, Mark, Request, Take, TenantLimits
 from farpool.cluster.leases.view import View
 
-__all__ = ["reclaim", "upkeep"]
+__all__ = ["GONE_S", "REQUESTS_MAX", "reclaim", "upkeep"]
 
-_REQUESTS_MAX = 90
-"""Most requests at once, about one transaction. The next ones follow a second later."""
+GONE_S = 3600.0
+"""Seconds after which nobody waits any more for the node of a member that was removed from the registry. Otherwise its
+orders would count against its tenants for ever."""
+REQUESTS_MAX = 90
+"""Most requests at once, about two transactions. The next ones follow soon, after requests of programs."""
 
 
 def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLimits] | None) -> list[Request]:
@@ -20,7 +24,7 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
 
     Leases that have expired end. Members that drain, or that lend less than they have lent, get memory back, and so do
     tenants whose guarantee is lent to others. At first the holders have the time that their leases state. Then their
-    extents are taken.
+    extents are taken. Orders to members that were removed count as carried out after `GONE_S`.
 
     Parameters
     ----------
@@ -31,15 +35,21 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
     policies : mapping of int to TenantLimits, or None
         Limits of all tenants; None if there are none.
     """
-    requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S)]
+    requests: list[Request] = [Expire(lease) for lease in view.expired(now, tick, CLOCK_TOLERANCE_S, REQUESTS_MAX)]
     for lease, extents in view.overdue(now, tick, CLOCK_TOLERANCE_S).items():
         requests.append(Take(lease, extents=tuple(extents)))
-    if len(requests) < _REQUESTS_MAX:
+    requests += [
+        Confirm(order.member, order.lease, order.extent, for_gone=True)
+        for order in itertools.islice(view.orders_of_gone(tick, GONE_S), max(0, REQUESTS_MAX - len(requests)))
+    ]
+    if len(requests) < REQUESTS_MAX:
         for member, medium, size in _shortages(view):
             requests += reclaim(view, member, medium, size)
-    if len(requests) < _REQUESTS_MAX and policies:
+            if len(requests) >= REQUESTS_MAX:
+                break
+    if len(requests) < REQUESTS_MAX and policies:
         requests += _debts(view, policies)
-    return requests[:_REQUESTS_MAX]
+    return requests[:REQUESTS_MAX]
 
 
 def reclaim(view: View, member: str, medium: str, size: int) -> list[Mark]:
@@ -53,12 +63,13 @@ def reclaim(view: View, member: str, medium: str, size: int) -> list[Mark]:
 
     def is_taken(_: LeaseRecord, one: Extent) -> bool:
         nonlocal size
-        if one.member != member or size <= 0:
+        if size <= 0:
             return False
         size -= one.bytes
         return True
 
-    return _marks(sorted(_held(view, medium), key=lambda each: each[:2]), is_taken)
+    held = [each for each in _held(view, medium) if each[3].member == member]
+    return _marks(sorted(held, key=lambda each: each[:2]), is_taken)
 
 
 def _shortages(view: View) -> list[tuple[str, str, int]]:
@@ -96,7 +107,9 @@ def _debts(view: View, policies: Mapping[int, TenantLimits]) -> list[Mark]:
         }
         held = [each for each in _held(view, medium) if each[3].member in lenders]
         for _, _, record, one in held:
-            beyond[record.terms.tenant] -= one.bytes if one.reclaim_by else 0
+            # A tenant whose account cannot be read is not asked for anything.
+            left = beyond.setdefault(record.terms.tenant, 0)
+            beyond[record.terms.tenant] = left - one.bytes if one.reclaim_by else left
 
         def is_taken(record: LeaseRecord, one: Extent, beyond: dict[int, int] = beyond) -> bool:
             nonlocal owed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -57,23 +57,29 @@ class View:
     ----------
     revision : int
         The highest revision of a change that the view has seen.
+    epoch : int
+        The highest epoch that the view has seen.
     leases : dict of str to tuple of int and LeaseRecord
         Revision and record of each lease that can be read.
     """
 
     def __init__(self) -> None:
-        self.revision = 0
+        self.revision = self.epoch = 0
         self.leases: dict[str, tuple[int, LeaseRecord]] = {}
+        self._counts: Counter[int] = Counter()  # leases of each tenant
         # Every other entry, and leases that cannot be read (their record is an error).
         self._others: dict[str, tuple[int, msgspec.Struct | RegistryDamagedError]] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
         self._orders: dict[str, set[str]] = {}
         self._members: set[str] = set()
+        # For each member that has orders and no record, the time at which this manager first saw that.
+        self._gone: dict[str, float] = {}
         # For each lease, the time at which this manager saw its record; for each extent that its lender wants back, the
         # time at which this manager first saw that. Both are times of this process, so a wrong wall clock of some
         # manager ends no lease.
         self._seen: dict[str, float] = {}
         self._marked: dict[tuple[str, str, int], float] = {}
+        # Times of this process at which leases expire unless they are renewed. A renewal adds a later time.
         self._expiries: list[tuple[float, str]] = []
 
     # Changes
@@ -104,6 +110,8 @@ class View:
         if revision < max(self.revision_of(key), self._deleted.get(key, 0)):
             return
         self.revision = max(self.revision, revision)
+        if isinstance(record, LeaseRecord | OrderRecord | MemberAccount):
+            self.epoch = max(self.epoch, record.epoch)
         if key.startswith(LEASE):
             self._apply_lease(key, revision, record, tick)
             return
@@ -119,7 +127,9 @@ class View:
             if not orders:
                 del self._orders[member]
         elif key.startswith(registered.RECORD):
-            (self._members.discard if record is None else self._members.add)(key.removeprefix(registered.RECORD))
+            member = key.removeprefix(registered.RECORD)
+            (self._members.discard if record is None else self._members.add)(member)
+            self._gone.pop(member, None)
 
     def _apply_lease(
         self, key: str, revision: int, record: msgspec.Struct | RegistryDamagedError | None, tick: float
@@ -128,12 +138,15 @@ class View:
         before = self.leases.pop(lease, None)
         self._others.pop(key, None)
         marked = {}
+        if before is not None:
+            self._counts[before[1].terms.tenant] -= 1
         if isinstance(record, LeaseRecord):
+            self._counts[record.terms.tenant] += 1
             self.leases[lease] = revision, record
             self._seen[lease] = tick
-            heapq.heappush(self._expiries, (record.expires, lease))
+            heapq.heappush(self._expiries, (tick + record.terms.ttl, lease))
             if len(self._expiries) > 2 * len(self.leases) + 1000:
-                self._expiries = [(one.expires, lease) for lease, (_, one) in self.leases.items()]
+                self._expiries = [(self._seen[lease] + one.terms.ttl, lease) for lease, (_, one) in self.leases.items()]
                 heapq.heapify(self._expiries)
             marked = {
                 (lease, one.member, one.number): self._marked.get((lease, one.member, one.number), tick)
@@ -159,6 +172,10 @@ class View:
             self._deleted.popitem(last=False)
 
     # Questions
+
+    def leases_of(self, tenant: int) -> int:
+        """Return the number of a tenant's leases."""
+        return self._counts.get(tenant, 0)
 
     def has(self, snapshot: Snapshot, keys: Iterable[str]) -> bool:
         """Return True if the view has the entries of some keys as they are in a snapshot, or later ones."""
@@ -199,6 +216,12 @@ class View:
             record = self._others[key][1]
             if isinstance(record, OrderRecord):
                 yield record
+
+    def orders_of_gone(self, tick: float, seconds: float) -> Iterator[OrderRecord]:
+        """Yield the orders of members that this manager has seen without a record for some time."""
+        for member in sorted(self._orders.keys() - self._members):
+            if self._gone.setdefault(member, tick) + seconds < tick:
+                yield from self.orders(member)
 
     def ordered_bytes(self, member: str, medium: str) -> int:
         """Return the bytes of a member's orders in a medium."""
@@ -246,11 +269,11 @@ class View:
         return {
             int(key.removeprefix(TENANT)): record
             for key, (_, record) in self._others.items()
-            if key.startswith(TENANT) and isinstance(record, TenantAccount)
+            if isinstance(record, TenantAccount) and key.removeprefix(TENANT).isdecimal()
         }
 
-    def expired(self, now: float, tick: float, tolerance: float) -> list[str]:
-        """Return the leases that have expired for longer than a tolerance, by the wall clock and by the own clock.
+    def expired(self, now: float, tick: float, tolerance: float, limit: int) -> list[str]:
+        """Return leases that have expired for longer than a tolerance, by the wall clock and by the own clock.
 
         Parameters
         ----------
@@ -258,27 +281,33 @@ class View:
             Time of the wall clock, and of this process.
         tolerance : float
             Seconds by which the wall clocks of managers may differ.
+        limit : int
+            Most leases to return.
         """
-        found, kept = [], []
-        while self._expiries and self._expiries[0][0] + tolerance < now:
-            expires, lease = heapq.heappop(self._expiries)
+        found: dict[str, None] = {}
+        again: list[tuple[float, str]] = []
+        while self._expiries and self._expiries[0][0] + tolerance < tick and len(found) < limit:
+            due, lease = heapq.heappop(self._expiries)
             stored = self.leases.get(lease)
-            if stored is not None and stored[1].expires == expires:
-                kept.append((expires, lease))
-                if self._seen[lease] + stored[1].terms.ttl + tolerance < tick:
-                    found.append(lease)
-        for one in kept:
+            if stored is None or lease in found or due < self._seen[lease] + stored[1].terms.ttl:
+                continue
+            if self.has_expired(lease, now, tick, tolerance):
+                found[lease] = None
+                again.append((due, lease))
+            else:
+                again.append((tick, lease))  # the wall clock is behind: looked at again after the tolerance
+        for one in again:
             heapq.heappush(self._expiries, one)
-        return found
+        return list(found)
 
     def has_expired(self, lease: str, now: float, tick: float, tolerance: float) -> bool:
         """Return True if a lease has expired, as `expired` judges."""
         stored = self.leases.get(lease)
-        return (
-            stored is not None
-            and stored[1].expires + tolerance < now
-            and self._seen[lease] + stored[1].terms.ttl + tolerance < tick
-        )
+        if stored is None:
+            return False
+        _, record = stored
+        ttl = record.terms.ttl
+        return self._seen[lease] + ttl + tolerance < tick and _is_past(record.expires, ttl, now, tolerance)
 
     def overdue(self, now: float, tick: float, tolerance: float) -> dict[str, list[tuple[str, int]]]:
         """Return the extents, by lease, that their holders have not released in time for lenders that want them."""
@@ -286,7 +315,8 @@ class View:
         for (lease, member, number), since in self._marked.items():
             record = self.leases[lease][1]
             by = next(one.reclaim_by for one in record.extents if (one.member, one.number) == (member, number))
-            if by + tolerance < now and since + record.terms.reclaim_ms / 1000 + tolerance < tick:
+            seconds = record.terms.reclaim_ms / 1000
+            if since + seconds + tolerance < tick and _is_past(by, seconds, now, tolerance):
                 found.setdefault(lease, []).append((member, number))
         return found
 
@@ -294,6 +324,14 @@ class View:
         """Return the revision of each entry by its key."""
         leases = {LEASE + lease: revision for lease, (revision, _) in self.leases.items()}
         return leases | {key: revision for key, (revision, _) in self._others.items()}
+
+
+def _is_past(end: float, seconds: float, now: float, tolerance: float) -> bool:
+    """Return True if an end is past by the wall clock, or so far ahead that a wrong clock must have set it.
+
+    Such an end would keep memory for as long as the clock was wrong. The own clock alone decides then.
+    """
+    return end + tolerance < now or end > now + seconds + tolerance
 
 
 def _read(entry: Entry, kind: type[msgspec.Struct]) -> msgspec.Struct:

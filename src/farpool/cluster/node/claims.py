@@ -56,7 +56,8 @@ class Claims:
         """
         try:
             ticket = verify_ticket(data, self._known_keys())
-            left = check_ticket(ticket, member=self._member, tenant=client.tenant, holder=client.key, now=self._clock())
+            now = self._clock()
+            left = check_ticket(ticket, member=self._member, tenant=client.tenant, holder=client.key, now=now)
             claimed = self._server.claim(
                 client.session,
                 client.tenant,
@@ -65,6 +66,7 @@ class Claims:
                 rights=ticket.rights,
                 seconds=left,
                 extents=[(extent.number, extent.bytes) for extent in ticket.extents_of(self._member)],
+                age=now - ticket.issued_ms / 1000,
             )
         except TicketError as error:
             log("ticket refused", key=client.key, tenant=client.tenant, reason=str(error))
