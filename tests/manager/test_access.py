@@ -291,3 +291,19 @@ def test_only_a_client_certificate_has_an_identity() -> None:
     assert identity_in(certificate(["node"], None, [ExtendedKeyUsageOID.SERVER_AUTH])) == ""
     assert identity_in(certificate(["node"], None, [])) == ""
     assert identity_in(b"nothing") == ""
+
+
+def test_credentials_that_were_accepted_are_tried_although_others_at_their_address_fail() -> None:
+    limit, good, bad = FailureLimit(failures_max=2, recovery=1.0, addresses_max=3), b"good", b"bad"
+    limit.accepted(good)
+    limit.accepted(b"")
+    for _ in range(5):
+        limit.failed("127.0.0.1", 0.0, bad)
+    assert limit.wait("127.0.0.1", 0.0, good) == 0.0
+    assert limit.wait("127.0.0.1", 0.0, bad) > 0.0
+    assert limit.wait("127.0.0.1", 0.0) > 0.0
+    limit.failed("127.0.0.1", 0.0, good)  # its token was deleted
+    assert limit.wait("127.0.0.1", 0.0, good) > 0.0
+    for number in range(4):
+        limit.accepted(b"%d" % number)
+    assert [limit.wait("127.0.0.1", 0.0, b"%d" % number) == 0.0 for number in range(4)] == [False, True, True, True]

@@ -255,6 +255,40 @@ def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:
     assert 1 <= sum(one["status"] == 429 for one in denied) <= 1 + len(answers) // 10
 
 
+def test_callers_that_share_an_address_are_not_refused_for_one_that_fails(secure: Secure) -> None:
+    context = client_context(None, secure.certificates.bundle)
+    with secure.manager.client(context) as client:
+        good = {"Authorization": f"Bearer {secure.tokens['operator']}"}
+        assert client.get("/v1/members", headers=good).status_code == 200
+        wrong = {"Authorization": "Bearer fp_" + "b" * 43}
+        assert 429 in {client.get("/v1/members", headers=wrong).status_code for _ in range(60)}
+        assert client.get("/v1/members", headers=good).status_code == 200
+
+
+def test_a_caller_does_not_choose_the_address_that_is_limited_and_audited(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
+        answers = {client.get("/v1/members", headers={"X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(60)}
+        assert answers == {401, 429}
+        denied = [one for one in manager.audit if one["event"] == "denied"]
+        assert denied
+        assert all(one["address"].startswith("127.") for one in denied)
+
+
+def test_a_page_in_a_browser_does_not_lock_its_reader_out(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite")) as manager, manager.client() as client:
+        page = {"Origin": "https://example.org"}
+        assert 429 in {client.post("/v1/members/any/drain", headers=page).status_code for _ in range(60)}
+        assert client.get("/v1/members").status_code == 200
+
+
+def test_long_texts_of_a_caller_are_cut_in_the_audit_log(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
+        assert client.get("/v1/members/" + "x" * 12_000).status_code == 401
+        [line] = [one for one in manager.audit_file.read_bytes().splitlines() if b'"denied"' in one]
+    assert len(line) < 2000
+    assert b"... (11512 more characters)" in line
+
+
 @pytest.mark.slow
 def test_on_loopback_the_first_token_ends_the_access_without_one(tmp_path: Path) -> None:
     place = str(tmp_path / "registry.sqlite")

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from farpool.cluster.node.users import user_of
 from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY
@@ -18,7 +18,8 @@ __all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "load_certificate
 
 EXTENSION = "farpool.peer"
 """Key of the `Peer` in a request's extensions."""
-_FIRST_REQUEST_TIMEOUT_S = 30.0
+_REQUEST_TIMEOUT_S = 30.0
+"""Seconds after which a connection without a request is closed; at most twice as long if parts of one come slowly."""
 _SPIFFE = "spiffe://"
 
 
@@ -123,9 +124,15 @@ class PeerProtocol(H11Protocol):
             await app(scope, receive, send)
 
         self.app = with_peer
-        # uvicorn itself ends only connections that are idle after a request.
-        self.loop.call_later(_FIRST_REQUEST_TIMEOUT_S, self._end_without_request)
+        # uvicorn itself ends only connections that send nothing after a request.
+        self.loop.call_later(_REQUEST_TIMEOUT_S, self._end_without_request, None)
 
-    def _end_without_request(self) -> None:
-        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+    def _end_without_request(self, before: RequestResponseCycle | None) -> None:
+        """Close the connection if it has no request, and had none since the last look, whose request was `before`."""
+        cycle = getattr(self, "cycle", None)
+        if self.transport.is_closing():
+            return
+        if cycle is before and (cycle is None or cycle.response_complete):
             self.transport.close()
+        else:
+            self.loop.call_later(_REQUEST_TIMEOUT_S, self._end_without_request, cycle)

@@ -187,6 +187,8 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            # Otherwise a caller on this host could choose the address by which it is audited and limited.
+            proxy_headers=False,
             limit_concurrency=_CONNECTIONS_MAX,
             timeout_graceful_shutdown=_GRACE_S,
         )
