@@ -13,6 +13,11 @@ namespace {
 // Smaller caps would make a turn last for seconds, and smaller shares would hardly ever give one.
 constexpr std::uint64_t cap_min = 64 * 1024;
 constexpr double share_min = 1.0 / 1024, share_max = 1024 * 1024;
+// Work outside of turns leaves a debt of so much of a cap at most. A program that connects again and again, while its tenant
+// is above the cap, would otherwise keep the tenant from its data for as long as it did so.
+constexpr std::chrono::seconds outside_debt_max{10};
+// Above this, clocks are counted from the start again: a double must show the least turn of the largest share.
+constexpr double clock_max = 1e12;
 
 void check(std::uint32_t tenant, const Bandwidth& bandwidth) {
     const std::string whose = "the bandwidth of tenant " + std::to_string(tenant) + " has ";
@@ -308,12 +313,16 @@ void Turns::charge(Tenant& tenant, const Work& work, std::optional<Reason> reaso
     tenant.usage_.work.bytes_out += work.bytes_out;
     tenant.usage_.work.other += work.other;
     tenant.is_served_ = true;
-    tenant.cap_.take(metered, now);
+    if (reason) {
+        tenant.cap_.take(metered, now);
+    } else {
+        tenant.cap_.drain(metered, tenant.cap_.given_in(outside_debt_max), now);
+    }
     tenant.guarantee_.refill(now);
     const double clock = tenant.clock_ + units / tenant.share_;
     const bool by_guarantee = reason == Reason::guarantee ||
                               (reason == Reason::urgent && tenant.guarantee_.is_used() && tenant.guarantee_.level() > 0);
-    tenant.guarantee_.drain(metered, now);
+    tenant.guarantee_.drain(metered, tenant.guarantee_.depth(), now);
     if (by_guarantee) {
         // A guarantee may be more than the part by the share, so this does not become a debt without bounds.
         tenant.clock_ = std::min(clock, std::max(tenant.clock_, clock_ + static_cast<double>(ahead) / tenant.share_));
@@ -329,6 +338,19 @@ void Turns::charge(Tenant& tenant, const Work& work, std::optional<Reason> reaso
         owed_ = std::max<std::int64_t>(owed_ - static_cast<std::int64_t>(work.units()), 0);
     }
     tenant.clock_ = clock;
+    if (!reason && working_.empty()) {  // it takes nothing from others, so it is not ahead of them
+        clock_ = std::max(clock_, clock);
+    }
+    if (clock_ > clock_max) {
+        begin_clocks_again();
+    }
+}
+
+void Turns::begin_clocks_again() noexcept {
+    for (const auto& [number, one] : tenants_) {
+        one->clock_ -= clock_;
+    }
+    clock_ = 0;
 }
 
 void Turns::set_bandwidth(const std::map<std::uint32_t, Bandwidth>& tenants, Clock::time_point now) {
