@@ -32,7 +32,7 @@ list fits into the meta of a frame even with the longest keys."""
 LISTED_PINS_MAX = 128
 """Largest limit for a list of pins, which fits into the meta of a frame even with the longest keys and names."""
 _OPERATORS_TENANT = 0
-"""Tenant whose administrators run the node. Administrators of another tenant see and end only pins of that tenant."""
+"""Tenant whose administrators run the node. Administrators of another tenant see and end only what that tenant has."""
 
 _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
@@ -245,7 +245,7 @@ def make_call(
         case Stats():
             result: dict[str, Any] = dict(stats())
             if call.tenants and Right.ADMIN in client.rights:
-                result |= _tenants(server)
+                result |= _tenants(server, client)
         case Changes():
             result = server.changes(client.tenant, call.life, call.since, call.limit)
         case SetState() | Pins() | EndPin():
@@ -312,14 +312,19 @@ def _of_pool_leases(
         case CarryOut():
             return claims.order(call.order, client)
         case Holdings():
-            return _holdings(call, server)
+            return _holdings(call, client, server)
         case EndLease():
             return _end_lease(call, client, server, exposures)
 
 
-def _tenants(server: NodeServer) -> dict[str, Any]:
+def _sees(client: Accepted, tenant: int) -> bool:
+    """Return True if an administrator's key is for this tenant."""
+    return client.tenant in (_OPERATORS_TENANT, tenant)
+
+
+def _tenants(server: NodeServer, client: Accepted) -> dict[str, Any]:
     """Return the counters of the tenants that use most bytes, and the number of the others."""
-    found = server.tenants()
+    found = {tenant: counts for tenant, counts in server.tenants().items() if _sees(client, tenant)}
     largest = sorted(found, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
     counts = {tenant: {name: found[tenant][name] for name in _TENANT_COUNTS} for tenant in largest}
     return {"tenants": counts, "tenants_left_out": len(found) - len(largest)}
@@ -354,9 +359,10 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
     return msgspec.structs.asdict(exposed)
 
 
-def _holdings(call: Holdings, server: NodeServer) -> dict[str, Any]:
-    """Return a page of all leases and extents. Entries with the same number are on the same page."""
-    found = sorted((one for one in server.holdings() if one["lease"] > call.after), key=itemgetter("lease"))
+def _holdings(call: Holdings, client: Accepted, server: NodeServer) -> dict[str, Any]:
+    """Return a page of all leases and extents that the client may see. Entries with one number are on the same page."""
+    seen = (one for one in server.holdings() if _sees(client, one["tenant"]))
+    found = sorted((one for one in seen if one["lease"] > call.after), key=itemgetter("lease"))
     page = found[: call.limit]
     while len(page) < len(found) and found[len(page)]["lease"] == page[-1]["lease"]:
         page.append(found[len(page)])
@@ -368,7 +374,10 @@ def _holdings(call: Holdings, server: NodeServer) -> dict[str, Any]:
 
 
 def _end_lease(call: EndLease, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
-    path = next((one["path"] for one in server.holdings() if one["lease"] == call.lease), "")
+    held = next((one for one in server.holdings() if one["lease"] == call.lease), None)
+    if held is not None and not _sees(client, held["tenant"]):
+        raise AccessDeniedError(f"the access key {client.key!r} may end only leases of its tenant {client.tenant}")
+    path = "" if held is None else held["path"]
     freed, claims = server.end_holding(call.lease, f"{client.key or 'own user'}: {call.reason}")
     if exposures is not None and freed:
         exposures.withdraw(path)
