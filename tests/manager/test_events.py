@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farpool.abc.registry import Changes, Delete, Entry, Put, Registry
+from farpool.abc.registry import Changes, Delete, Entry, Put, Registry, Watch
+from farpool.cluster.manager import presence
 from farpool.cluster.manager.access import Principal
 from farpool.cluster.manager.calls import BusyError, Calls
-from farpool.cluster.manager.events import Event, RecentSteps, Step, step_of, steps_of
+from farpool.cluster.manager.events import EVENTS, Event, RecentSteps, Step, step_of, steps_of
 from farpool.cluster.manager.feed import Backlog, Feed, revision_of
 from farpool.cluster.manager.manager import Manager
+from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, ManagerRecord, Role
 from farpool.cluster.manager.records import encode as encode_manager
 from farpool.cluster.manager.routers import events as routers_events
@@ -26,6 +28,7 @@ from farpool.cluster.manager.routers.events import _stream
 from farpool.cluster.members.records import AliveRecord, MemberRecord, alive_key, encode, record_key
 from farpool.cluster.names.records import NameRecord
 from farpool.cluster.names.records import encode as encode_name
+from tests.nodes import eventually
 from tests.registry.conftest import fresh, place, registry, single
 
 __all__ = ["fresh", "place", "registry", "single"]
@@ -130,6 +133,51 @@ def test_the_feed_begins_at_the_present_and_follows(registry: Registry) -> None:
         assert feed.steps.after(after) == []
 
     followed(registry, act)
+
+
+def test_the_feed_goes_on_after_an_error_of_any_kind(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = registry.watch, [0]
+
+    def failing(prefix: str, after: int) -> Watch:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise RuntimeError("can't start new thread")
+        return watch(prefix, after)
+
+    monkeypatch.setattr(registry, "watch", failing)
+
+    async def act(feed: Feed) -> None:
+        while calls[0] < 2:
+            await asyncio.sleep(0.01)
+        after = registry.commit([], [member(2)]).revision
+        while feed.steps.revision < after:
+            await asyncio.sleep(0.01)
+        assert feed.steps.after(after) == []
+
+    followed(registry, act)
+
+
+def test_an_entry_of_which_no_event_can_be_made_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EVENTS, LEADER, lambda entry: {}[entry.key])
+    assert kind(LEADER, b"") == "damaged"
+
+
+def test_a_manager_leads_again_after_an_error_of_any_kind(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "_INTERVAL_S", 0.02)
+    get, failures = registry.get, [0]
+
+    def failing(key: str, *, timeout: float | None = None) -> Entry | None:
+        failures[0] += 1
+        if failures[0] < 5:
+            raise RuntimeError("can't start new thread")
+        return get(key, timeout=timeout)
+
+    with Presence(registry, ManagerRecord(manager="1f"), 60.0) as manager:
+        manager.start()
+        eventually(lambda: manager.leads)
+        monkeypatch.setattr(registry, "get", failing)
+        eventually(lambda: failures[0] > 10)
+        assert manager.leads
 
 
 def test_a_backlog_reads_up_to_the_present(registry: Registry) -> None:

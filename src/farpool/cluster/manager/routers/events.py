@@ -10,11 +10,13 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 
 from farpool.cluster.manager.access import Principal
+from farpool.cluster.manager.calls import BusyError
 from farpool.cluster.manager.dependencies import ManagerPart, MetricsPart, Reader
 from farpool.cluster.manager.events import Event, Step
 from farpool.cluster.manager.feed import Backlog, revision_of
 from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.problems import Problem
+from farpool.errors import FarpoolError
 
 __all__ = ["STREAMS_MAX", "router"]
 
@@ -59,6 +61,8 @@ async def events(
         try:
             async for block in _stream(manager, who, position):
                 yield block
+        except (FarpoolError, BusyError):
+            pass  # the answer has begun, so the client learns the reason when it comes again
         finally:
             metrics.streams -= 1
 
