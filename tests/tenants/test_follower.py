@@ -179,6 +179,27 @@ def test_members_that_join_count_at_once_and_members_that_leave_after_some_time(
     assert (part(), follower.awaits_return) == (-(-16 * GIB // 5), False)
 
 
+def test_each_member_that_leaves_has_the_whole_time_to_return() -> None:
+    third = record_key(bytes([2] * 16))
+    follower = PolicyFollower(OWN, known(t1=1))
+    follower.read([fleet(1), policy(1, tenant(1)), member(OWN, GIB), member(OTHER, GIB), member(third, GIB)], 0.0)
+    assert others(follower) == 2 * GIB
+    follower.change([deleted(OTHER, 2)], 10.0)
+    follower.change([deleted(third, 3)], 10.0 + RETURN_S - 1)
+    follower.change([], 10.0 + RETURN_S)
+    assert others(follower) == 2 * GIB
+    follower.change([member(third, GIB, 4)], 10.0 + RETURN_S + 5)
+    assert others(follower) == 2 * GIB
+    follower.change([], 10.0 + 2 * RETURN_S)
+    assert others(follower) == GIB
+    assert not follower.awaits_return
+
+
+def others(follower: PolicyFollower) -> int:
+    assert follower.policy is not None
+    return follower.policy.others["dram"]
+
+
 def test_members_that_register_again_in_time_change_nothing() -> None:
     follower = PolicyFollower(OWN, KnownPolicy(revision=1, tenants={1: tenant(GIB)}, others={"dram": 3 * GIB}))
     follower.read([fleet(1), policy(1, tenant(GIB)), member(OWN, GIB)], 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farpool.abc.registry import Delete, Put, Registry
+from farpool.abc.registry import Changes, Delete, Put, Registry
 from farpool.cluster.node import tenancy
 from farpool.cluster.node.tenancy import Tenancy
 from farpool.cluster.registry import open_registry
@@ -20,6 +20,7 @@ from farpool.cluster.tenants.administration import TenantChange, remove_tenant, 
 from farpool.cluster.tenants.copy import FILE, Copy, read_copy, write_copy
 from farpool.cluster.tenants.follower import KnownPolicy
 from farpool.cluster.tenants.records import FLEET, MediumPolicy, TenantPolicy, policy_key
+from farpool.errors import RegistryAwayError
 from tests.members.registered import joined, write
 from tests.nodes import eventually
 
@@ -318,3 +319,23 @@ def test_changes_that_were_compacted_are_read_again(make: Make, pool: Registry) 
     pool.compact(last)
     follower.start()
     eventually(lambda: applied.guaranteed == {1: 4 * GIB})
+
+
+def test_changes_are_not_lost_if_the_registry_goes_away_before_the_next_watch(
+    make: Make, pool: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenancy, "_CONFIRMATION_INTERVAL_S", 3600.0)
+    guarantee(pool, 1, GIB)
+    follower, applied = make(start=False)
+    guarantee(pool, 1, 2 * GIB)
+    [_, of_members] = follower._watches
+
+    def away(timeout: float) -> Changes:
+        raise RegistryAwayError("away", registry="")
+
+    with monkeypatch.context() as context:
+        context.setattr(of_members, "next", away)
+        follower._try_look()
+    follower._try_look()
+    follower._try_settle()
+    assert applied.guaranteed == {1: 2 * GIB}

@@ -158,14 +158,19 @@ class Tenancy(Closing):
         registry = self._opened()
         if not self._watches:
             self._read(registry)
+        has_changed = False
         try:
-            changes = [entry for watch in self._watches for entry in watch.next(0).entries]
+            for watch in self._watches:
+                # Each by itself: if the registry goes away before the next watch, these are not lost.
+                if changes := watch.next(0).entries:
+                    has_changed = True
+                    self._follower.change(changes, time.monotonic())
         except RegistryCompactedError:
             self._drop_watches()
             return 0.0
-        if changes or self._follower.awaits_return:
-            self._follower.change(changes, time.monotonic())
-        if changes or time.monotonic() >= self._confirm_at:
+        if self._follower.awaits_return:
+            self._follower.change((), time.monotonic())
+        if has_changed or time.monotonic() >= self._confirm_at:
             self._confirm(registry)
         self._pause = _FIRST_PAUSE_S
         return _LOOK_INTERVAL_S

@@ -72,6 +72,7 @@ class PolicyFollower:
         self._tenants: dict[str, Entry] = {}
         self._members: dict[str, Entry] = {}
         self._media: dict[str, dict[str, int]] = {}  # of other members, as last understood
+        self._present: dict[str, int] = {}  # bytes of the other members when they were last counted
         self._smaller_since: float | None = None
 
     @property
@@ -172,13 +173,16 @@ class PolicyFollower:
         for one in media.values():
             for medium, nbytes in one.items():
                 present[medium] = present.get(medium, 0) + max(nbytes, 0)
+        is_smaller_again = any(present.get(medium, 0) < nbytes for medium, nbytes in self._present.items())
+        self._present = present
         if former is None:
             return present
         grown = {medium: max(present.get(medium, 0), former.get(medium, 0)) for medium in {*present, *former}}
         if all(nbytes == present.get(medium, 0) for medium, nbytes in grown.items()):
             self._smaller_since = None
             return present
-        self._smaller_since = now if self._smaller_since is None else self._smaller_since
+        if self._smaller_since is None or is_smaller_again:  # each member that is missing has the whole time
+            self._smaller_since = now
         if now - self._smaller_since < RETURN_S:
             return grown
         self._smaller_since = None
