@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import ssl
 from collections.abc import Callable, Iterator
@@ -234,6 +235,28 @@ def test_a_new_certificate_is_used_after_sighup(secure: Secure) -> None:
     secure.certificates.authority.rotate(secure.folder, days=9)
     os.kill(secure.manager.process.pid, signal.SIGHUP)
     eventually(lambda: serial() != before)
+
+
+def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+    old, new = (Certificates(folder) for folder in (tmp_path / "old", tmp_path / "new") if not folder.mkdir())
+    served, renewed = old.node("manager"), new.node("manager")
+
+    def answers(of: Certificates | None, bundle: Path) -> bool:
+        with manager.client(client_context(of.client("boss") if of else None, bundle)) as client:
+            try:
+                return client.get("/healthz").status_code == 200
+            except httpx.TransportError:
+                return False
+
+    with running_manager(str(tmp_path / "registry.sqlite"), "--tls", str(served)) as manager:
+        assert answers(old, old.bundle)
+        assert not answers(new, old.bundle)
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            shutil.copy(renewed / name, served / name)
+        os.kill(manager.process.pid, signal.SIGHUP)
+        eventually(lambda: answers(None, new.bundle))
+        assert answers(new, new.bundle)
+        assert not answers(old, new.bundle)
 
 
 def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:

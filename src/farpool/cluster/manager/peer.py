@@ -14,7 +14,7 @@ from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError
 
-__all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "load_certificate", "tls_context"]
+__all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "tls_context"]
 
 EXTENSION = "farpool.peer"
 """Key of the `Peer` in a request's extensions."""
@@ -88,28 +88,17 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_OPTIONAL
-    load_certificate(context, folder)
-    return context
-
-
-def load_certificate(context: ssl.SSLContext, folder: Path) -> None:
-    """Load the certificate in a folder. If its files cannot be used, the context stays as it was.
-
-    Raises
-    ------
-    ConfigError
-        The files cannot be used.
-    """
+    context.num_tickets = 0  # a session that is resumed would not verify the client's certificate again
     for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
         read_file(folder / name, "--tls", private=name == PRIVATE_KEY)
     try:
-        for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
-            one.load_cert_chain(folder / CERTIFICATE, folder / PRIVATE_KEY)
-            one.load_verify_locations(folder / AUTHORITY)
+        context.load_cert_chain(folder / CERTIFICATE, folder / PRIVATE_KEY)
+        context.load_verify_locations(folder / AUTHORITY)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"--tls: {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} in {folder} cannot be used: {error}", setting="tls"
         ) from error
+    return context
 
 
 class PeerProtocol(H11Protocol):

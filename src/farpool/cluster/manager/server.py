@@ -26,7 +26,7 @@ from farpool.cluster.manager.app import application
 from farpool.cluster.manager.credentials import list_identities, list_tokens
 from farpool.cluster.manager.gate import Gate
 from farpool.cluster.manager.manager import Manager, Settings
-from farpool.cluster.manager.peer import PeerProtocol, load_certificate, tls_context
+from farpool.cluster.manager.peer import PeerProtocol, tls_context
 from farpool.cluster.manager.records import ManagerRecord
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.address import Address
@@ -194,6 +194,10 @@ class _Server(uvicorn.Server):
         )
         config.load()
         config.ssl = context
+        self._context = context
+        if context is not None:
+            # Each connection gets the latest context, because a context that is in use only learns more authorities.
+            context.sni_callback = self._use_latest
         super().__init__(config)
         self._manager, self._listening, self._ready = manager, listening, ready
         # uvicorn's own lines are about its process; errors still reach stderr.
@@ -228,10 +232,14 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
+    def _use_latest(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        if self._context is not None:
+            connection.context = self._context
+
     def _reload(self) -> None:
-        if self.config.ssl is not None and self._listening.tls is not None:
+        if self._listening.tls is not None:
             try:
-                load_certificate(self.config.ssl, self._listening.tls)
+                self._context = tls_context(self._listening.tls)
             except ConfigError as error:
                 log("not reloaded, the certificate stays as it was", level=logging.ERROR, reason=str(error))
 
