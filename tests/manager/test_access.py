@@ -114,6 +114,9 @@ def test_a_web_page_is_not_the_user_of_this_host(registry: Registry) -> None:
     assert denied.value.status == 403
     assert not is_from_a_page("localhost:7470", None, None)
     assert not is_from_a_page("[::1]:7470", None, "none")
+    assert not is_from_a_page("127.0.0.5:7470", None, None)  # --listen may name it
+    assert is_from_a_page("10.0.0.1:7470", None, None)
+    assert is_from_a_page("127.0.0.1.example.org:7470", None, None)
     assert is_from_a_page("localhost:7470", "https://example.org", None)
     assert is_from_a_page("localhost:7470", None, "cross-site")
     assert is_from_a_page("example.org:7470", None, None)  # a name that leads to loopback

@@ -15,8 +15,6 @@ from farpool.cluster.manager.records import Role
 
 __all__ = ["Denied", "FailureLimit", "Presented", "Principal", "authenticate", "is_from_a_page"]
 
-_LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
-
 
 @dataclass(frozen=True, slots=True)
 class Principal:
@@ -145,7 +143,15 @@ def is_from_a_page(host: str, origin: str | None, site: str | None) -> bool:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         return True
-    return origin is not None or site not in (None, "none", "same-origin") or name not in _LOCAL_NAMES
+    return origin is not None or site not in (None, "none", "same-origin") or not _is_loopback(name or "")
+
+
+def _is_loopback(name: str) -> bool:
+    """Return True for localhost and the addresses of loopback, which no page's own name can be."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class FailureLimit:

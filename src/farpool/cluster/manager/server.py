@@ -200,8 +200,8 @@ class _Server(uvicorn.Server):
             context.sni_callback = self._use_latest
         super().__init__(config)
         self._manager, self._listening, self._ready = manager, listening, ready
-        # uvicorn's own lines are about its process; errors still reach stderr.
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        # uvicorn warns of each request that is no HTTP, of which any stranger can send many; errors still reach stderr.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
