@@ -310,3 +310,11 @@ def test_credentials_that_were_accepted_are_tried_although_others_at_their_addre
     for number in range(4):
         limit.accepted(b"%d" % number)
     assert [limit.wait("127.0.0.1", 0.0, b"%d" % number) == 0.0 for number in range(4)] == [False, True, True, True]
+
+
+def test_a_certificate_that_cannot_be_read_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(data: bytes) -> Any:
+        raise x509.DuplicateExtension("twice", ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    monkeypatch.setattr(x509, "load_der_x509_certificate", failing)
+    assert identity_in(b"") == ""
