@@ -14,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farpool.abc.registry import Changes, Delete, Entry, Put, Registry, Watch
-from farpool.cluster.manager import presence
+from farpool.cluster.manager import member_stats, presence
 from farpool.cluster.manager.access import Principal
 from farpool.cluster.manager.calls import BusyError, Calls
 from farpool.cluster.manager.events import EVENTS, Event, RecentSteps, Step, step_of, steps_of
 from farpool.cluster.manager.feed import Backlog, Feed, revision_of
 from farpool.cluster.manager.manager import Manager
+from farpool.cluster.manager.member_stats import MemberAnswers, MemberStats
 from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, ManagerRecord, Role
 from farpool.cluster.manager.records import encode as encode_manager
 from farpool.cluster.manager.routers import events as routers_events
 from farpool.cluster.manager.routers.events import _stream
+from farpool.cluster.members.administration import RegisteredMember
 from farpool.cluster.members.records import AliveRecord, MemberRecord, alive_key, encode, record_key
 from farpool.cluster.names.records import NameRecord
 from farpool.cluster.names.records import encode as encode_name
@@ -312,5 +314,33 @@ def test_calls_beyond_the_room_are_refused_at_once() -> None:
             assert await calls.run(lambda: 7) == 7
             with pytest.raises(ZeroDivisionError):
                 await calls.run(lambda: 1 // 0)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_member_is_asked_once_for_all_callers_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answered = asyncio.Event()
+
+    async def answer(calls: Calls, member: RegisteredMember) -> MemberStats:
+        asked.append(member.identity)
+        await answered.wait()
+        return MemberStats(member.identity, str(len(asked)))
+
+    monkeypatch.setattr(member_stats, "ask_member", answer)
+    one, other = (cast(RegisteredMember, SimpleNamespace(identity=name)) for name in ("1", "2"))
+
+    async def run() -> None:
+        answers = MemberAnswers(cast(Calls, None))
+        asking = [asyncio.create_task(answers.ask(member)) for member in (one, one, one, other)]
+        await asyncio.sleep(0)
+        asking.pop(0).cancel()
+        await asyncio.sleep(0)
+        answered.set()
+        assert [found.identity for found in await asyncio.gather(*asking)] == ["1", "1", "2"]
+        assert asked == ["1", "2"]
+        assert (await answers.ask(one, age_max=3600.0)).name == "2"
+        assert asked == ["1", "2"]
+        assert (await answers.ask(one)).name == "3"
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
