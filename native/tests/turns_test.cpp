@@ -772,7 +772,7 @@ TEST("shares hold after months of work: clocks stay exact") {
             busy.turns.charge_tenant(1, other(std::uint64_t{1} << 57), busy.now);
         }
         busy.add(1, 10, 1);
-        busy.serve();
+        busy.turns.charge(*busy.next(), other(1), busy.now);
         busy.turns.set_bandwidth({{2, {share, 0, 0}}}, busy.now);
         busy.add(2, 20, 1);
         constexpr std::uint64_t least = farpool::work::call;
