@@ -238,7 +238,9 @@ def test_a_new_certificate_is_used_after_sighup(secure: Secure) -> None:
 
 
 def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
-    old, new = (Certificates(folder) for folder in (tmp_path / "old", tmp_path / "new") if not folder.mkdir())
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, new = Certificates(tmp_path / "old"), Certificates(tmp_path / "new")
     served, renewed = old.node("manager"), new.node("manager")
 
     def answers(of: Certificates | None, bundle: Path) -> bool:
