@@ -290,6 +290,15 @@ def test_callers_that_share_an_address_are_not_refused_for_one_that_fails(secure
         assert client.get("/v1/members", headers=good).status_code == 200
 
 
+def test_a_caller_whose_role_is_not_enough_cannot_fill_the_audit_log(secure: Secure) -> None:
+    before = len(secure.manager.audit)
+    with secure.caller("token:tenant") as client:
+        assert {client.get("/v1/names").status_code for _ in range(60)} == {403}
+        assert client.get("/v1/members").status_code == 200
+    lines = [one for one in secure.manager.audit[before:] if one["role"] == "tenant" and one["path"] == "/v1/names"]
+    assert 1 <= len(lines) < 60
+
+
 def test_a_caller_does_not_choose_the_address_that_is_limited_and_audited(tmp_path: Path) -> None:
     with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
         answers = {client.get("/v1/members", headers={"X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(60)}

@@ -56,6 +56,12 @@ def _allow(*roles: Role, audited: bool = False) -> Callable[[Request], Awaitable
         principal = await _authenticated(request, manager)
         request.state.principal = principal
         if principal.role not in roles:
+            # As for failures, because a caller that may do little must not push older lines out of the audit log.
+            now = time.monotonic()
+            if manager.limit.wait(principal.name, now):
+                request.state.silent = not manager.limit.tells(principal.name, now)
+            else:
+                manager.limit.failed(principal.name, now)
             raise Denied(
                 403,
                 f"{principal.name} has the role {principal.role.value}, which may not do this",
