@@ -149,6 +149,21 @@ def test_an_older_policy_of_a_restored_registry_is_followed() -> None:
     follower.read([fleet(2, revision=3), policy(2, tenant(5), 3)], 0.0)
     assert follower.policy is not None
     assert (set(follower.policy.tenants), follower.policy.revision) == ({2}, 3)
+    # Not in silence: a backup from before a tenant was set takes its guarantee away.
+    assert follower.setback.startswith("the policy of tenants went back from revision 7 to 3")
+    assert follower.setback.endswith("tenants that have no policy any more: 1")
+    follower.setback = ""
+    follower.change([fleet(2, revision=4), policy(2, tenant(6), 4)], 1.0)
+    assert follower.setback == ""
+
+
+def test_a_setback_is_told_once_even_if_the_policy_is_not_taken_over_as_a_whole() -> None:
+    follower = PolicyFollower(OWN, known(t1=GIB))
+    follower.read([fleet(1, 2, revision=3)], 0.0)
+    assert follower.setback.endswith("any more: none")
+    follower.setback = ""
+    follower.change([], 1.0)
+    assert (follower.setback, len(follower.notes)) == ("", 2)
 
 
 def test_changes_that_the_snapshot_has_are_ignored() -> None:

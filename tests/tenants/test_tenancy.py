@@ -296,7 +296,9 @@ def test_a_registry_that_was_replaced_is_opened_again(follow: Make, tmp_path: Pa
     where = tmp_path / "registry.sqlite"
     with open_registry(where) as old:
         write(old, *joined("tcp://10.0.0.1:7471", media={"dram": 100 * GIB}))
-        guarantee(old, 1, GIB)
+        guarantee(old, 7, GIB)
+        for _ in range(9):  # so that its revision is the higher one
+            guarantee(old, 1, GIB)
         _, applied = follow(str(where))
     with open_registry(tmp_path / "other.sqlite") as other:
         write(other, *joined("tcp://10.0.0.1:7471", media={"dram": 100 * GIB}))
@@ -304,10 +306,12 @@ def test_a_registry_that_was_replaced_is_opened_again(follow: Make, tmp_path: Pa
     for name in ("registry.sqlite", "registry.sqlite-wal", "registry.sqlite-shm"):
         (tmp_path / name).unlink(missing_ok=True)
     eventually(lambda: any("is gone" in event for event in applied.events))
-    assert applied.guaranteed == {1: GIB}
+    assert applied.guaranteed == {1: GIB, 7: GIB}
     assert not where.exists()  # which would be in the way of a backup
     os.rename(tmp_path / "other.sqlite", where)
     eventually(lambda: applied.guaranteed == {1: 2 * GIB})
+    [setback] = [event for event in applied.events if "went back" in event]
+    assert setback.endswith("tenants that have no policy any more: 7")
 
 
 def test_changes_that_were_compacted_are_read_again(make: Make, pool: Registry) -> None:

@@ -224,6 +224,9 @@ class Tenancy(Closing):
             self._tell(note, note)
         if policy is None:
             return
+        if self._follower.setback:
+            self._log(self._follower.setback, level=logging.WARNING)
+            self._follower.setback = ""
         if policy != self._applied:
             self._apply(policy)
             before = 0 if self._applied is None else self._applied.revision
