@@ -35,12 +35,14 @@ class Applied:
     def __init__(self) -> None:
         self.policies: list[KnownPolicy] = []
         self.events: list[str] = []
+        self.evicts: list[bool] = []
         self.fails = False
 
-    def apply(self, policy: KnownPolicy) -> None:
+    def apply(self, policy: KnownPolicy, evicts: bool) -> None:
         if self.fails:
             raise RuntimeError("not now")
         self.policies.append(policy)
+        self.evicts.append(evicts)
 
     def log(self, event: str, *, level: int = 0, **fields: object) -> None:
         self.events.append(event)
@@ -120,8 +122,13 @@ def test_a_node_begins_with_the_policy_and_follows_it(make: Make, pool: Registry
     write(pool, *joined("tcp://10.0.0.2:7471", media={"dram": GIB}))
     eventually(lambda: applied.policies[-1].others == {"dram": 101 * GIB})
     assert first < second < third == follower.stats()["policy_revision"]
+    assert applied.evicts == [True, True, True, False]  # a member that joins takes no objects from anyone
+    follower.close()
+    _, again = make()
+    assert again.evicts == [False]
+    guarantee(pool, 2, GIB)
+    eventually(lambda: again.evicts == [False, True])
     assert applied.events.count("a policy of tenants is in use") == 3
-    eventually(confirmed(follower))
 
 
 def test_a_pool_without_a_policy_changes_nothing_and_leaves_no_copy(make: Make, pool: Registry, tmp_path: Path) -> None:

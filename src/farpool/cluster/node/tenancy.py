@@ -51,7 +51,8 @@ class Tenancy(Closing):
     kept : bool
         False for a node that keeps nothing when it stops; it then has no copy either.
     apply : callable
-        Function that makes the node follow a policy.
+        Function that makes the node follow a policy. Its second argument is False if the tenants have what they had in the
+        former one, so that only the pool's members have changed: the node evicts nothing for a member that joins empty.
     log : callable
         Function that logs an event with its `level` and its fields.
     """
@@ -63,7 +64,7 @@ class Tenancy(Closing):
         folder: str | os.PathLike[str],
         *,
         kept: bool,
-        apply: Callable[[KnownPolicy], None],
+        apply: Callable[[KnownPolicy, bool], None],
         log: Callable[..., None],
     ) -> None:
         self._where = None if isinstance(registry, Registry) else os.fspath(registry)
@@ -74,6 +75,7 @@ class Tenancy(Closing):
         self._follower = PolicyFollower(self._own_key)
         self._watches: list[Watch] = []
         self._applied: KnownPolicy | None = None
+        self._former: KnownPolicy | None = None  # the policy that was last applied, also by an earlier process
         self._written: KnownPolicy | None = None
         self._write_at = 0.0
         self._confirmed = time.monotonic()
@@ -228,9 +230,9 @@ class Tenancy(Closing):
             self._log(self._follower.setback, level=logging.WARNING)
             self._follower.setback = ""
         if policy != self._applied:
-            self._apply(policy)
+            self._apply(policy, self._former is None or policy.tenants != self._former.tenants)
             before = 0 if self._applied is None else self._applied.revision
-            self._applied = policy
+            self._applied = self._former = policy
             if policy.revision != before:
                 self._log("a policy of tenants is in use", revision=policy.revision, tenants=len(policy.tenants))
         now = time.monotonic()
@@ -251,7 +253,7 @@ class Tenancy(Closing):
             self._tell("copy", f"the copy of the policy of tenants is from the registry {copy.registry}, so not used")
             return
         self._follower = PolicyFollower(self._own_key, copy.policy)
-        self._written = copy.policy
+        self._written = self._former = copy.policy
         self._confirmed -= max(0.0, time.time() - copy.confirmed)
         self._write_at = time.monotonic() + _COPY_INTERVAL_S
 
