@@ -51,8 +51,8 @@ class Tenancy(Closing):
     kept : bool
         False for a node that keeps nothing when it stops; it then has no copy either.
     apply : callable
-        Function that makes the node follow a policy. Its second argument is False if the tenants have what they had in the
-        former one, so that only the pool's members have changed: the node evicts nothing for a member that joins empty.
+        Function that makes the node follow a policy. Its second argument is False if the tenants' policies are as they
+        were, and only the pool's members have changed: the node then evicts nothing for a member that joins empty.
     log : callable
         Function that logs an event with its `level` and its fields.
     """
