@@ -186,19 +186,20 @@ connection are served first. AccessDeniedError where the session is another tena
              "Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others.")
         .def(
             "set_memory",
-            [](Server& self, const std::map<std::uint32_t, std::tuple<std::uint64_t, std::uint64_t, std::int32_t>>& tenants) {
+            [](Server& self, const std::map<std::uint32_t, std::tuple<std::uint64_t, std::uint64_t, std::int32_t>>& tenants,
+               bool evicts) {
                 farpool::Budget::Allowances allowances;
                 for (const auto& [tenant, given] : tenants) {
                     const auto& [guaranteed, burst, priority] = given;
                     allowances.emplace(tenant, farpool::Budget::Allowance{guaranteed, burst, priority});
                 }
                 nb::gil_scoped_release release;
-                self.set_memory(std::move(allowances));
+                self.set_memory(std::move(allowances), evicts);
             },
-            nb::arg("tenants"),
+            nb::arg("tenants"), nb::arg("evicts") = true,
             R"(Replace what a policy gives each tenant of the memory: guaranteed bytes (0: its share without a policy), burst (the
-most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). ValueError if a
-burst is below its guarantee.)")
+most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). Without `evicts`, a
+tenant above a lowered burst keeps its objects until it stores others. ValueError if a burst is below its guarantee.)")
         .def(
             "memory",
             [](Server& self) {

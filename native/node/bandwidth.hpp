@@ -48,11 +48,14 @@ public:
         refill(now);
         level_ -= nbytes;
     }
-    // Takes bytes, but leaves no larger debt than the bucket is deep.
-    void drain(double nbytes, Clock::time_point now) noexcept {
+    // Takes bytes, but leaves no larger debt than `debt`, unless it is larger already.
+    void drain(double nbytes, double debt, Clock::time_point now) noexcept {
         refill(now);
-        level_ = std::max(level_ - nbytes, std::min(level_, -depth_));
+        level_ = std::max(level_ - nbytes, std::min(level_, -debt));
     }
+    double depth() const noexcept { return depth_; }
+    // Bytes that the rate gives in this time.
+    double given_in(std::chrono::duration<double> time) const noexcept { return rate_ * time.count(); }
     // True if the bucket has to refill. Half a byte covers the rounding of filled_at().
     bool is_empty() const noexcept { return level_ < -0.5; }
     // The time at which an empty bucket is not empty any more.

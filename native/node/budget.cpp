@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 namespace farpool {
 
@@ -22,10 +23,15 @@ void Budget::take_back(std::uint32_t tenant, std::uint64_t nbytes) {
     tenants_.at(tenant).lent -= nbytes;
 }
 
-void Budget::allow(Allowances allowances) {
+void Budget::allow(Allowances allowances, bool evicts) {
     allowances_ = std::move(allowances);
     shares_ = first_shares_;
+    const auto before = std::exchange(evicted_to_, {});
     for (const auto& [tenant, allowance] : allowances_) {
+        const auto former = before.find(tenant);
+        if (allowance.burst > 0 && (evicts || former != before.end())) {
+            evicted_to_[tenant] = evicts ? allowance.burst : std::max(allowance.burst, former->second);
+        }
         if (allowance.guaranteed > 0) {
             shares_[tenant] = std::min(allowance.guaranteed, limit_);
         }
@@ -52,12 +58,11 @@ std::uint64_t Budget::own_excess(std::uint32_t tenant, std::uint64_t nbytes) con
 
 std::size_t Budget::evict_above_bursts(std::size_t objects_max) {
     std::size_t evicted = 0;
-    for (const auto& [tenant, allowance] : allowances_) {
+    for (const auto& [tenant, most] : evicted_to_) {
         const auto found = tenants_.find(tenant);
         if (found == tenants_.end() || found->second.objects == nullptr) {
             continue;
         }
-        const std::uint64_t most = burst(tenant);
         while (evicted < objects_max && moving_ < moving_bytes_max && found->second.use() > most &&
                found->second.objects->evict_one(false)) {
             ++evicted;

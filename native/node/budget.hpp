@@ -77,9 +77,10 @@ public:
     void lend(std::uint32_t tenant, std::uint64_t nbytes);
     void take_back(std::uint32_t tenant, std::uint64_t nbytes);
 
-    // Replaces all allowances. A tenant's guarantee takes the place of the share that it got at the start. Evicts nothing: see
-    // evict_above_bursts().
-    void allow(Allowances allowances);
+    // Replaces all allowances. A tenant's guarantee takes the place of the share that it got at the start. Evicts nothing; if
+    // `evicts`, evict_above_bursts() does. Otherwise a tenant that is above a lowered burst keeps its objects until it stores
+    // others, because nobody wanted to take something from it: the pool's other members have grown.
+    void allow(Allowances allowances, bool evicts = true);
     const Allowances& allowances() const noexcept { return allowances_; }
     Allowance allowance(std::uint32_t tenant) const;
     // Evicts objects, at most this many, of tenants that use more than their bursts, which were lowered or which tables have
@@ -152,6 +153,7 @@ private:
     std::uint64_t backed_ = 0;
     const Shares first_shares_;
     Allowances allowances_;
+    std::map<std::uint32_t, std::uint64_t> evicted_to_;  // bytes in use, above which evict_above_bursts() evicts
     Shares shares_;  // `first_shares_`, with the guarantees of `allowances_` in their places
     SystemLeft system_left_;
     std::set<std::uint32_t> expected_;

@@ -165,7 +165,7 @@ void Server::expect_tenants(std::set<std::uint32_t> tenants) {
     budget_.expect(std::move(tenants));
 }
 
-void Server::set_memory(Budget::Allowances allowances) {
+void Server::set_memory(Budget::Allowances allowances, bool evicts) {
     for (const auto& [tenant, allowance] : allowances) {
         if (allowance.burst > 0 && allowance.burst < allowance.guaranteed) {
             throw std::invalid_argument("tenant " + std::to_string(tenant) + " has a burst of " +
@@ -174,7 +174,7 @@ void Server::set_memory(Budget::Allowances allowances) {
         }
     }
     const Guard guard(mutex_);
-    budget_.allow(std::move(allowances));
+    budget_.allow(std::move(allowances), evicts);
 }
 
 Budget::Allowances Server::memory() {

@@ -87,9 +87,9 @@ public:
                bool latency = false);
     // Sets the tenants that may connect; memory that one of them pins, keeps or leases leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
-    // Replaces what a policy gives the tenants of the node's memory. Throws std::invalid_argument for a burst below its
-    // guarantee.
-    void set_memory(Budget::Allowances allowances);
+    // Replaces what a policy gives the tenants of the node's memory; as Budget::allow(). Throws std::invalid_argument for a
+    // burst below its guarantee.
+    void set_memory(Budget::Allowances allowances, bool evicts);
     Budget::Allowances memory();
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Sets each tenant's part of the bandwidth; a tenant that is not named has the default. Throws std::invalid_argument, and

@@ -13,6 +13,11 @@ namespace {
 // Smaller caps would make a turn last for seconds, and smaller shares would hardly ever give one.
 constexpr std::uint64_t cap_min = 64 * 1024;
 constexpr double share_min = 1.0 / 1024, share_max = 1024 * 1024;
+// Work outside of turns leaves a debt of so much of a cap at most. A program that connects again and again, while its tenant
+// is above the cap, would otherwise keep the tenant from its data for as long as it did so.
+constexpr std::chrono::seconds outside_debt_max{10};
+// Above this, clocks are counted from the start again: a double must show the least turn of the largest share.
+constexpr double clock_max = 1e12;
 
 void check(std::uint32_t tenant, const Bandwidth& bandwidth) {
     const std::string whose = "the bandwidth of tenant " + std::to_string(tenant) + " has ";
@@ -225,12 +230,14 @@ void Turns::end_throttling(Tenant& tenant, Clock::time_point now) noexcept {
 Turns::Claim Turns::claim_of(Tenant& tenant, Clock::time_point now) const noexcept {
     tenant.guarantee_.refill(now);
     const bool is_behind = tenant.guarantee_.is_used() && tenant.guarantee_.level() > 0;
-    const bool may_be_early = (tenant.clock_ - clock_) * tenant.share_ <= static_cast<double>(ahead);
-    const bool is_urgent = !tenant.urgent_.empty() && (is_behind || may_be_early);
-    const Reason reason = is_urgent && (is_behind || owed_ > -ahead) ? Reason::urgent
-                          : is_behind && owed_ < quantum             ? Reason::guarantee
-                          : is_urgent                                ? Reason::early
-                                                                     : Reason::share;
+    const bool by_guarantee = is_behind && owed_ < quantum;
+    const bool is_urgent = !tenant.urgent_.empty();
+    const bool may_be_early = is_urgent && (tenant.clock_ - clock_) * tenant.share_ <= static_cast<double>(ahead);
+    const bool may_be_urgent = is_behind ? by_guarantee && is_urgent : may_be_early && owed_ > -ahead;
+    const Reason reason = may_be_urgent  ? Reason::urgent
+                          : by_guarantee ? Reason::guarantee
+                          : may_be_early ? Reason::early
+                                         : Reason::share;
     const double first = reason == Reason::guarantee ? -tenant.guarantee_.seconds() : tenant.clock_;
     return {reason, first, tenant.clock_, tenant.is_served_, tenant.entry_};
 }
@@ -308,12 +315,16 @@ void Turns::charge(Tenant& tenant, const Work& work, std::optional<Reason> reaso
     tenant.usage_.work.bytes_out += work.bytes_out;
     tenant.usage_.work.other += work.other;
     tenant.is_served_ = true;
-    tenant.cap_.take(metered, now);
+    if (reason) {
+        tenant.cap_.take(metered, now);
+    } else {
+        tenant.cap_.drain(metered, tenant.cap_.given_in(outside_debt_max), now);
+    }
     tenant.guarantee_.refill(now);
     const double clock = tenant.clock_ + units / tenant.share_;
     const bool by_guarantee = reason == Reason::guarantee ||
                               (reason == Reason::urgent && tenant.guarantee_.is_used() && tenant.guarantee_.level() > 0);
-    tenant.guarantee_.drain(metered, now);
+    tenant.guarantee_.drain(metered, tenant.guarantee_.depth(), now);
     if (by_guarantee) {
         // A guarantee may be more than the part by the share, so this does not become a debt without bounds.
         tenant.clock_ = std::min(clock, std::max(tenant.clock_, clock_ + static_cast<double>(ahead) / tenant.share_));
@@ -329,6 +340,19 @@ void Turns::charge(Tenant& tenant, const Work& work, std::optional<Reason> reaso
         owed_ = std::max<std::int64_t>(owed_ - static_cast<std::int64_t>(work.units()), 0);
     }
     tenant.clock_ = clock;
+    if (!reason && working_.empty()) {  // it takes nothing from others, so it is not ahead of them
+        clock_ = std::max(clock_, clock);
+    }
+    if (clock_ > clock_max) {
+        begin_clocks_again();
+    }
+}
+
+void Turns::begin_clocks_again() noexcept {
+    for (const auto& [number, one] : tenants_) {
+        one->clock_ -= clock_;
+    }
+    clock_ = 0;
 }
 
 void Turns::set_bandwidth(const std::map<std::uint32_t, Bandwidth>& tenants, Clock::time_point now) {

@@ -116,7 +116,8 @@ public:
     Flow* next(Clock::time_point now) noexcept;
     // Charges a connection, its key and its tenant for the work of a turn. Call want() or rest() first.
     void charge(Flow& flow, const Work& work, Clock::time_point now) noexcept;
-    // Charges a tenant for work that was done outside of turns.
+    // Charges a tenant for work that was done outside of turns, such as handshakes. While no connection has work, this does not
+    // put the tenant behind others, and it leaves a debt of ten seconds of the tenant's cap at most.
     void charge_tenant(std::uint32_t tenant, const Work& work, Clock::time_point now);
 
     // Replaces the bandwidth of all tenants; a tenant that is not named has the default. Throws std::invalid_argument for a
@@ -165,6 +166,7 @@ private:
     Claim claim_of(Tenant& tenant, Clock::time_point now) const noexcept;
     Flow& next_below(Flow& group) noexcept;
     void charge(Tenant& tenant, const Work& work, std::optional<Reason> reason, Clock::time_point now) noexcept;
+    void begin_clocks_again() noexcept;
     void remember(Flow& key) noexcept;
     void recall(Flow& key) noexcept;
     void forget(Flow& key) noexcept;

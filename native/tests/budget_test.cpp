@@ -126,6 +126,25 @@ TEST("a lowered burst evicts a bounded number of objects at a time, and no fixed
     CHECK_EQUAL(two.used(), 100u);
 }
 
+TEST("a burst that was lowered because others have grown takes objects only for the tenant's own puts") {
+    Budget budget(1000), begun(1000);
+    Objects one(budget, 1), kept(begun, 1);
+    budget.allow({{1, {0, 400, 0}}});
+    fill(one, 400);
+    budget.allow({{1, {0, 100, 0}}}, false);
+    CHECK_EQUAL(budget.evict_above_bursts(50), 0u);
+    CHECK(one.put(1));  // gives two bytes for the one that it takes
+    CHECK_EQUAL(one.used(), 399u);
+    budget.allow({{1, {0, 300, 0}}}, false);
+    CHECK_EQUAL(budget.evict_above_bursts(50), 0u);
+    budget.allow({{1, {0, 100, 0}}});
+    CHECK_EQUAL(budget.evict_above_bursts(50), 50u);
+    fill(kept, 200);
+    begun.allow({{1, {0, 100, 0}}}, false);  // a start with objects of an earlier one
+    CHECK_EQUAL(begun.evict_above_bursts(50), 0u);
+    CHECK_EQUAL(kept.used(), 200u);
+}
+
 TEST("a lowered burst forgets no objects that the lower medium cannot take at once") {
     Budget budget(100);
     Objects one(budget, 1);

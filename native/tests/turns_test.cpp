@@ -542,6 +542,39 @@ TEST("no tenant and no connection starves, also if guarantees are twice what the
     }
 }
 
+TEST("the latency class of a tenant with a guarantee above what the node can do starves no tenant") {
+    for (const bool has_bulk : {false, true}) {
+        Busy busy(6);
+        busy.turns.set_bandwidth({{1, {1.0, static_cast<std::uint64_t>(2 * capacity), 0}}}, busy.now);
+        std::vector<Turns::Seat> flood;
+        for (std::uint64_t number = 0; number < 50; ++number) {
+            flood.push_back(busy.turns.join(1, 10 + number, 1000 + number, true));
+        }
+        if (has_bulk) {
+            busy.add(1, 9, 4);
+        }
+        busy.add(2, 20, 1);
+        const std::uint64_t other_tenant = busy.numbers;
+        std::uint64_t all = 0, of_other = 0;
+        for (int turn = 0; turn < 20'000; ++turn) {
+            for (const Turns::Seat& seat : flood) {
+                busy.turns.want(*seat);
+            }
+            Turns::Flow* const next = busy.next();
+            const bool is_flood = next->name() >= 1000;
+            if (is_flood) {
+                busy.turns.rest(*next);
+            }
+            const std::uint64_t units = is_flood ? quantum / 4 : quantum;
+            busy.charge(*next, units);
+            all += units;
+            of_other += next->name() == other_tenant ? units : 0;
+        }
+        // Half of the part that goes by shares
+        CHECK(of_other * 2 * Turns::shared_part >= all - all / 10);
+    }
+}
+
 TEST("a small request of the latency class is next, before busy tenants, busy connections of its tenant and guarantees") {
     Busy busy(9);
     busy.turns.set_bandwidth({{3, {1.0, 100'000'000, 0}}}, busy.now);
@@ -681,6 +714,80 @@ TEST("what a tenant had in addition to its guarantee is not held against it for 
         busy.serve();
     }
     CHECK(static_cast<double>(busy.of_tenants[1]) >= 100'000'000 * 0.2 - 2 * depth(100'000'000));
+}
+
+TEST("what a tenant did outside of turns while no connection had work is not held against it") {
+    Busy busy(2);
+    const Turns::Seat first = busy.turns.join(1, 10, 1000);
+    const Turns::Seat second = busy.turns.join(2, 20, 1001);
+    for (int handshake = 0; handshake < 100'000; ++handshake) {  // for example of a program that asks for counters
+        busy.turns.charge_tenant(1, other(farpool::work::handshake), busy.now);
+    }
+    busy.turns.want(*first);
+    busy.turns.want(*second);
+    std::map<std::uint64_t, int> turns;
+    for (int turn = 0; turn < 100; ++turn) {
+        Turns::Flow* const next = busy.next();
+        ++turns[next->name()];
+        busy.charge(*next, quantum);
+    }
+    CHECK(turns[1000] >= 49 && turns[1001] >= 49);
+    // Next to others that have work, it counts.
+    for (int handshake = 0; handshake < 100; ++handshake) {
+        busy.turns.charge_tenant(1, other(farpool::work::handshake), busy.now);
+    }
+    turns.clear();
+    for (int turn = 0; turn < 100; ++turn) {
+        Turns::Flow* const next = busy.next();
+        ++turns[next->name()];
+        busy.charge(*next, quantum);
+    }
+    CHECK(turns[1000] <= 1);
+}
+
+TEST("work outside of turns keeps a tenant from its cap for ten seconds at most") {
+    Busy busy(2);
+    busy.add(1, 10, 1);
+    busy.turns.set_bandwidth({{1, {1.0, 0, 1'000'000}}}, busy.now);
+    for (int handshake = 0; handshake < 100'000; ++handshake) {  // for a day
+        busy.turns.charge_tenant(1, other(farpool::work::handshake), busy.now);
+        busy.now += std::chrono::seconds(1);
+        if (handshake % 10'000 == 0) {
+            CHECK(busy.turns.below_cap_at(1, busy.now) <= busy.now + std::chrono::seconds(10));
+        }
+    }
+    busy.turns.charge_tenant(1, other(100'000'000), busy.now);
+    CHECK(busy.next() == nullptr);
+    busy.now += std::chrono::seconds(10);
+    CHECK(busy.next() != nullptr);
+    // What a turn has moved is paid in full.
+    busy.charge(*busy.next(), 20'000'000);
+    CHECK(busy.turns.below_cap_at(1, busy.now) > busy.now + std::chrono::seconds(19));
+}
+
+TEST("shares hold after months of work: clocks stay exact") {
+    for (const double share : {1.0, 1024.0, 1024.0 * 1024}) {
+        Busy busy(2);
+        for (int month = 0; month < 3; ++month) {
+            busy.turns.charge_tenant(1, other(std::uint64_t{1} << 57), busy.now);
+        }
+        busy.add(1, 10, 1);
+        busy.turns.charge(*busy.next(), other(1), busy.now);
+        busy.turns.set_bandwidth({{2, {share, 0, 0}}}, busy.now);
+        busy.add(2, 20, 1);
+        constexpr std::uint64_t least = farpool::work::call;
+        const int all = static_cast<int>(std::min(share, 4096.0)) * 4;
+        std::map<std::uint32_t, int> turns;
+        for (int turn = 0; turn < all; ++turn) {
+            Turns::Flow* const next = busy.next();
+            const std::uint32_t tenant = busy.tenant_of[next->name()];
+            ++turns[tenant];
+            // With the largest share, the other tenant's turns are small, so that the test is short.
+            busy.turns.charge(*next, other(tenant == 1 && share > 4096 ? least / 256 : least), busy.now);
+        }
+        const double expected = share > 4096 ? all / 4097.0 : all / (share + 1);
+        CHECK(turns[1] >= expected - 1 && turns[1] <= expected + 2);
+    }
 }
 
 TEST("a bandwidth that cannot be kept is refused, and nothing changes") {

@@ -304,10 +304,10 @@ class NodeServer:
     def expect_tenants(self, tenants: Set[int]) -> None:
         """Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others."""
 
-    def set_memory(self, tenants: Mapping[int, tuple[int, int, int]]) -> None:
+    def set_memory(self, tenants: Mapping[int, tuple[int, int, int]], evicts: bool = True) -> None:
         """Replace what a policy gives each tenant of the memory: guaranteed bytes (0: its share without a policy), burst (the
-        most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). ValueError if a
-        burst is below its guarantee.
+        most bytes that it may use; 0: no limit) and priority (borrowed bytes of the lowest are evicted first). Without `evicts`, a
+        tenant above a lowered burst keeps its objects until it stores others. ValueError if a burst is below its guarantee.
         """
 
     def memory(self) -> dict[int, tuple[int, int, int]]:

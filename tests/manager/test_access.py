@@ -114,6 +114,9 @@ def test_a_web_page_is_not_the_user_of_this_host(registry: Registry) -> None:
     assert denied.value.status == 403
     assert not is_from_a_page("localhost:7470", None, None)
     assert not is_from_a_page("[::1]:7470", None, "none")
+    assert not is_from_a_page("127.0.0.5:7470", None, None)  # --listen may name it
+    assert is_from_a_page("10.0.0.1:7470", None, None)
+    assert is_from_a_page("127.0.0.1.example.org:7470", None, None)
     assert is_from_a_page("localhost:7470", "https://example.org", None)
     assert is_from_a_page("localhost:7470", None, "cross-site")
     assert is_from_a_page("example.org:7470", None, None)  # a name that leads to loopback
@@ -291,3 +294,27 @@ def test_only_a_client_certificate_has_an_identity() -> None:
     assert identity_in(certificate(["node"], None, [ExtendedKeyUsageOID.SERVER_AUTH])) == ""
     assert identity_in(certificate(["node"], None, [])) == ""
     assert identity_in(b"nothing") == ""
+
+
+def test_credentials_that_were_accepted_are_tried_although_others_at_their_address_fail() -> None:
+    limit, good, bad = FailureLimit(failures_max=2, recovery=1.0, addresses_max=3), b"good", b"bad"
+    limit.accepted(good)
+    limit.accepted(b"")
+    for _ in range(5):
+        limit.failed("127.0.0.1", 0.0, bad)
+    assert limit.wait("127.0.0.1", 0.0, good) == 0.0
+    assert limit.wait("127.0.0.1", 0.0, bad) > 0.0
+    assert limit.wait("127.0.0.1", 0.0) > 0.0
+    limit.failed("127.0.0.1", 0.0, good)  # its token was deleted
+    assert limit.wait("127.0.0.1", 0.0, good) > 0.0
+    for number in range(4):
+        limit.accepted(b"%d" % number)
+    assert [limit.wait("127.0.0.1", 0.0, b"%d" % number) == 0.0 for number in range(4)] == [False, True, True, True]
+
+
+def test_a_certificate_that_cannot_be_read_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(data: bytes) -> Any:
+        raise x509.DuplicateExtension("twice", ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    monkeypatch.setattr(x509, "load_der_x509_certificate", failing)
+    assert identity_in(b"") == ""

@@ -124,3 +124,36 @@ def test_lines_that_have_no_room_are_counted(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="Input/output error"):
             added[2].result(0)
     assert all(one.done() or one.cancelled() for one in added[2:])
+
+
+def test_a_rotation_that_fails_is_tried_again_until_it_succeeds(tmp_path: Path) -> None:
+    path, in_the_way = tmp_path / "audit", tmp_path / "audit.1"
+    (in_the_way / "full").mkdir(parents=True)
+    with AuditLog(path, bytes_max=100, files_max=1) as log:
+        log.add("x", n=1).result(PATIENCE)
+        second = log.add("x", n=2, text="-" * 60)
+        eventually(lambda: log.trouble)
+        assert not log.is_ready
+        # The next try meets what the one before has left behind, and a new file that others may read.
+        (tmp_path / "audit.new").chmod(0o644)
+        eventually(lambda: "chmod 600" in log.trouble)
+        (tmp_path / "audit.new").chmod(0o600)
+        (in_the_way / "full").rmdir()
+        in_the_way.rmdir()
+        second.result(PATIENCE)
+        assert log.is_ready
+        log.add("x", n=3).result(PATIENCE)
+    assert lines(in_the_way) + lines(path) == [2, 3]
+
+
+def test_a_file_that_was_moved_or_deleted_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    with AuditLog(path) as log:
+        log.add("x", n=1).result(PATIENCE)
+        path.rename(tmp_path / "moved")
+        log.add("x", n=2).result(PATIENCE)
+        path.unlink()
+        log.add("x", n=3).result(PATIENCE)
+    assert lines(tmp_path / "moved") == [1]
+    assert lines(path) == [3]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import ssl
 from collections.abc import Callable, Iterator
@@ -236,6 +237,30 @@ def test_a_new_certificate_is_used_after_sighup(secure: Secure) -> None:
     eventually(lambda: serial() != before)
 
 
+def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, new = Certificates(tmp_path / "old"), Certificates(tmp_path / "new")
+    served, renewed = old.node("manager"), new.node("manager")
+
+    def answers(of: Certificates | None, bundle: Path) -> bool:
+        with manager.client(client_context(of.client("boss") if of else None, bundle)) as client:
+            try:
+                return client.get("/healthz").status_code == 200
+            except httpx.TransportError:
+                return False
+
+    with running_manager(str(tmp_path / "registry.sqlite"), "--tls", str(served)) as manager:
+        assert answers(old, old.bundle)
+        assert not answers(new, old.bundle)
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            shutil.copy(renewed / name, served / name)
+        os.kill(manager.process.pid, signal.SIGHUP)
+        eventually(lambda: answers(None, new.bundle))
+        assert answers(new, new.bundle)
+        assert not answers(old, new.bundle)
+
+
 def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:
     context = client_context(None, secure.certificates.bundle)
     lines = len(secure.manager.audit)
@@ -253,6 +278,49 @@ def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:
     tries = sum(one["status"] == 401 for one in denied)
     assert tries == sum(one.status_code == 401 for one in answers)
     assert 1 <= sum(one["status"] == 429 for one in denied) <= 1 + len(answers) // 10
+
+
+def test_callers_that_share_an_address_are_not_refused_for_one_that_fails(secure: Secure) -> None:
+    context = client_context(None, secure.certificates.bundle)
+    with secure.manager.client(context) as client:
+        good = {"Authorization": f"Bearer {secure.tokens['operator']}"}
+        assert client.get("/v1/members", headers=good).status_code == 200
+        wrong = {"Authorization": "Bearer fp_" + "b" * 43}
+        assert 429 in {client.get("/v1/members", headers=wrong).status_code for _ in range(60)}
+        assert client.get("/v1/members", headers=good).status_code == 200
+
+
+def test_a_caller_whose_role_is_not_enough_cannot_fill_the_audit_log(secure: Secure) -> None:
+    token, stored = create_token(secure.registry, Role.TENANT, tenant=3)
+    with secure.manager.client(client_context(None, secure.certificates.bundle), token) as client:
+        assert {client.get("/v1/names").status_code for _ in range(60)} == {403}
+        assert client.get("/v1/members").status_code == 200
+    lines = [one for one in secure.manager.audit if one.get("who") == f"token:{stored.id}"]
+    assert 1 <= len(lines) < 60
+
+
+def test_a_caller_does_not_choose_the_address_that_is_limited_and_audited(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
+        answers = {client.get("/v1/members", headers={"X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(60)}
+        assert answers == {401, 429}
+        denied = [one for one in manager.audit if one["event"] == "denied"]
+        assert denied
+        assert all(one["address"].startswith("127.") for one in denied)
+
+
+def test_a_page_in_a_browser_does_not_lock_its_reader_out(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite")) as manager, manager.client() as client:
+        page = {"Origin": "https://example.org"}
+        assert 429 in {client.post("/v1/members/any/drain", headers=page).status_code for _ in range(60)}
+        assert client.get("/v1/members").status_code == 200
+
+
+def test_long_texts_of_a_caller_are_cut_in_the_audit_log(tmp_path: Path) -> None:
+    with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
+        assert client.get("/v1/members/" + "x" * 12_000).status_code == 401
+        [line] = [one for one in manager.audit_file.read_bytes().splitlines() if b'"denied"' in one]
+    assert len(line) < 2000
+    assert b"... (11512 more characters)" in line
 
 
 @pytest.mark.slow

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farpool.abc.registry import Changes, Delete, Entry, Put, Registry
+from farpool.abc.registry import Changes, Delete, Entry, Put, Registry, Watch
+from farpool.cluster.manager import member_stats, presence
+from farpool.cluster.manager.access import Principal
 from farpool.cluster.manager.calls import BusyError, Calls
-from farpool.cluster.manager.events import Event, RecentSteps, Step, step_of, steps_of
+from farpool.cluster.manager.events import EVENTS, Event, RecentSteps, Step, step_of, steps_of
 from farpool.cluster.manager.feed import Backlog, Feed, revision_of
-from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, ManagerRecord
+from farpool.cluster.manager.manager import Manager
+from farpool.cluster.manager.member_stats import MemberAnswers, MemberStats
+from farpool.cluster.manager.presence import Presence
+from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, ManagerRecord, Role
 from farpool.cluster.manager.records import encode as encode_manager
+from farpool.cluster.manager.routers import events as routers_events
+from farpool.cluster.manager.routers.events import _stream
+from farpool.cluster.members.administration import RegisteredMember
 from farpool.cluster.members.records import AliveRecord, MemberRecord, alive_key, encode, record_key
 from farpool.cluster.names.records import NameRecord
 from farpool.cluster.names.records import encode as encode_name
+from tests.nodes import eventually
 from tests.registry.conftest import fresh, place, registry, single
 
 __all__ = ["fresh", "place", "registry", "single"]
 
 PATIENCE = 30.0
+READER = Principal("user:me", Role.ADMIN)
 A = bytes(range(16))
 
 
@@ -125,6 +137,51 @@ def test_the_feed_begins_at_the_present_and_follows(registry: Registry) -> None:
     followed(registry, act)
 
 
+def test_the_feed_goes_on_after_an_error_of_any_kind(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = registry.watch, [0]
+
+    def failing(prefix: str, after: int) -> Watch:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise RuntimeError("can't start new thread")
+        return watch(prefix, after)
+
+    monkeypatch.setattr(registry, "watch", failing)
+
+    async def act(feed: Feed) -> None:
+        while calls[0] < 2:
+            await asyncio.sleep(0.01)
+        after = registry.commit([], [member(2)]).revision
+        while feed.steps.revision < after:
+            await asyncio.sleep(0.01)
+        assert feed.steps.after(after) == []
+
+    followed(registry, act)
+
+
+def test_an_entry_of_which_no_event_can_be_made_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EVENTS, LEADER, lambda entry: {}[entry.key])
+    assert kind(LEADER, b"") == "damaged"
+
+
+def test_a_manager_leads_again_after_an_error_of_any_kind(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "_INTERVAL_S", 0.02)
+    get, failures = registry.get, [0]
+
+    def failing(key: str, *, timeout: float | None = None) -> Entry | None:
+        failures[0] += 1
+        if failures[0] < 5:
+            raise RuntimeError("can't start new thread")
+        return get(key, timeout=timeout)
+
+    with Presence(registry, ManagerRecord(manager="1f"), 60.0) as manager:
+        manager.start()
+        eventually(lambda: manager.leads)
+        monkeypatch.setattr(registry, "get", failing)
+        eventually(lambda: failures[0] > 10)
+        assert manager.leads
+
+
 def test_a_backlog_reads_up_to_the_present(registry: Registry) -> None:
     start = registry.commit([], [member(1)]).revision
     revisions = [registry.commit([], [member(number)]).revision for number in (2, 3, 4)]
@@ -147,6 +204,90 @@ def test_a_backlog_that_the_registry_has_deleted_cannot_be_had(registry: Registr
     with Backlog(registry, start) as backlog:
         assert backlog.next() is None
     assert revision_of(registry) >= last
+
+
+# Streams
+
+
+class Streamed:
+    """A stream of events of a manager whose feed has the steps that a test gives it."""
+
+    def __init__(self, registry: Registry | None = None, who: Principal = READER) -> None:
+        self.feed = Feed(cast(Registry, registry), lambda error: None)
+        calls = Calls(2, 10, "test")
+        manager = SimpleNamespace(feed=self.feed, calls=calls, ask=lambda act: calls.run(lambda: act(registry)))
+        self.manager, self.who = cast(Manager, manager), who
+
+    def blocks(self, position: int | None) -> AsyncIterator[bytes]:
+        return _stream(self.manager, self.who, position)
+
+    def took(self, revision: int, *credentials: str) -> None:
+        step = Step(revision, (Event("x", {"n": revision}),), frozenset(credentials))
+        self.feed._took([step], revision)
+
+
+def event(revision: int) -> bytes:
+    return b'id: %d\nevent: x\ndata: {"n":%d}\n\n' % (revision, revision)
+
+
+def test_events_that_come_while_a_slow_client_takes_others_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers_events, "_SILENCE_S", 0.01)
+
+    async def run() -> None:
+        streamed = Streamed()
+        streamed.feed._began(10)
+        blocks = streamed.blocks(10)
+        assert await anext(blocks) == b"retry: 1000\n\n"
+        for revision in (11, 12, 13):
+            # The stream waits in the sending of the block before, as it does while a client does not read.
+            streamed.took(revision)
+        assert await anext(blocks) == event(11)
+        streamed.took(14)
+        assert [await anext(blocks) for _ in range(3)] == [event(12), event(13), event(14)]
+        streamed.took(15)
+        assert await anext(blocks) == event(15)
+        assert await anext(blocks) == b"id: 15\n\n"
+        streamed.took(16)
+        assert await anext(blocks) == event(16)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_stream_ends_with_the_rights_of_its_client_also_while_it_reads_what_it_missed(registry: Registry) -> None:
+    key = TOKENS + "1f"
+    start = registry.commit([], [member(1)]).revision
+    registry.commit([], [Put(key, b"{}")])
+    last = registry.commit([], [member(2)]).revision
+
+    async def run(revision: int) -> list[bytes]:
+        streamed = Streamed(registry, Principal("token:1f", Role.OPERATOR, None, key, revision))
+        streamed.feed._began(last)
+        return [block async for block in closing(streamed, streamed.blocks(start), b'"addresses"')]
+
+    assert not any(b'"addresses"' in block for block in asyncio.run(asyncio.wait_for(run(start), PATIENCE)))
+    assert any(b'"addresses"' in block for block in asyncio.run(asyncio.wait_for(run(last), PATIENCE)))
+
+
+def test_a_stream_ends_after_a_reset_because_its_client_may_have_lost_its_rights(registry: Registry) -> None:
+    start = registry.commit([], [member(1)]).revision
+    for number in (2, 3):
+        last = registry.commit([], [member(number)]).revision
+    registry.compact(last)
+
+    async def run() -> list[bytes]:
+        streamed = Streamed(registry)
+        streamed.feed._began(last)
+        return [block async for block in streamed.blocks(start)]
+
+    blocks = asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    assert [b"event: reset" in block for block in blocks] == [False, True]
+
+
+async def closing(streamed: Streamed, blocks: AsyncIterator[bytes], last: bytes) -> AsyncIterator[bytes]:
+    async for block in blocks:
+        if last in block:
+            streamed.feed.end_streams()
+        yield block
 
 
 # Calls
@@ -173,5 +314,33 @@ def test_calls_beyond_the_room_are_refused_at_once() -> None:
             assert await calls.run(lambda: 7) == 7
             with pytest.raises(ZeroDivisionError):
                 await calls.run(lambda: 1 // 0)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_member_is_asked_once_for_all_callers_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answered = asyncio.Event()
+
+    async def answer(calls: Calls, member: RegisteredMember) -> MemberStats:
+        asked.append(member.identity)
+        await answered.wait()
+        return MemberStats(member.identity, str(len(asked)))
+
+    monkeypatch.setattr(member_stats, "ask_member", answer)
+    one, other = (cast(RegisteredMember, SimpleNamespace(identity=name)) for name in ("1", "2"))
+
+    async def run() -> None:
+        answers = MemberAnswers(cast(Calls, None))
+        asking = [asyncio.create_task(answers.ask(member)) for member in (one, one, one, other)]
+        await asyncio.sleep(0)
+        asking.pop(0).cancel()
+        await asyncio.sleep(0)
+        answered.set()
+        assert [found.identity for found in await asyncio.gather(*asking)] == ["1", "1", "2"]
+        assert asked == ["1", "2"]
+        assert (await answers.ask(one, age_max=3600.0)).name == "2"
+        assert asked == ["1", "2"]
+        assert (await answers.ask(one)).name == "3"
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))

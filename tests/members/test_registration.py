@@ -637,6 +637,32 @@ def test_a_member_starts_without_its_registry_and_registers_later(
     assert log.events[-1] == "registered again"
 
 
+def test_a_member_that_drains_starts_without_its_registry_as_one_that_drains(
+    make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "RETURN_TIMEOUT_S", 0.0)
+    heard: list[bool] = []
+    first = running(make(follow=heard.append))
+    write(registry, msgspec.structs.replace(OWN, draining=True))
+    eventually(lambda: heard == [True])
+    killed(first)
+    later = make(follow=heard.append)
+    with monkeypatch.context() as away:
+        away.setattr(registration, "open_registry", _away)
+        later.begin(60.0)
+    assert heard == [True, True]
+    later.ready(empty=False)
+    eventually(lambda: later.registered)
+    assert heard == [True, True]
+    write(registry, OWN)
+    eventually(lambda: heard == [True, True, False])
+    killed(later)
+    with monkeypatch.context() as away:
+        away.setattr(registration, "open_registry", _away)
+        make(follow=heard.append).begin(60.0)
+    assert heard == [True, True, False]
+
+
 def test_a_member_with_objects_gets_its_full_weight_in_a_registry_that_has_lost_it(
     make: Make, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

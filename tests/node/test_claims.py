@@ -255,6 +255,13 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
             second = admin.call("holdings", limit=1, after=first["next"]).result
             assert [one["lease"] for one in second["holdings"]] == [max(own, lease)]
             assert second["next"] == 0
+        with pool.client("stranger", "control") as other:  # an administrator, too, of another tenant
+            assert other.call("holdings").result == {"holdings": [], "next": 0}
+            for foreign in (own, lease):
+                assert other.call("end_lease", lease=foreign, reason="mine").status == DENIED
+            assert 1 not in other.call("stats", tenants=True).result["tenants"]
+        with pool.client("manager", "control") as admin:
+            assert 1 in admin.call("stats", tenants=True).result["tenants"]
             assert admin.call("end_lease", lease=own, reason="too old").result == {"freed": 4096, "claims": 0}
             assert admin.call("end_lease", lease=lease, reason="too old").result == {"freed": 0, "claims": 1}
             assert admin.call("end_lease", lease=own, reason="too old").status == UNKNOWN

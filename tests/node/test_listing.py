@@ -80,11 +80,19 @@ def test_an_access_key_has_one_list_under_way() -> None:
 
 def test_a_list_of_a_tenant_above_its_cap_waits_and_delays_no_other_tenant() -> None:
     server = TurnByTurn(3)
-    server.capped[1] = [0.001] * 5 + [3600.0, 0.0]  # an hour, unless the cap is raised
+    server.capped[1] = [3600.0, 3600.0, 0.0]  # an hour, unless the cap is raised
     asked = [(1, "a", List(prefix=b"capped")), (2, "b", List(prefix=b"b"))]
     asyncio.run(all_at_once(server, asked))
     assert server.capped[1] == []
     assert server.turns == [(2, b"b")] * 3 + [(1, b"capped")] * 3
+
+
+def test_a_tenant_whose_data_uses_all_of_its_cap_has_lists_nevertheless() -> None:
+    server = TurnByTurn(3)
+    server.capped[1] = [0.001] * 10_000
+    [answer] = asyncio.run(all_at_once(server, [(1, "a", List())]))
+    assert len(answer["objects"]) == 3
+    assert len(server.capped[1]) > 9_000
 
 
 def test_keys_of_a_tenant_take_turns() -> None:

@@ -67,6 +67,19 @@ def test_a_lowered_burst_evicts_by_itself_but_nothing_pinned_or_kept(tmp_path: P
         assert one.put(b"more", PIECE).status == Status.BUSY
 
 
+def test_a_burst_that_falls_because_a_member_joined_evicts_nothing_by_itself(tmp_path: Path) -> None:
+    with node(tmp_path, 8 * MIB) as server:
+        [one] = peers(server, 1)
+        server.set_memory({1: (0, 6 * MIB, 0)})
+        fill(one, 60)
+        before = held(server, 1)
+        server.set_memory({1: (0, 2 * MIB, 0)}, evicts=False)
+        fill(one, 1, "more")
+        assert before - 3 <= held(server, 1) <= before
+        server.set_memory({1: (0, 2 * MIB, 0)})
+        until(lambda: server.tenants()[1]["used"] <= 2 * MIB, "a policy that is set evicts")
+
+
 def test_a_lowered_guarantee_evicts_nothing_until_another_tenant_needs_the_room(tmp_path: Path) -> None:
     with node(tmp_path, 8 * MIB) as server:
         server.set_memory({1: (6 * MIB, 0, 0), 2: (MIB, 0, 0)})

@@ -149,6 +149,21 @@ def test_an_older_policy_of_a_restored_registry_is_followed() -> None:
     follower.read([fleet(2, revision=3), policy(2, tenant(5), 3)], 0.0)
     assert follower.policy is not None
     assert (set(follower.policy.tenants), follower.policy.revision) == ({2}, 3)
+    # Not in silence: a backup from before a tenant was set takes its guarantee away.
+    assert follower.setback.startswith("the policy of tenants went back from revision 7 to 3")
+    assert follower.setback.endswith("tenants that have no policy any more: 1")
+    follower.setback = ""
+    follower.change([fleet(2, revision=4), policy(2, tenant(6), 4)], 1.0)
+    assert follower.setback == ""
+
+
+def test_a_setback_is_told_once_even_if_the_policy_is_not_taken_over_as_a_whole() -> None:
+    follower = PolicyFollower(OWN, known(t1=GIB))
+    follower.read([fleet(1, 2, revision=3)], 0.0)
+    assert follower.setback.endswith("any more: none")
+    follower.setback = ""
+    follower.change([], 1.0)
+    assert (follower.setback, len(follower.notes)) == ("", 2)
 
 
 def test_changes_that_the_snapshot_has_are_ignored() -> None:
@@ -177,6 +192,27 @@ def test_members_that_join_count_at_once_and_members_that_leave_after_some_time(
     assert part() == 2 * GIB
     follower.change([], 2.0 + RETURN_S)
     assert (part(), follower.awaits_return) == (-(-16 * GIB // 5), False)
+
+
+def test_each_member_that_leaves_has_the_whole_time_to_return() -> None:
+    third = record_key(bytes([2] * 16))
+    follower = PolicyFollower(OWN, known(t1=1))
+    follower.read([fleet(1), policy(1, tenant(1)), member(OWN, GIB), member(OTHER, GIB), member(third, GIB)], 0.0)
+    assert others(follower) == 2 * GIB
+    follower.change([deleted(OTHER, 2)], 10.0)
+    follower.change([deleted(third, 3)], 10.0 + RETURN_S - 1)
+    follower.change([], 10.0 + RETURN_S)
+    assert others(follower) == 2 * GIB
+    follower.change([member(third, GIB, 4)], 10.0 + RETURN_S + 5)
+    assert others(follower) == 2 * GIB
+    follower.change([], 10.0 + 2 * RETURN_S)
+    assert others(follower) == GIB
+    assert not follower.awaits_return
+
+
+def others(follower: PolicyFollower) -> int:
+    assert follower.policy is not None
+    return follower.policy.others["dram"]
 
 
 def test_members_that_register_again_in_time_change_nothing() -> None:

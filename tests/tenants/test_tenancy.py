@@ -34,12 +34,14 @@ class Applied:
     def __init__(self) -> None:
         self.policies: list[KnownPolicy] = []
         self.events: list[str] = []
+        self.evicts: list[bool] = []
         self.fails = False
 
-    def apply(self, policy: KnownPolicy) -> None:
+    def apply(self, policy: KnownPolicy, evicts: bool) -> None:
         if self.fails:
             raise RuntimeError("not now")
         self.policies.append(policy)
+        self.evicts.append(evicts)
 
     def log(self, event: str, *, level: int = 0, **fields: object) -> None:
         self.events.append(event)
@@ -119,8 +121,13 @@ def test_a_node_begins_with_the_policy_and_follows_it(make: Make, pool: Registry
     write(pool, *joined("tcp://10.0.0.2:7471", media={"dram": GIB}))
     eventually(lambda: applied.policies[-1].others == {"dram": 101 * GIB})
     assert first < second < third == follower.stats()["policy_revision"]
+    assert applied.evicts == [True, True, True, False]  # a member that joins takes no objects from anyone
+    follower.close()
+    _, again = make()
+    assert again.evicts == [False]
+    guarantee(pool, 2, GIB)
+    eventually(lambda: again.evicts == [False, True])
     assert applied.events.count("a policy of tenants is in use") == 3
-    eventually(confirmed(follower))
 
 
 def test_a_pool_without_a_policy_changes_nothing_and_leaves_no_copy(make: Make, pool: Registry, tmp_path: Path) -> None:
@@ -295,7 +302,9 @@ def test_a_registry_that_was_replaced_is_opened_again(follow: Make, tmp_path: Pa
     where = tmp_path / "registry.sqlite"
     with open_registry(where) as old:
         write(old, *joined("tcp://10.0.0.1:7471", media={"dram": 100 * GIB}))
-        guarantee(old, 1, GIB)
+        guarantee(old, 7, GIB)
+        for _ in range(9):  # so that its revision is the higher one
+            guarantee(old, 1, GIB)
         _, applied = follow(str(where))
     with open_registry(tmp_path / "other.sqlite") as other:
         write(other, *joined("tcp://10.0.0.1:7471", media={"dram": 100 * GIB}))
@@ -303,10 +312,12 @@ def test_a_registry_that_was_replaced_is_opened_again(follow: Make, tmp_path: Pa
     for name in ("registry.sqlite", "registry.sqlite-wal", "registry.sqlite-shm"):
         (tmp_path / name).unlink(missing_ok=True)
     eventually(lambda: any("is gone" in event for event in applied.events))
-    assert applied.guaranteed == {1: GIB}
+    assert applied.guaranteed == {1: GIB, 7: GIB}
     assert not where.exists()  # which would be in the way of a backup
     os.rename(tmp_path / "other.sqlite", where)
     eventually(lambda: applied.guaranteed == {1: 2 * GIB})
+    [setback] = [event for event in applied.events if "went back" in event]
+    assert setback.endswith("tenants that have no policy any more: 7")
 
 
 def test_changes_that_were_compacted_are_read_again(make: Make, pool: Registry) -> None:

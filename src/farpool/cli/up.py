@@ -23,7 +23,7 @@ import typer
 from farpool.cli.manager import Audit, ManagerListen, require_manager
 from farpool.cli.node import announce
 from farpool.cli.registry import Where
-from farpool.errors import FarpoolError
+from farpool.errors import ConfigError, FarpoolError
 from farpool.sizes import format_size, parse_size
 
 __all__ = ["up"]
@@ -167,8 +167,15 @@ def _ended(child: _Child) -> FarpoolError:
 def _registry(registry: str | None) -> str:
     """Return the registry's address in a form that means the same to programs in other folders."""
     from farpool.cluster.registry import default_registry
+    from farpool.cluster.registry.location import without_password
 
     where = registry or default_registry()
+    if without_password(where) != where:
+        raise ConfigError(
+            f"the registry's address {without_password(where)} has a password, which all users of this host could read "
+            "in the list of processes; write it into a file, and give ?password_file=FILE instead",
+            setting="registry",
+        )
     return where if "://" in where else f"sqlite://{quote(str(Path(where).absolute()))}"
 
 

@@ -15,8 +15,6 @@ from farpool.cluster.manager.records import Role
 
 __all__ = ["Denied", "FailureLimit", "Presented", "Principal", "authenticate", "is_from_a_page"]
 
-_LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
-
 
 @dataclass(frozen=True, slots=True)
 class Principal:
@@ -145,14 +143,23 @@ def is_from_a_page(host: str, origin: str | None, site: str | None) -> bool:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         return True
-    return origin is not None or site not in (None, "none", "same-origin") or name not in _LOCAL_NAMES
+    return origin is not None or site not in (None, "none", "same-origin") or not _is_loopback(name or "")
+
+
+def _is_loopback(name: str) -> bool:
+    """Return True for localhost and the addresses of loopback, which no page's own name can be."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class FailureLimit:
     """Limits how often each address may show credentials that the manager does not accept. Not thread-safe, no clock.
 
     Each failure adds one to the address's count, and the count falls at a steady rate. An address with a full count is
-    refused without a look into the registry. The addresses of one IPv6 network (64 bits) count together.
+    refused without a look into the registry, unless it shows credentials that were accepted before: many callers may
+    share an address, such as loopback. The addresses of one IPv6 network (64 bits) count together.
 
     Parameters
     ----------
@@ -161,21 +168,37 @@ class FailureLimit:
     recovery : float
         Seconds in which the count falls by one.
     addresses_max : int
-        Maximum number of addresses with a count; the one that failed the longest time ago is forgotten first.
+        Maximum number of addresses with a count; the one that failed the longest time ago is forgotten first. Also the
+        number of accepted credentials to remember.
     """
 
     def __init__(self, failures_max: int = 10, recovery: float = 1.0, addresses_max: int = 4096) -> None:
         self._failures_max, self._recovery, self._addresses_max = failures_max, recovery, addresses_max
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._told: dict[str, float] = {}
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
-    def wait(self, address: str, now: float) -> float:
-        """Return the seconds after which an address may try again; 0.0 if it may try now."""
+    def wait(self, address: str, now: float, credentials: bytes = b"") -> float:
+        """Return the seconds after which an address may try these credentials; 0.0 if it may now.
+
+        `credentials` is a digest of them; empty if there are none.
+        """
+        if credentials in self._accepted:
+            return 0.0
         count = self._count(_network(address), now)
         return max(0.0, (count - self._failures_max + 1) * self._recovery)
 
-    def failed(self, address: str, now: float) -> None:
+    def accepted(self, credentials: bytes) -> None:
+        """Note that credentials were accepted."""
+        if credentials:
+            self._accepted[credentials] = None
+            self._accepted.move_to_end(credentials)
+            if len(self._accepted) > self._addresses_max:
+                self._accepted.popitem(last=False)
+
+    def failed(self, address: str, now: float, credentials: bytes = b"") -> None:
         """Count a failure."""
+        self._accepted.pop(credentials, None)
         network = _network(address)
         self._counts[network] = (self._count(network, now) + 1, now)
         self._counts.move_to_end(network)

@@ -120,14 +120,15 @@ class AuditLog(Closing):
     def _written(self, line: bytes) -> bool:
         begun = -1
         try:
+            self._follow_path()
             size = os.fstat(self._file).st_size
             if size and size + len(line) > self._bytes_max:
                 self._rotate()
             begun = os.fstat(self._file).st_size
             if os.write(self._file, line) < len(line):
                 raise OSError(0, "the disk is full")
-        except OSError as error:
-            self.trouble = error.strerror or str(error)
+        except (OSError, ConfigError) as error:  # the latter for a file in the place of the new one
+            self.trouble = getattr(error, "strerror", None) or str(error)
             # A part of a line would make the next line unreadable, too.
             with contextlib.suppress(OSError):
                 if begun >= 0:
@@ -136,15 +137,30 @@ class AuditLog(Closing):
         self.trouble = ""
         return True
 
+    def _follow_path(self) -> None:
+        """Open the file again if a person has moved or deleted it, because its lines would be lost with it."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            new = _opened(self._path)
+            os.close(self._file)
+            self._file = new
+
     def _rotate(self) -> None:
         # The new file comes first: without it, nothing is renamed.
         made = self._path.with_name(f"{self._path.name}.new")
         new = _opened(made)
-        for number in range(self._files_max, 0, -1):
-            newer = self._path.with_name(f"{self._path.name}.{number - 1}") if number > 1 else self._path
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(newer, self._path.with_name(f"{self._path.name}.{number}"))
-        os.replace(made, self._path)
+        try:
+            for number in range(self._files_max, 0, -1):
+                newer = self._path.with_name(f"{self._path.name}.{number - 1}") if number > 1 else self._path
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(newer, self._path.with_name(f"{self._path.name}.{number}"))
+            os.replace(made, self._path)
+        except BaseException:
+            os.close(new)  # its lock would be in the way of the next try
+            raise
         os.close(self._file)
         self._file = new
 

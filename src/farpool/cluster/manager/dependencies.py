@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, TypeVar
@@ -55,6 +56,12 @@ def _allow(*roles: Role, audited: bool = False) -> Callable[[Request], Awaitable
         principal = await _authenticated(request, manager)
         request.state.principal = principal
         if principal.role not in roles:
+            # As for failures, because a caller that may do little must not push older lines out of the audit log.
+            now = time.monotonic()
+            if manager.limit.wait(principal.name, now):
+                request.state.silent = not manager.limit.tells(principal.name, now)
+            else:
+                manager.limit.failed(principal.name, now)
             raise Denied(
                 403,
                 f"{principal.name} has the role {principal.role.value}, which may not do this",
@@ -76,18 +83,22 @@ def _allow(*roles: Role, audited: bool = False) -> Callable[[Request], Awaitable
 
 
 async def _authenticated(request: Request, manager: Manager) -> Principal:
-    address = request.client.host if request.client else ""
-    now = time.monotonic()
-    wait = manager.limit.wait(address, now)
-    if wait:
-        # One line for many of them, because the caller decides how many there are.
-        request.state.silent = not manager.limit.tells(address, now)
-        raise Problem(429, f"{address} failed too often to prove who it is; wait {wait:.0f} s", retry_after=wait)
     peer: Peer = request.scope["extensions"][EXTENSION]
-    headers = request.headers
+    headers, settings = request.headers, manager.settings
     header = headers.get("authorization")
     scheme, _, token = (header or "").partition(" ")
-    settings = manager.settings
+    from_a_page = is_from_a_page(headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site"))
+    address = request.client.host if request.client else ""
+    # A page that its reader has open must not use up the tries of its reader's programs.
+    source = f"a web page at {address}" if from_a_page and settings.is_plain_loopback else address
+    shown = f"token {header}" if header is not None else peer.identity and f"certificate {peer.identity}"
+    credentials = hashlib.sha256(shown.encode()).digest() if shown else b""
+    now = time.monotonic()
+    wait = manager.limit.wait(source, now, credentials)
+    if wait:
+        # One line for many of them, because the caller decides how many there are.
+        request.state.silent = not manager.limit.tells(source, now)
+        raise Problem(429, f"{source} failed too often to prove who it is; wait {wait:.0f} s", retry_after=wait)
 
     def find() -> Principal:
         presented = Presented(
@@ -96,17 +107,17 @@ async def _authenticated(request: Request, manager: Manager) -> Principal:
             identity=peer.identity,
             user=peer.user() if header is None and settings.is_plain_loopback else None,
             is_plain_loopback=settings.is_plain_loopback,
-            is_from_a_page=is_from_a_page(
-                headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
-            ),
+            is_from_a_page=from_a_page,
         )
         return authenticate(manager.registry, presented, token_required=settings.token_required)
 
     try:
-        return await manager.calls.run(find)
+        principal = await manager.calls.run(find)
     except Denied:
-        manager.limit.failed(address, now)
+        manager.limit.failed(source, now, credentials)
         raise
+    manager.limit.accepted(credentials)
+    return principal
 
 
 def page_of(

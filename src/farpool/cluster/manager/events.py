@@ -20,7 +20,6 @@ from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRe
 from farpool.cluster.members.records import decode as decode_member
 from farpool.cluster.names.records import NameRecord, name_of
 from farpool.cluster.names.records import decode as decode_name
-from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = ["EVENTS", "Event", "RecentSteps", "Step", "step_of", "steps_of"]
 
@@ -140,7 +139,7 @@ def step_of(revision: int, entries: Iterable[Entry]) -> Step:
             if entry.key.startswith(prefix):
                 try:
                     events.append(make(entry))
-                except (RegistryDamagedError, ConfigError) as error:
+                except Exception as error:  # whatever it has: no stream could go on after this entry
                     events.append(Event("damaged", {"key": entry.key, "reason": str(error)}))
                 break
     return Step(revision, tuple(events), frozenset(credentials))

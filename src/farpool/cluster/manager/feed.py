@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from functools import partial
 from farpool.abc.registry import Changes, Registry, Watch
 from farpool.closing import Closing
 from farpool.cluster.manager.events import RecentSteps, Step, steps_of
+from farpool.cluster.node.logs import log
 from farpool.errors import RegistryCompactedError, RegistryError, RegistryReplacedError
 
 __all__ = ["Backlog", "Feed", "revision_of"]
@@ -132,6 +134,10 @@ class Feed(Closing):
                 # The watch goes on at the same revision.
                 wait = _PAUSE_S
                 self._in_loop(self._went_away)
+            except Exception as error:  # no stream would get events any more without this thread
+                log("the feed of events begins again", level=logging.ERROR, reason=str(error))
+                _close(watch)
+                watch, revision, wait = None, -1, _PAUSE_S
         _close(watch)
 
     def _in_loop(self, act: Callable[[], None]) -> None:
@@ -142,7 +148,8 @@ class Feed(Closing):
 
 def _close(watch: Watch | None) -> None:
     if watch is not None:
-        watch.close()
+        with suppress(Exception):  # the registry may be gone
+            watch.close()
 
 
 class Backlog(Closing):

@@ -17,6 +17,7 @@ from farpool.cluster.manager.access import FailureLimit
 from farpool.cluster.manager.audit import AuditLog
 from farpool.cluster.manager.calls import Calls
 from farpool.cluster.manager.feed import Feed, revision_of
+from farpool.cluster.manager.member_stats import MemberAnswers
 from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import ManagerRecord
 from farpool.cluster.members import RegistryMembers
@@ -90,6 +91,7 @@ class Manager(Closing):
             self.audit = undo.enter_context(AuditLog(settings.audit))
             self.calls = undo.enter_context(Calls(_REGISTRY_THREADS, _REGISTRY_WAITING_MAX, "farpool-manager"))
             self.member_calls = undo.enter_context(Calls(_MEMBER_THREADS, _MEMBER_WAITING_MAX, "farpool-manager-ask"))
+            self.answers = MemberAnswers(self.member_calls)
             self.members = undo.enter_context(RegistryMembers(registry, timeout=1.0, required=False))
             self.presence = undo.enter_context(Presence(registry, settings.record, settings.ttl))
             self.feed = undo.enter_context(Feed(registry, self.end))

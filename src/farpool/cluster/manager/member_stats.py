@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -14,10 +15,11 @@ from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
 from farpool.errors import FarpoolError, ProtocolError
 
-__all__ = ["MemberStats", "ask_member"]
+__all__ = ["MemberAnswers", "MemberStats", "ask_member"]
 
 _TIMEOUT_S = 2.0
 _ADDRESSES_MAX = 3
+_ANSWERS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,42 @@ class MemberStats:
     stats: dict[str, int] | None = None
     tenants: dict[int, dict[str, int]] = field(default_factory=dict)
     error: str = ""
+
+
+class MemberAnswers:
+    """Asks members for their counters, each of them at most once at a time. For one event loop.
+
+    Each question is a connection of its own, which costs the member work.
+
+    Parameters
+    ----------
+    calls : Calls
+        Threads for the questions.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._asked: dict[str, tuple[asyncio.Task[MemberStats], float]] = {}
+
+    async def ask(self, member: RegisteredMember, *, age_max: float = 0.0) -> MemberStats:
+        """Return the answer of a member; as `ask_member`, but all callers at the same time get the same answer.
+
+        Parameters
+        ----------
+        member : RegisteredMember
+            The member.
+        age_max : float
+            Seconds for which an answer counts. An answer that is under way counts always.
+        """
+        now = time.monotonic()
+        task, begun = self._asked.get(member.identity, (None, 0.0))
+        if task is None or (task.done() and now - begun >= age_max):
+            if len(self._asked) >= _ANSWERS_MAX:
+                self._asked = {name: one for name, one in self._asked.items() if not one[0].done()}
+            task = asyncio.create_task(ask_member(self._calls, member))
+            self._asked[member.identity] = task, now
+        # A caller that goes away must not end the question of the others.
+        return await asyncio.shield(task)
 
 
 async def ask_member(calls: Calls, member: RegisteredMember) -> MemberStats:

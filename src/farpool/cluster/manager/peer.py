@@ -7,18 +7,19 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from farpool.cluster.node.users import user_of
 from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError
 
-__all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "load_certificate", "tls_context"]
+__all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "tls_context"]
 
 EXTENSION = "farpool.peer"
 """Key of the `Peer` in a request's extensions."""
-_FIRST_REQUEST_TIMEOUT_S = 30.0
+_REQUEST_TIMEOUT_S = 30.0
+"""Seconds after which a connection without a request is closed; at most twice as long if parts of one come slowly."""
 _SPIFFE = "spiffe://"
 
 
@@ -69,7 +70,7 @@ def identity_in(certificate: bytes) -> str:
         for extension in parsed.extensions:
             if isinstance(extension.value, x509.SubjectAlternativeName):
                 uris += extension.value.get_values_for_type(x509.UniformResourceIdentifier)
-    except (ValueError, x509.ExtensionNotFound):
+    except Exception:  # of many kinds, for example for an extension that is there twice
         return ""
     found = [uri for uri in uris if uri.startswith(_SPIFFE)] or names
     # A common name in the form of a URI must not pass for one.
@@ -87,28 +88,17 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_OPTIONAL
-    load_certificate(context, folder)
-    return context
-
-
-def load_certificate(context: ssl.SSLContext, folder: Path) -> None:
-    """Load the certificate in a folder. If its files cannot be used, the context stays as it was.
-
-    Raises
-    ------
-    ConfigError
-        The files cannot be used.
-    """
+    context.num_tickets = 0  # a session that is resumed would not verify the client's certificate again
     for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
         read_file(folder / name, "--tls", private=name == PRIVATE_KEY)
     try:
-        for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
-            one.load_cert_chain(folder / CERTIFICATE, folder / PRIVATE_KEY)
-            one.load_verify_locations(folder / AUTHORITY)
+        context.load_cert_chain(folder / CERTIFICATE, folder / PRIVATE_KEY)
+        context.load_verify_locations(folder / AUTHORITY)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"--tls: {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} in {folder} cannot be used: {error}", setting="tls"
         ) from error
+    return context
 
 
 class PeerProtocol(H11Protocol):
@@ -123,9 +113,15 @@ class PeerProtocol(H11Protocol):
             await app(scope, receive, send)
 
         self.app = with_peer
-        # uvicorn itself ends only connections that are idle after a request.
-        self.loop.call_later(_FIRST_REQUEST_TIMEOUT_S, self._end_without_request)
+        # uvicorn itself ends only connections that send nothing after a request.
+        self.loop.call_later(_REQUEST_TIMEOUT_S, self._end_without_request, None)
 
-    def _end_without_request(self) -> None:
-        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+    def _end_without_request(self, before: RequestResponseCycle | None) -> None:
+        """Close the connection if it has no request, and had none since the last look, whose request was `before`."""
+        cycle = getattr(self, "cycle", None)
+        if self.transport.is_closing():
+            return
+        if cycle is before and (cycle is None or cycle.response_complete):
             self.transport.close()
+        else:
+            self.loop.call_later(_REQUEST_TIMEOUT_S, self._end_without_request, cycle)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 from farpool.abc.registry import Registry
 from farpool.closing import Closing
 from farpool.cluster.manager.records import LEADER, ManagerRecord, encode, running_key
+from farpool.cluster.node.logs import log
 from farpool.cluster.roles import HeldRole, Session
 from farpool.errors import RegistryError
 
@@ -72,6 +74,8 @@ class Presence(Closing):
                     self._confirmed = began
             except RegistryError:
                 pass  # the registry is away, and the role ends with it
+            except Exception as error:  # the session keeps the role, so no manager would lead without this thread
+                log("the role of the leader could not be confirmed", level=logging.ERROR, reason=str(error))
             if self._ended.wait(_INTERVAL_S):
                 return
 

@@ -26,7 +26,7 @@ from farpool.cluster.manager.app import application
 from farpool.cluster.manager.credentials import list_identities, list_tokens
 from farpool.cluster.manager.gate import Gate
 from farpool.cluster.manager.manager import Manager, Settings
-from farpool.cluster.manager.peer import PeerProtocol, load_certificate, tls_context
+from farpool.cluster.manager.peer import PeerProtocol, tls_context
 from farpool.cluster.manager.records import ManagerRecord
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.address import Address
@@ -187,15 +187,21 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            # Otherwise a caller on this host could choose the address by which it is audited and limited.
+            proxy_headers=False,
             limit_concurrency=_CONNECTIONS_MAX,
             timeout_graceful_shutdown=_GRACE_S,
         )
         config.load()
         config.ssl = context
+        self._context = context
+        if context is not None:
+            # Each connection gets the latest context, because a context that is in use only learns more authorities.
+            context.sni_callback = self._use_latest
         super().__init__(config)
         self._manager, self._listening, self._ready = manager, listening, ready
-        # uvicorn's own lines are about its process; errors still reach stderr.
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        # uvicorn warns of each request that is no HTTP, of which any stranger can send many; errors still reach stderr.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -226,10 +232,14 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
+    def _use_latest(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        if self._context is not None:
+            connection.context = self._context
+
     def _reload(self) -> None:
-        if self.config.ssl is not None and self._listening.tls is not None:
+        if self._listening.tls is not None:
             try:
-                load_certificate(self.config.ssl, self._listening.tls)
+                self._context = tls_context(self._listening.tls)
             except ConfigError as error:
                 log("not reloaded, the certificate stays as it was", level=logging.ERROR, reason=str(error))
 

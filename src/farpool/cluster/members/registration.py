@@ -85,12 +85,15 @@ class _Former(msgspec.Struct, frozen=True, kw_only=True):
     place : str
         The host and the file itself, so that a copy of the file is recognized: the lease belongs to the node with the
         original, which may run.
+    draining : bool
+        True if the member's record said that it drains.
     """
 
     registry: str
     lease: int
     identity: str
     place: str
+    draining: bool = False
 
 
 class _TakenError(ConfigError):
@@ -181,7 +184,7 @@ class Registration(Closing):
         self._last: MemberRecord | None = None  # the record as the registry last had it
         self._step = STEPS
         self._next_step = 0.0
-        self._lease = 0  # as written into the file
+        self._lease, self._drained = 0, False  # as written into the file
         self._registered = False
         self._reached = time.monotonic()
         self._trouble = ""  # the kind of trouble that the log has told already
@@ -230,6 +233,8 @@ class Registration(Closing):
         cancelled = cancelled or threading.Event()
         begun = time.monotonic()
         deadline = until = begun + timeout
+        former = self._read_file()
+        self._drained = former is not None and former.identity == self._identity.hex() and former.draining
         self._call_timeout = min(_CALL_TIMEOUT_S, timeout)
         while True:
             try:
@@ -248,6 +253,9 @@ class Registration(Closing):
                 if time.monotonic() >= begun + RETURN_TIMEOUT_S and self._was_member():
                     self._is_late = True
                     self._tell("late", "the node starts without its registry", level=logging.WARNING, reason=str(error))
+                    if self._drained:  # until the registry says something else
+                        self._drains = True
+                        self._follow(True)
                     return
                 until = deadline
                 self._tell("away", "waiting for the registry", level=logging.WARNING, reason=str(error))
@@ -469,6 +477,8 @@ class Registration(Closing):
         if record.draining is not self._drains:
             self._drains = record.draining
             self._follow(record.draining)
+        if self._lease and record.draining is not self._drained:
+            self._note(self.address, self._lease, draining=record.draining)
 
     def _delete_dead(self, held: HeldRole) -> None:
         """Delete the records of members that are gone: this node has their addresses, or one's folder."""
@@ -521,19 +531,20 @@ class Registration(Closing):
         return None
 
     def _note_lease(self, registry: Registry, lease: int) -> None:
-        if lease == self._lease:
-            return
+        if lease != self._lease:
+            self._note(registry.address, lease, draining=self._drained)
+
+    def _note(self, address: str, lease: int, *, draining: bool) -> None:
         made = self._path.with_suffix(".new")
         try:
             with open(made, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 os.fchmod(file.fileno(), 0o600)
                 place = _place(file.fileno())
                 identity = self._identity.hex()
-                file.write(
-                    msgspec.json.encode(_Former(registry=registry.address, lease=lease, identity=identity, place=place))
-                )
+                former = _Former(registry=address, lease=lease, identity=identity, place=place, draining=draining)
+                file.write(msgspec.json.encode(former))
             made.rename(self._path)
-            self._lease = lease
+            self._lease, self._drained = lease, draining
         except OSError as error:  # the next start then waits for the end of this lease
             self._log("the lease cannot be noted", level=logging.WARNING, reason=error.strerror or str(error))
 

@@ -33,6 +33,7 @@ LISTED_PINS_MAX = 128
 """Largest limit for a list of pins, which fits into the meta of a frame even with the longest keys and names."""
 _OPERATORS_TENANT = 0
 """Tenant whose administrators run the node. Administrators of another tenant are confined to it."""
+
 _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
 STATS_TENANTS_MAX = 500

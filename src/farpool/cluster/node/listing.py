@@ -5,12 +5,14 @@ limited number of objects. All slices run in one thread that makes only lists, s
 
 At any time, an access key has at most one list under way, and a tenant at most one slice. Further lists and slices wait
 in the event loop. So the tenants that list objects share the thread equally, and so do the keys of one tenant. The node
-charges each slice to its tenant, and a tenant above its bandwidth cap has no slice until it is below.
+charges each slice to its tenant. Before a slice, a tenant above its bandwidth cap waits until the cap has paid for what
+the tenant had used by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,9 +52,7 @@ class Lists:
             while True:
                 # Taken again for each slice: other keys of the tenant wait in its queue, so they take turns.
                 async with self._alone(client.tenant):
-                    while (delay := self._server.seconds_above_cap(client.tenant)) > 0:
-                        # Asked again soon, because the cap may be raised before a long delay is over.
-                        await asyncio.sleep(min(delay, _CAP_CHECK_INTERVAL_S))
+                    await self._paid_for(client.tenant)
                     missing = call.limit - len(objects)
                     some, place = await asyncio.get_running_loop().run_in_executor(
                         self._thread, self._server.list_some, client.tenant, place, call.after, call.prefix, missing
@@ -61,6 +61,16 @@ class Lists:
                 if not place or len(objects) >= call.limit:
                     break
         return {"objects": objects, "next": objects[-1][0] if len(objects) >= call.limit else b""}
+
+    async def _paid_for(self, tenant: int) -> None:
+        """Wait until a tenant is below its cap, but no longer than what it has used by now takes.
+
+        A tenant whose data uses all of its cap would otherwise never have a list.
+        """
+        until = time.monotonic() + self._server.seconds_above_cap(tenant)
+        while (left := until - time.monotonic()) > 0 and self._server.seconds_above_cap(tenant) > 0:
+            # Asked again soon, because the cap may be raised before a long delay is over.
+            await asyncio.sleep(min(left, _CAP_CHECK_INTERVAL_S))
 
     def close(self) -> None:
         """End the thread. Call this only when no call of `answer` is under way."""

@@ -449,8 +449,8 @@ class Node:
         from farpool.cluster.node.tenancy import Tenancy
         from farpool.cluster.tenants.follower import part_of
 
-        def apply(policy: KnownPolicy) -> None:
-            server.set_memory(part_of(policy, self._capacity, "dram"))
+        def apply(policy: KnownPolicy, evicts: bool) -> None:
+            server.set_memory(part_of(policy, self._capacity, "dram"), evicts)
             limits = {number: tenant.bandwidth for number, tenant in policy.tenants.items()}
             server.set_bandwidth({number: (one.share, one.guarantee, one.cap) for number, one in limits.items()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +58,8 @@ class Tenancy(Following[PolicyCopy]):
     folder : path-like
         The node's folder, which this process has locked.
     apply : callable
-        Function that makes the node follow a policy.
+        Function that makes the node follow a policy. Its second argument is False if the tenants' policies are as they
+        were, and only the pool's members have changed: the node then evicts nothing for a member that joins empty.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Tenancy(Following[PolicyCopy]):
         folder: str | os.PathLike[str],
         *,
         kept: bool,
-        apply: Callable[[KnownPolicy], None],
+        apply: Callable[[KnownPolicy, bool], None],
         log: Callable[..., None],
     ) -> None:
         unchanged = "the policy of tenants stays as it was"
@@ -76,6 +78,7 @@ class Tenancy(Following[PolicyCopy]):
         self._apply = apply
         self._follower = PolicyFollower(self._own_key)
         self._applied: KnownPolicy | None = None
+        self._former: KnownPolicy | None = None  # the policy that was last applied, also by an earlier process
         self._written: KnownPolicy | None = None
         self._write_at = 0.0
         self._confirmed = time.monotonic()
@@ -92,7 +95,7 @@ class Tenancy(Following[PolicyCopy]):
 
     def _recall(self, copy: PolicyCopy) -> None:
         self._follower = PolicyFollower(self._own_key, copy.policy)
-        self._written = copy.policy
+        self._written = self._former = copy.policy
         self._confirmed -= max(0.0, time.time() - copy.confirmed)
         self._write_at = time.monotonic() + _COPY_INTERVAL_S
 
@@ -145,10 +148,13 @@ class Tenancy(Following[PolicyCopy]):
             self._tell(note, note)
         if policy is None:
             return
+        if self._follower.setback:
+            self._log(self._follower.setback, level=logging.WARNING)
+            self._follower.setback = ""
         if policy != self._applied:
-            self._apply(policy)
+            self._apply(policy, self._former is None or policy.tenants != self._former.tenants)
             before = 0 if self._applied is None else self._applied.revision
-            self._applied = policy
+            self._applied = self._former = policy
             if policy.revision != before:
                 self._log("a policy of tenants is in use", revision=policy.revision, tenants=len(policy.tenants))
         now = time.monotonic()

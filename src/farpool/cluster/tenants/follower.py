@@ -62,16 +62,22 @@ class PolicyFollower:
         Revision of the policy that the registry has, even if it could not be taken over; 0 if the registry has none.
     notes : tuple of str
         One sentence for each reason why `policy` is not what the registry says.
+    setback : str
+        What an earlier revision of the policy, which is followed, has taken away; empty if there was none. The caller
+        clears it.
     """
 
     def __init__(self, own_key: str, known: KnownPolicy | None = None) -> None:
         self.policy = known
         self.registry_revision = 0
         self.notes: tuple[str, ...] = ()
+        self.setback = ""
+        self._set_back_to = 0
         self._own_key = own_key
         self._tenants: dict[str, Entry] = {}
         self._members: dict[str, Entry] = {}
         self._media: dict[str, dict[str, int]] = {}  # of other members, as last understood
+        self._present: dict[str, int] = {}  # bytes of the other members when they were last counted
         self._smaller_since: float | None = None
 
     @property
@@ -124,6 +130,13 @@ class PolicyFollower:
             )
         if entry is not None and fleet is not None:
             former = self.policy or KnownPolicy()
+            if entry.revision < former.revision and entry.revision != self._set_back_to:
+                self._set_back_to = entry.revision
+                gone = ", ".join(map(str, sorted({*former.tenants} - {*fleet.tenants}))) or "none"
+                self.setback = (
+                    f"the policy of tenants went back from revision {former.revision} to {entry.revision}, because the "
+                    f"registry was restored or replaced; tenants that have no policy any more: {gone}"
+                )
             tenants = self._policies(fleet, former, notes)
             revision = former.revision if notes else entry.revision
             others = self._others(None if self.policy is None else former.others, now)
@@ -172,13 +185,16 @@ class PolicyFollower:
         for one in media.values():
             for medium, nbytes in one.items():
                 present[medium] = present.get(medium, 0) + max(nbytes, 0)
+        is_smaller_again = any(present.get(medium, 0) < nbytes for medium, nbytes in self._present.items())
+        self._present = present
         if former is None:
             return present
         grown = {medium: max(present.get(medium, 0), former.get(medium, 0)) for medium in {*present, *former}}
         if all(nbytes == present.get(medium, 0) for medium, nbytes in grown.items()):
             self._smaller_since = None
             return present
-        self._smaller_since = now if self._smaller_since is None else self._smaller_since
+        if self._smaller_since is None or is_smaller_again:  # each member that is missing has the whole time
+            self._smaller_since = now
         if now - self._smaller_since < RETURN_S:
             return grown
         self._smaller_since = None

@@ -10,11 +10,13 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 
 from farpool.cluster.manager.access import Principal
+from farpool.cluster.manager.calls import BusyError
 from farpool.cluster.manager.dependencies import ManagerPart, MetricsPart, Reader
 from farpool.cluster.manager.events import Event, Step
-from farpool.cluster.manager.feed import Backlog
+from farpool.cluster.manager.feed import Backlog, revision_of
 from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.problems import Problem
+from farpool.errors import FarpoolError
 
 __all__ = ["STREAMS_MAX", "router"]
 
@@ -59,6 +61,8 @@ async def events(
         try:
             async for block in _stream(manager, who, position):
                 yield block
+        except (FarpoolError, BusyError):
+            pass  # the answer has begun, so the client learns the reason when it comes again
         finally:
             metrics.streams -= 1
 
@@ -71,31 +75,38 @@ async def _stream(manager: Manager, who: Principal, position: int | None) -> Asy
     if position is None:
         position = feed.steps.revision
         yield _position(position)
-    elif position > feed.steps.revision and position > (now := await manager.revision()):
+    elif position > feed.steps.revision and position > (now := await manager.ask(revision_of)):
         # Of a registry that was restored, or of another one.
         yield _block(now, Event("reset", {"reason": f"the registry is at revision {now}, before {position}"}))
         position = now
     while not feed.is_closing:
         steps = feed.steps.after(position)
         if steps is None:
-            async for block, reached in _missed(manager, position):
+            async for block, reached in _missed(manager, who, position):
+                if block is None:
+                    return
                 yield block
                 position = reached
             continue
         for step in steps:
-            if who.key in step.credentials and step.revision > who.revision:
+            if _may_end(who, step):
                 return  # the client proves again who it is
             for block in _blocks(step):
                 yield block
-        position = max(position, steps[-1].revision) if steps else position
-        if not await feed.changed(_SILENCE_S):
-            # No events up to here, so a client that comes again need not read the changes before.
-            position = max(position, feed.steps.revision)
-            yield _position(position)
+            position = step.revision
+        # Without a look for others first, steps that came while a slow client took these would wait for the next one.
+        if steps or await feed.changed(_SILENCE_S) or feed.steps.after(position) != []:
+            continue
+        # No events up to here, so a client that comes again need not read the changes before.
+        position = max(position, feed.steps.revision)
+        yield _position(position)
 
 
-async def _missed(manager: Manager, position: int) -> AsyncIterator[tuple[bytes, int]]:
-    """Yield what a client has missed, up to the steps that the feed keeps, each with the position after it."""
+async def _missed(manager: Manager, who: Principal, position: int) -> AsyncIterator[tuple[bytes | None, int]]:
+    """Yield what a client has missed, up to the steps that the feed keeps, each with the position after it.
+
+    If the client has to prove again who it is, None comes last.
+    """
     feed = manager.feed
     backlog = await manager.ask(lambda registry: Backlog(registry, position))
     try:
@@ -105,15 +116,24 @@ async def _missed(manager: Manager, position: int) -> AsyncIterator[tuple[bytes,
                 position = feed.steps.revision
                 reset = Event("reset", {"reason": "the registry has deleted the changes since then; read all again"})
                 yield _block(position, reset), position
+                yield None, position  # the client's rights may be among these changes
                 return
             steps, revision = found
             for step in steps:
+                if _may_end(who, step):
+                    yield None, position
+                    return
                 for block in _blocks(step):
                     yield block, step.revision
             position = max(position, revision)
             yield _position(position), position
     finally:
         backlog.close()
+
+
+def _may_end(who: Principal, step: Step) -> bool:
+    """Return True if a step has changed the rights of a client since they were read."""
+    return who.key in step.credentials and step.revision > who.revision
 
 
 def _blocks(step: Step) -> Iterable[bytes]:

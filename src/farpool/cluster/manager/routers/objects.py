@@ -8,13 +8,16 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from farpool.cluster.manager.dependencies import Anyone, Limit, ManagerPart, page_of
-from farpool.cluster.manager.member_stats import MemberStats, ask_member
+from farpool.cluster.manager.member_stats import MemberStats
 from farpool.cluster.manager.records import Role
 from farpool.cluster.members.administration import list_members
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/objects", tags=["objects"])
+
+_TENANTS_AGE_S = 2.0
+"""Age up to which a tenant gets a former answer, because members charge the work to the manager's tenant, not to it."""
 
 
 class TenantObjects(BaseModel):
@@ -56,7 +59,8 @@ async def count_objects(manager: ManagerPart, who: Anyone, after: str = "", limi
     """
     found = await manager.ask(list_members)
     page, following = page_of(found, lambda one: one.identity, after, limit)
-    answers = await asyncio.gather(*(ask_member(manager.member_calls, one) for one in page))
+    age_max = _TENANTS_AGE_S if who.role is Role.TENANT else 0.0
+    answers = await asyncio.gather(*(manager.answers.ask(one, age_max=age_max) for one in page))
     members = [_model(answer, who.tenant if who.role is Role.TENANT else None) for answer in answers]
     sums: dict[int, TenantObjects] = {}
     for one in (tenant for member in members for tenant in member.tenants):
