@@ -23,6 +23,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from farpool.cluster.wire.access import LONGEST_NAME
 from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = [
@@ -87,7 +88,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant : int
         Number of the tenant.
     holder : str
-        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it.
+        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it. Empty
+        for nodes without access keys.
     bytes : int
         Usable bytes, without further copies; rounded up to whole pages.
     request : str
@@ -170,6 +172,9 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         Time (seconds since 1970) at which the lease expires unless it is renewed.
     granted : float
         Time of the grant, by the clock of the manager that granted it; only for people.
+    change : str
+        The latest change, for events: ``granted``, ``renewed``, ``resized``, ``moving``, ``released``, ``wanted-back``
+        or ``taken``.
     features : int
         Bits of what the lease needs beyond `format`; none are defined yet.
     format : int
@@ -181,6 +186,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     epoch: int
     expires: float
     granted: float = 0.0
+    change: str = "granted"
     features: int = 0
     format: int = _FORMAT
 
@@ -329,8 +335,8 @@ def check_request(request: LeaseRequest) -> None:
     copies = request.redundancy.removeprefix("copies:")
     if request.tenant < 0:
         wrong = f"tenant is {request.tenant}, expected a tenant's number"
-    elif not 0 < len(request.holder) <= TEXT_MAX:
-        wrong = f"holder has {len(request.holder)} characters, expected 1 to {TEXT_MAX}"
+    elif len(request.holder) > LONGEST_NAME:
+        wrong = f"holder has {len(request.holder)} characters, expected at most {LONGEST_NAME}"
     elif not 0 < len(request.request) <= TEXT_MAX:
         wrong = f"request has {len(request.request)} characters, expected 1 to {TEXT_MAX}"
     elif not 0 < request.bytes < 1 << 60:
