@@ -76,8 +76,8 @@ class Truth:
         self.records: dict[str, MemberRecord] = {}
         self.highest: dict[str, int] = {}
         self.epochs: dict[str, int] = {}
-        # For each extent, the highest epoch of an answer that names it, and the epoch of the order that ended it. A node
-        # carries the order out only if it is later than every ticket.
+        # For each extent, the highest epoch of an answer that names it, and the epoch of the order that ended it. A
+        # node carries the order out only if it is later than every ticket.
         self.named: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
         self.grants = 0

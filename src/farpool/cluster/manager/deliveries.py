@@ -77,7 +77,7 @@ class Visit:
     strays : tuple of Held
         Extents to end, unless the registry has a lease or an order for them after all.
     looks : bool
-        True to ask which extents the node has.
+        True to ask, at the end, which extents the node has.
     is_gone : bool
         True if the member is not in the pool any more: confirm the orders without it.
     """
@@ -250,10 +250,12 @@ class Deliveries:
         if now < known.retry_at:
             return None
         looks = reach.state in _LOOKED_AT and now >= known.look_at
-        strays = tuple(
+        overdue = [
             held for since, held in known.strays.values() if now >= since + self._stray_age and held.seconds <= 0
-        )[: self.orders_max]
-        return Visit(member, reach.addresses, orders, strays, looks) if orders or looks or strays else None
+        ]
+        # The look comes after them in the same visit, and shows which ones are left.
+        strays = tuple(overdue[: self.orders_max]) if looks else ()
+        return Visit(member, reach.addresses, orders, strays, looks) if orders or looks else None
 
     def ended(self, report: Report, names: Callable[[str, str, int], bool], now: float) -> None:
         """Record how a visit went.
@@ -290,8 +292,6 @@ class Deliveries:
                 for one in report.held
                 if not names(one.lease, report.member, one.extent)
             }
-        elif report.strays:
-            known.strays = {}  # the next look finds those that are left
 
     def _pause(self, failures: int) -> float:
         if not failures:
