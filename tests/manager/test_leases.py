@@ -175,9 +175,9 @@ def test_a_lease_is_renewed_resized_moved_and_ended(pool: Pool) -> None:
 def test_what_cannot_be_kept_is_refused_with_the_nearest_offer(pool: Pool) -> None:
     with pool.client() as client:
         refused = client.post("/v1/leases", json=terms("100MiB"))
-        assert (refused.status_code, refused.headers["content-type"]) == (507, "application/problem+json")
+        assert (refused.status_code, refused.headers["content-type"]) == (409, "application/problem+json")
         problem = refused.json()
-        assert (problem["status"], problem["reason"], problem["lease"]) == (507, "memory", None)
+        assert (problem["status"], problem["reason"], problem["lease"]) == (409, "memory", None)
         offer = problem["offers"][0]
         assert offer["bytes"] == 24 * MIB
         granted = client.post("/v1/leases", json=offer)
@@ -308,7 +308,7 @@ def test_a_policy_limits_leases_and_is_changed_under_its_revision(pool: Pool) ->
         ]:
             assert client.put("/v1/tenants/1", json=wrong).status_code == status, wrong
         # The limits hold once the manager has followed.
-        eventually(lambda: tenant.post("/v1/leases", json=terms("5MiB")).status_code == 507)
+        eventually(lambda: tenant.post("/v1/leases", json=terms("5MiB")).status_code == 409)
         quota = tenant.post("/v1/leases", json=terms("5MiB")).json()
         assert (quota["reason"], quota["offers"][0]["bytes"]) == ("quota", 4 * MIB)
         unknown = client.post("/v1/leases", json=terms(MIB, tenant=77))

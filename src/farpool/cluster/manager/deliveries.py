@@ -34,7 +34,7 @@ _LOOKED_AT = (MemberState.ACTIVE, MemberState.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How to reach a member: its addresses and its state."""
+    """Addresses and state of a member."""
 
     addresses: tuple[str, ...]
     state: MemberState
@@ -64,7 +64,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What to do at a member now.
+    """Tasks at a member.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a visit went.
+    """Outcome of a visit.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class _Refusal:
 
 
 class Deliveries:
-    """What the leading manager knows of its visits. Not thread-safe.
+    """Visits by the leading manager. Not thread-safe.
 
     Parameters
     ----------
@@ -258,12 +258,12 @@ class Deliveries:
         return Visit(member, reach.addresses, orders, strays, looks) if orders or looks else None
 
     def ended(self, report: Report, names: Callable[[str, str, int], bool], now: float) -> None:
-        """Record how a visit went.
+        """Record the outcome of a visit.
 
         Parameters
         ----------
         report : Report
-            How it went.
+            The outcome.
         names : callable
             Returns True if a lease (its number) has, on a member (its identity), an extent (its number), or if an order
             to end it waits.

@@ -28,8 +28,6 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 
 _RENEWED_BELOW_S = 1.0
-_STATUSES = {Reason.UNKNOWN: 404, Reason.MEMORY: 507, Reason.QUOTA: 507, Reason.LEASES: 507}
-"""Status of a refusal; 409 for the other reasons."""
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Label = Annotated[str, Field(pattern="^[!-~]{1,256}$")]
 Size = int | Annotated[str, Field(pattern="^[ -~]{1,40}$")]
@@ -72,7 +70,7 @@ class NewLease(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
 
 class Renewal(BaseModel, extra="forbid", strict=True):
-    """What the new ticket gives: the lease's rights, or reading only."""
+    """Rights of the new ticket: the lease's, or reading only."""
 
     rights: Literal["r", "rw"] = "rw"
 
@@ -171,8 +169,8 @@ class Refusal(ProblemDocument):
 
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    409: {"model": Refusal, "description": "Refused."},
-    507: {"model": Refusal, "description": "Refused: there is no memory for it, or no room in the tenant's quota."},
+    404: {"model": Refusal, "description": "The tenant has no such lease; it may have ended."},
+    409: {"model": Refusal, "description": "Refused, for example because there is no memory for it."},
 }
 LeaseId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
@@ -426,7 +424,7 @@ def _problem(refused: Refused, service: LeaseService) -> Problem:
         "offers": [_terms_model(one).model_dump() for one in refused.offers],
         "lease": _model(refused.granted, service).model_dump() if refused.granted else None,
     }
-    return Problem(_STATUSES.get(refused.reason, 409), refused.text, more=more)
+    return Problem(404 if refused.reason is Reason.UNKNOWN else 409, refused.text, more=more)
 
 
 def _terms_model(terms: LeaseRequest) -> Terms:
