@@ -24,8 +24,11 @@ from farpool.cluster.manager.records import Role
 from farpool.cluster.node.process import running_node
 from farpool.cluster.node.ticket_keys import FILE
 from farpool.cluster.registry import open_registry
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.errors import TicketError
 from tests.attacks.wire import Connection
-from tests.manager.running import RunningManager, events, leader
+from tests.manager.running import RunningManager, events, leader, running_manager
 from tests.members.registered import identity_of
 from tests.nodes import eventually
 
@@ -254,3 +257,24 @@ def test_strays_without_a_valid_ticket_are_ended_and_extents_of_leases_are_not(p
             eventually(lambda: machine.strays == 1)
             assert pool.held() == {named, ("02" * 16, 1002)}
         assert len([one for one in pool.registry.range(LEASES).entries if one.key.startswith("leases/lease/")]) == 1
+
+
+def test_on_one_machine_without_keys_a_lease_needs_only_its_bytes(tmp_path: Path) -> None:
+    place = str(tmp_path / "registry.sqlite")
+    with running_node(registry=place, slow_start=0) as node, running_manager(place) as manager:
+        eventually(lambda: (node.folder / FILE).exists())
+        with manager.client() as client:
+            eventually(lambda: client.get("/v1/members").json()["members"][0]["state"] == "active")
+            given = client.post("/v1/leases", json={"bytes": "1MiB"}).raise_for_status().json()
+            assert (given["lease"]["terms"]["tenant"], given["lease"]["terms"]["holder"]) == (0, "")
+            channel = Channel(parse_address(node.address))
+            try:
+                deadline = time.monotonic() + 60.0
+                [claimed] = channel.claim(base64.b64decode(given["ticket"]), deadline)
+                assert claimed.made
+                assert client.delete(f"/v1/leases/{given['lease']['id']}").json()["extents"][0]["bytes"] == MIB
+                eventually(lambda: "farpool_manager_orders_delivered_total 1.0" in client.get("/metrics").text)
+                with pytest.raises(TicketError):
+                    channel.claim(base64.b64decode(given["ticket"]), deadline)
+            finally:
+                channel.close()

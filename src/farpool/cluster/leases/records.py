@@ -230,7 +230,8 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     medium : str
         Its medium.
     epoch : int
-        Epoch of the lease from which on tickets for this extent are refused.
+        Epoch of the lease from the order on. It is later than each ticket that names the extent; the node refuses
+        earlier tickets of the lease, also for its other extents there.
     reason : str
         Why the extent ends, for people.
     issued : float
