@@ -328,6 +328,19 @@ def test_a_lease_grows_and_shrinks_while_it_is_in_use() -> None:
     assert pool.ask(manager, Resize(lease.lease, 1, first, 2 * G)) == [shrunk]
 
 
+def test_an_order_is_later_than_each_answer_that_names_its_extent() -> None:
+    pool, manager = pool_of(2 * G, 2 * G)
+    lease = granted(pool.ask(manager, Grant(terms(4 * G)))[0])
+    first = lease.record.extents[0]
+    release = Release(lease.lease, 1, lease.record.epoch, ((first.member, first.number),))
+    # Both wait at the same time, and so could be in one transaction.
+    released, ended = pool.ask(manager, release, End(lease.lease, 1))
+    assert isinstance(ended, Done)
+    [order] = ended.orders
+    assert [one.number for one in granted(released).record.extents] == [order.extent]
+    assert order.epoch > granted(released).record.epoch
+
+
 def test_copies_are_replaced_before_they_are_released() -> None:
     pool, manager = pool_of(4 * G, 4 * G, 4 * G)
     lease = granted(pool.ask(manager, Grant(terms(2 * G, redundancy="copies:2")))[0])
@@ -473,7 +486,7 @@ def test_entries_of_later_releases_and_of_strangers_are_left_alone() -> None:
     [
         ({"bytes": 0}, "bytes is 0"),
         ({"tenant": -1}, "tenant is -1"),
-        ({"holder": ""}, "holder"),
+        ({"holder": "x" * 65}, "holder"),
         ({"redundancy": "copies:0"}, "copies:0"),
         ({"redundancy": "copies:x"}, "copies:x"),
         ({"redundancy": "3"}, "redundancy is '3'"),

@@ -76,7 +76,10 @@ class Truth:
         self.records: dict[str, MemberRecord] = {}
         self.highest: dict[str, int] = {}
         self.epochs: dict[str, int] = {}
-        self.ended: dict[tuple[str, int], int] = {}  # epochs of the orders to end extents
+        # For each extent, the highest epoch of an answer that names it, and the epoch of the order that ended it. A
+        # node carries the order out only if it is later than every ticket.
+        self.named: dict[tuple[str, int], int] = {}
+        self.ended: dict[tuple[str, int], int] = {}
         self.grants = 0
         self.has_changed_members = False
 
@@ -95,6 +98,7 @@ class Truth:
                 else:
                     order = self.orders[one.key] = decode(one.key, value, OrderRecord)
                     assert order.epoch >= self.epochs[order.lease]
+                    assert order.epoch > self.named.get((order.member, order.extent), 0)
                     self.ended[order.member, order.extent] = order.epoch
                     self.epochs[order.lease] = max(order.epoch, self.epochs[order.lease])
             elif one.key.startswith(MEMBER):
@@ -415,8 +419,9 @@ class World:
         if isinstance(outcome, Granted):
             self.known[outcome.lease] = outcome.record
             for one in outcome.record.extents:
-                ended = self.truth.ended.get((one.member, one.number))
-                assert ended is None or ended > outcome.record.epoch, "a node refuses the order, because of a ticket"
+                extent, epoch = (one.member, one.number), outcome.record.epoch
+                assert epoch < self.truth.ended.get(extent, 1 << 62), "the order is not later than the ticket"
+                self.truth.named[extent] = max(epoch, self.truth.named.get(extent, 0))
 
     def check_offers(self, manager: Manager, request: Request, refused: Refused) -> None:
         """Ask for each offer at once, if the manager was not out of date."""

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farpool.abc.registry import Changes, Delete, Entry, Put, Registry, Watch
+from farpool.cluster.leases.records import ORDERS, LeaseRecord, LeaseRequest, OrderRecord, lease_key
+from farpool.cluster.leases.records import encode as encode_lease
 from farpool.cluster.manager import member_stats, presence
 from farpool.cluster.manager.access import Principal
 from farpool.cluster.manager.calls import BusyError, Calls
@@ -59,6 +61,18 @@ def test_each_change_is_an_event_of_its_own_kind() -> None:
     assert kind("name/a%2Fb", encode_name(name)) == "name.published"
     assert kind("name/a", encode_name(msgspec.structs.replace(name, publication=""))) == "name.unpublished"
     assert kind("name/a", deleted=True) == "name.deleted"
+    lease = LeaseRecord(terms=LeaseRequest(tenant=1, holder="a", bytes=4096), extents=(), epoch=1, expires=0.0)
+    for change in ("granted", "resized", "moving", "released", "wanted-back", "taken"):
+        changed = encode_lease(msgspec.structs.replace(lease, change=change))
+        assert kind(lease_key("1f"), changed) == f"lease.{change}"
+    renewed = encode_lease(msgspec.structs.replace(lease, change="renewed"))
+    assert step_of(1, [Entry(lease_key("1f"), renewed, 1)]).events == ()
+    assert kind(lease_key("1f"), deleted=True) == "lease.ended"
+    fields = {"member": "1f", "lease": "2f", "extent": 3, "bytes": 4096, "tenant": 1, "medium": "dram", "epoch": 2}
+    order = OrderRecord(**fields, reason="r", issued=0.0)
+    assert kind(order.key, encode_lease(order)) == "extent.ended"
+    assert kind(order.key, deleted=True) == "extent.freed"
+    assert kind(ORDERS + "1f/2f-x", deleted=True) == kind(lease_key("1f"), b"{") == "damaged"
     manager = encode_manager(ManagerRecord(manager="1f"))
     assert kind(LEADER, manager) == "manager.leads"
     assert kind(LEADER, deleted=True) == "manager.no-leader"

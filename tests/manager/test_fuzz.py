@@ -36,7 +36,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningMa
     with open_registry(place, timeout=60.0) as registry:
         for number in (1, 2):
             identity = bytes([number]) * 16
-            record = MemberRecord(addresses=(f"tcp://127.0.0.1:{number}",), name=str(number))
+            record = MemberRecord(addresses=(f"tcp://127.0.0.1:{number}",), name=str(number), media={"dram": 1 << 30})
             registry.commit([], [Put(record_key(identity), encode(record))])
             registry.commit([], [Put(alive_key(identity), encode(AliveRecord(ready=True)))])
         registry.commit([], [Put(record_key(b"\x03" * 16), b"damaged")])

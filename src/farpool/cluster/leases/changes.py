@@ -83,7 +83,7 @@ def decide(request: Request, draft: Draft) -> Outcome:
     match request:
         case Renew():
             expires = max(record.expires, draft.moment.now + record.terms.ttl)
-            return _write(draft, request.lease, record, expires=expires)
+            return _write(draft, request.lease, record, "renewed", expires=expires)
         case Resize():
             return _resize(request, record, draft)
         case Replace():
@@ -93,7 +93,7 @@ def decide(request: Request, draft: Draft) -> Outcome:
         case Mark():
             return _mark(request, record, draft)
         case Take():
-            return _end_extents(draft, request.lease, record, request.extents, request.reason)
+            return _end_extents(draft, request.lease, record, request.extents, "taken", request.reason)
         case Expire():
             moment = draft.moment
             if not draft.view.has_expired(request.lease, moment.now, moment.tick, CLOCK_TOLERANCE_S):
@@ -273,7 +273,7 @@ def _resize(request: Resize, record: LeaseRecord, draft: Draft) -> Outcome:
             refused = Refused(extents.reason, extents.text, granted=Granted(request.lease, record))
             return _with_offers(refused, [larger] if can else [])
         terms = msgspec.structs.replace(record.terms, bytes=wanted)
-        return _write(draft, request.lease, record, terms=terms, extents=extents)
+        return _write(draft, request.lease, record, "resized", terms=terms, extents=extents)
     # Parts that a lender wants back end first, and then the last ones.
     wanted_back = {one.part for one in record.extents if one.reclaim_by}
     sizes = {one.part: one.bytes for one in record.extents}
@@ -283,7 +283,7 @@ def _resize(request: Resize, record: LeaseRecord, draft: Draft) -> Outcome:
             ended.add(part)
             left -= sizes[part]
     chosen = [(one.member, one.number) for one in record.extents if one.part in ended]
-    return _end_extents(draft, request.lease, record, chosen, "its holder needs less memory")
+    return _end_extents(draft, request.lease, record, chosen, "resized", "its holder needs less memory")
 
 
 def _replace(request: Replace, record: LeaseRecord, draft: Draft) -> Outcome:
@@ -333,7 +333,7 @@ def _replace(request: Replace, record: LeaseRecord, draft: Draft) -> Outcome:
             return Refused(Reason.MEMORY, text, granted=granted)
         wanted.append((found.member, sizes[part], part, copy))
         free[found.member] = Lender(found.member, found.free - sizes[part], found.weight, found.labels)
-    return _write(draft, request.lease, record, extents=record.extents + _lend(draft, terms, wanted))
+    return _write(draft, request.lease, record, "moving", extents=record.extents + _lend(draft, terms, wanted))
 
 
 def _is_apart(one: Lender, others: Iterable[str], labels: dict[str, dict[str, str]], terms: LeaseRequest) -> bool:
@@ -362,7 +362,7 @@ def _release(request: Release, record: LeaseRecord, draft: Draft) -> Outcome:
                 "replace the extent first"
             )
             return Refused(Reason.REDUNDANCY, text, granted=Granted(request.lease, record))
-    return _end_extents(draft, request.lease, record, request.extents, "its holder released it")
+    return _end_extents(draft, request.lease, record, request.extents, "released", "its holder released it")
 
 
 def _mark(request: Mark, record: LeaseRecord, draft: Draft) -> Outcome:
@@ -376,7 +376,7 @@ def _mark(request: Mark, record: LeaseRecord, draft: Draft) -> Outcome:
     )
     if extents == record.extents:
         return Granted(request.lease, record)
-    return _write(draft, request.lease, record, extents=extents)
+    return _write(draft, request.lease, record, "wanted-back", extents=extents)
 
 
 # The end of extents
@@ -389,7 +389,7 @@ def _end(draft: Draft, lease: str, record: LeaseRecord, reason: str) -> Outcome:
 
 
 def _end_extents(
-    draft: Draft, lease: str, record: LeaseRecord, chosen: Iterable[tuple[str, int]], reason: str
+    draft: Draft, lease: str, record: LeaseRecord, chosen: Iterable[tuple[str, int]], change: str, reason: str
 ) -> Outcome:
     """End some extents of a lease; a lease without any extent left ends."""
     numbers = set(chosen)
@@ -402,7 +402,7 @@ def _end_extents(
     _order(draft, lease, record, ended, reason)
     size = sum({one.part: one.bytes for one in kept}.values())
     terms = msgspec.structs.replace(record.terms, bytes=size)
-    return _write(draft, lease, record, terms=terms, extents=kept, epoch=_next_epoch(draft))
+    return _write(draft, lease, record, change, terms=terms, extents=kept, epoch=_next_epoch(draft, lease))
 
 
 def _first_epoch(draft: Draft) -> int:
@@ -415,18 +415,20 @@ def _first_epoch(draft: Draft) -> int:
     return max(1, draft.view.epoch, int(draft.moment.now * 1000))
 
 
-def _next_epoch(draft: Draft) -> int:
-    """Return the epoch of a lease from which memory is taken."""
-    return _first_epoch(draft) + 1
+def _next_epoch(draft: Draft, lease: str) -> int:
+    """Return the epoch of a lease from which this transaction takes memory."""
+    stored = draft.view.leases.get(lease)
+    # The revisions of a registry that was restored from a backup begin again with low numbers.
+    return max(_first_epoch(draft), stored[1].epoch if stored else 0) + 1
 
 
 def _order(
     draft: Draft, lease: str, record: LeaseRecord, extents: Iterable[Extent], reason: str
 ) -> tuple[OrderRecord, ...]:
-    epoch = _next_epoch(draft)
+    epoch = _next_epoch(draft, lease)
     if record.epoch >= epoch:
-        # An earlier request of this transaction has raised the epoch, and its answer names the extents. If tickets of
-        # this epoch named them, too, no node would carry the orders out.
+        # An earlier request of this transaction has taken memory, too. Its answer, and the ticket for it, have this
+        # epoch and name these extents; the node needs an order of a later one.
         raise NextTransaction
     orders = tuple(
         OrderRecord(
@@ -477,6 +479,7 @@ def _write(
     draft: Draft,
     lease: str,
     record: LeaseRecord,
+    change: str,
     *,
     terms: LeaseRequest | None = None,
     extents: tuple[Extent, ...] | None = None,
@@ -489,6 +492,7 @@ def _write(
         extents=record.extents if extents is None else extents,
         expires=record.expires if expires is None else expires,
         epoch=record.epoch if epoch is None else epoch,
+        change=change,
     )
     draft.put(lease_key(lease), changed)
     return Granted(lease, changed)

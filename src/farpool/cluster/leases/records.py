@@ -94,7 +94,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant : int
         Number of the tenant.
     holder : str
-        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it.
+        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it. Empty
+        for nodes without access keys.
     bytes : int
         Usable bytes, without further copies; rounded up to whole pages.
     request : str
@@ -177,6 +178,9 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         Time (seconds since 1970) at which the lease expires unless it is renewed.
     granted : float
         Time of the grant, by the clock of the manager that granted it; only for people.
+    change : str
+        The latest change, for events: ``granted``, ``renewed``, ``resized``, ``moving``, ``released``, ``wanted-back``
+        or ``taken``.
     features : int
         Bits of what the lease needs beyond `format`; none are defined yet.
     format : int
@@ -188,6 +192,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     epoch: int
     expires: float
     granted: float = 0.0
+    change: str = "granted"
     features: int = 0
     format: int = _FORMAT
 
@@ -234,7 +239,8 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     medium : str
         Its medium.
     epoch : int
-        Epoch of the lease from which on tickets for this extent are refused.
+        Epoch of the lease from the order on. It is later than each ticket that names the extent; the node refuses
+        earlier tickets of the lease, also for its other extents there.
     reason : str
         Why the extent ends, for people.
     issued : float
@@ -341,8 +347,8 @@ def check_request(request: LeaseRequest) -> None:
         wrong = f"tenant is {request.tenant}, expected a tenant's number, at most {TENANT_MAX}"
     elif any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
         wrong = "a text has a character that UTF-8 cannot encode"
-    elif not 0 < len(request.holder) <= LONGEST_NAME:
-        wrong = f"holder has {len(request.holder)} characters, expected 1 to {LONGEST_NAME}"
+    elif len(request.holder) > LONGEST_NAME:
+        wrong = f"holder has {len(request.holder)} characters, expected at most {LONGEST_NAME}"
     elif not 0 < len(request.request) <= TEXT_MAX:
         wrong = f"request has {len(request.request)} characters, expected 1 to {TEXT_MAX}"
     elif not 0 < request.bytes < 1 << 60:

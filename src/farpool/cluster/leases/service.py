@@ -6,16 +6,19 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
 from farpool import forks
+from farpool.abc.membership import MemberState
 from farpool.abc.registry import Registry
 from farpool.checks import require_seconds, require_whole
 from farpool.closing import Closing
 from farpool.cluster.leases.engine import Clock, Engine, Policies
-from farpool.cluster.leases.records import LeaseRequest, OrderRecord, check_request
+from farpool.cluster.leases.records import LeaseRequest, OrderRecord, check_request, lease_key, order_key
 from farpool.cluster.leases.requests import (
     Confirm,
     Done,
@@ -32,15 +35,35 @@ from farpool.cluster.leases.requests import (
     Resize,
 )
 from farpool.cluster.leases.upkeep import REQUESTS_MAX, reclaim
-from farpool.errors import RegistryAwayError, RegistryError
+from farpool.cluster.members.records import RECORD, MemberRecord
+from farpool.errors import RegistryAwayError, RegistryDamagedError, RegistryError
 
-__all__ = ["LeaseService"]
+__all__ = ["Counts", "LeaseService"]
 
 _LOOK_INTERVAL_S = 0.1
 """Seconds between two looks for changes while there are no requests."""
 _UPKEEP_INTERVAL_S = 1.0
 _GROUP_MAX = 400
 """Most requests that are decided on together. Those that do not fit into the transaction are decided on again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of leases as one manager knows them.
+
+    Attributes
+    ----------
+    leases : int
+        Leases.
+    orders : int
+        Extents whose end their nodes have not confirmed.
+    lent : mapping of tuple of int and str to int
+        Bytes, with copies, by tenant and medium.
+    """
+
+    leases: int
+    orders: int
+    lent: Mapping[tuple[int, str], int]
 
 
 class _Pending:
@@ -204,6 +227,11 @@ class LeaseService(Closing):
         assert isinstance(outcome, Done)
         return outcome
 
+    def confirm_all(self, orders: Iterable[OrderRecord], *, timeout: float | None = None) -> None:
+        """Record that nodes have freed the extents of some orders, in as few transactions as possible."""
+        for pending in [self._enqueue(Confirm(one.member, one.lease, one.extent)) for one in orders]:
+            self._await(pending, timeout)
+
     def reclaim(self, member: str, size: int, *, medium: str = "dram", timeout: float | None = None) -> int:
         """Ask holders for bytes of a member back, each within the time that its lease states.
 
@@ -243,6 +271,46 @@ class LeaseService(Closing):
         """Return the orders that a member's node has not confirmed."""
         with self._engine.lock:
             return list(self._engine.book.view.orders(member))
+
+    def waiting_orders(self, limit: int, without: Container[str] = ()) -> dict[str, list[OrderRecord]]:
+        """Return orders by the members that have not confirmed them, as `View.waiting_orders` does."""
+        with self._engine.lock:
+            return self._engine.book.view.waiting_orders(limit, without)
+
+    def names(self, lease: str, member: str, extent: int) -> bool:
+        """Return True if a lease may have an extent, or if an order to end it waits, as this manager knows it."""
+        with self._engine.lock:
+            view = self._engine.book.view
+            if view.is_damaged(lease_key(lease)) or view.revision_of(order_key(member, lease, extent)):
+                return True
+            stored = view.leases.get(lease)
+        return stored is not None and (member, extent) in {(one.member, one.number) for one in stored[1].extents}
+
+    def members(self) -> dict[str, tuple[MemberRecord | None, MemberState | None]]:
+        """Return the record and the state of each member by its identity; None for both if the record is damaged."""
+        with self._engine.lock:
+            view = self._engine.book.view
+            found: dict[str, tuple[MemberRecord | None, MemberState | None]]
+            found = dict.fromkeys(view.known_members(), (None, None))
+            found |= {member: (record, state) for member, record, state in view.members()}
+        return found
+
+    def member(self, member: str) -> MemberRecord | None:
+        """Return the record of a member; None if there is none, or if it cannot be read."""
+        with self._engine.lock, suppress(RegistryDamagedError):
+            return self._engine.book.view.get(RECORD + member, MemberRecord)
+        return None
+
+    def counts(self) -> Counts:
+        """Return numbers for metrics."""
+        with self._engine.lock:
+            view = self._engine.book.view
+            lent = {
+                (tenant, medium): size
+                for tenant, account in view.tenants().items()
+                for medium, size in account.lent.items()
+            }
+            return Counts(len(view.leases), view.orders_count(), lent)
 
     # The thread
 

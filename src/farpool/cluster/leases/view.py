@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -70,7 +71,8 @@ class View:
         # Every other entry, and leases that cannot be read (their record is an error).
         self._others: dict[str, tuple[int, msgspec.Struct | RegistryDamagedError]] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
-        self._orders: dict[str, set[str]] = {}
+        # Keys of orders by member, the first ones first.
+        self._orders: dict[str, dict[str, None]] = {}
         self._members: set[str] = set()
         # For each member that has orders and no record, the time at which this manager first saw that.
         self._gone: dict[str, float] = {}
@@ -122,8 +124,11 @@ class View:
             self._others[key] = revision, record
         if key.startswith(ORDERS):
             member = key.removeprefix(ORDERS).partition("/")[0]
-            orders = self._orders.setdefault(member, set())
-            (orders.discard if record is None else orders.add)(key)
+            orders = self._orders.setdefault(member, {})
+            if record is None:
+                orders.pop(key, None)
+            else:
+                orders[key] = None
             if not orders:
                 del self._orders[member]
         elif key.startswith(registered.RECORD):
@@ -223,6 +228,28 @@ class View:
             if self._gone.setdefault(member, tick) + seconds < tick:
                 yield from self.orders(member)
 
+    def waiting_orders(self, limit: int, without: Container[str] = ()) -> dict[str, list[OrderRecord]]:
+        """Return orders by the members that have not confirmed them, at most `limit` of each member.
+
+        Parameters
+        ----------
+        limit : int
+            Most orders of a member; those that this manager saw first.
+        without : container of str
+            Keys of orders to leave out.
+        """
+        found = {}
+        for member, keys in self._orders.items():
+            records = (self._others[key][1] for key in keys if key not in without)
+            orders = list(itertools.islice((one for one in records if isinstance(one, OrderRecord)), limit))
+            if orders:
+                found[member] = orders
+        return found
+
+    def orders_count(self) -> int:
+        """Return the number of orders that no node has confirmed."""
+        return sum(map(len, self._orders.values()))
+
     def ordered_bytes(self, member: str, medium: str) -> int:
         """Return the bytes of a member's orders in a medium."""
         return sum(order.bytes for order in self.orders(member) if order.medium == medium)
@@ -245,6 +272,14 @@ class View:
             if isinstance(record, registered.MemberRecord):
                 role = alive if isinstance(alive, registered.AliveRecord) else None
                 yield member, record, registered.member_of(b"", record, role).state
+
+    def known_members(self) -> list[str]:
+        """Return the identities of all members, also of those whose records cannot be read."""
+        return sorted(self._members)
+
+    def is_damaged(self, key: str) -> bool:
+        """Return True if an entry is there and cannot be read."""
+        return isinstance(self._others.get(key, (0, None))[1], RegistryDamagedError)
 
     def lenders(self, medium: str) -> Iterator[Lender]:
         """Yield the members that lend new memory of a medium, with their free bytes.

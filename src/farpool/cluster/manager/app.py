@@ -14,11 +14,22 @@ from farpool.cluster.manager.gate import Gate
 from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.metrics import Metrics
 from farpool.cluster.manager.problems import MEDIA_TYPE, ProblemDocument, add_handlers
-from farpool.cluster.manager.routers import events, health, identities, managers, members, names, objects, tokens
+from farpool.cluster.manager.routers import (
+    events,
+    health,
+    identities,
+    leases,
+    managers,
+    members,
+    names,
+    objects,
+    tenants,
+    tokens,
+)
 
 __all__ = ["ROUTERS", "application"]
 
-ROUTERS = (members, objects, names, events, managers, tokens, identities, health)
+ROUTERS = (members, leases, tenants, objects, names, events, managers, tokens, identities, health)
 """Modules with the paths of the API, each of which has a `router`."""
 
 _DESCRIPTION = (
@@ -60,12 +71,14 @@ def application(manager: Manager) -> Gate:
 def _describe_errors(app: FastAPI) -> None:
     """Let the document say that errors are problem documents. FastAPI describes only its own form of errors."""
     described = app.openapi()
-    schema = {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}
     for path in described["paths"].values():
         for operation in path.values():
             responses: dict[str, Any] = operation["responses"]
             responses.pop("422", None)
-            responses["default"]["content"] = {MEDIA_TYPE: {"schema": schema}}
+            for status, response in responses.items():
+                if status == "default" or int(status) >= 400:
+                    [described_as] = response["content"].values()
+                    response["content"] = {MEDIA_TYPE: described_as}
     for name in ("HTTPValidationError", "ValidationError"):
         described["components"]["schemas"].pop(name, None)
     app.openapi_schema = described

@@ -19,6 +19,7 @@ from farpool.cluster.manager.records import Role
 __all__ = [
     "Administrator",
     "Anyone",
+    "Lessee",
     "Limit",
     "ManagerPart",
     "MetricsPart",
@@ -144,6 +145,7 @@ def page_of(
 ManagerPart = Annotated[Manager, Depends(_manager)]
 MetricsPart = Annotated[Metrics, Depends(_metrics)]
 Anyone = Annotated[Principal, Depends(_allow(*Role))]
+Lessee = Annotated[Principal, Depends(_allow(*Role, audited=True))]
 Reader = Annotated[Principal, Depends(_allow(Role.ADMIN, Role.OPERATOR))]
 Operator = Annotated[Principal, Depends(_allow(Role.ADMIN, Role.OPERATOR, audited=True))]
 Administrator = Annotated[Principal, Depends(_allow(Role.ADMIN, audited=True))]

@@ -14,12 +14,15 @@ from typing import Any
 import msgspec
 
 from farpool.abc.registry import Changes, Entry
+from farpool.cluster.leases.records import LEASE, ORDERS, LeaseRecord, OrderRecord
+from farpool.cluster.leases.records import decode as decode_lease
 from farpool.cluster.manager.records import IDENTITIES, LEADER, RUNNING, TOKENS, ManagerRecord
 from farpool.cluster.manager.records import decode as decode_manager
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import decode as decode_member
 from farpool.cluster.names.records import NameRecord, name_of
 from farpool.cluster.names.records import decode as decode_name
+from farpool.errors import RegistryDamagedError
 
 __all__ = ["EVENTS", "Event", "RecentSteps", "Step", "step_of", "steps_of"]
 
@@ -92,6 +95,41 @@ def _name(entry: Entry) -> Event:
     return Event(kind, {"name": name, **fields})
 
 
+def _lease(entry: Entry) -> Event | None:
+    lease = entry.key.removeprefix(LEASE)
+    if entry.deleted:
+        return Event("lease.ended", {"lease": lease})
+    record = decode_lease(entry.key, entry.value, LeaseRecord)
+    if record.change == "renewed":
+        return None  # there are many, and they are of no use to others
+    terms = record.terms
+    fields: dict[str, Any] = {
+        "lease": lease,
+        "tenant": terms.tenant,
+        "holder": terms.holder,
+        "bytes": terms.bytes,
+        "medium": terms.medium,
+        "redundancy": terms.redundancy,
+        "epoch": record.epoch,
+        "extents": len(record.extents),
+    }
+    if record.change == "wanted-back":
+        fields["wanted_back"] = [[one.member, one.number, one.reclaim_by] for one in record.extents if one.reclaim_by]
+    return Event(f"lease.{record.change}", fields)
+
+
+def _order(entry: Entry) -> Event:
+    member, _, name = entry.key.removeprefix(ORDERS).partition("/")
+    lease, _, extent = name.rpartition("-")
+    if not extent.isdecimal():
+        raise RegistryDamagedError(f"the registry's key {entry.key!r} names no extent; delete it", key=entry.key)
+    fields: dict[str, Any] = {"member": member, "lease": lease, "extent": int(extent)}
+    if entry.deleted:
+        return Event("extent.freed", fields)
+    record = decode_lease(entry.key, entry.value, OrderRecord)
+    return Event("extent.ended", {**fields, "tenant": record.tenant, "bytes": record.bytes, "reason": record.reason})
+
+
 def _leader(entry: Entry) -> Event:
     return Event("manager.no-leader", {}) if entry.deleted else Event("manager.leads", _manager_fields(entry))
 
@@ -107,14 +145,16 @@ def _manager_fields(entry: Entry) -> dict[str, Any]:
     return {"manager": record.manager, "address": record.address, "process": record.process}
 
 
-EVENTS: dict[str, Callable[[Entry], Event]] = {
+EVENTS: dict[str, Callable[[Entry], Event | None]] = {
     RECORD: _member_record,
     ALIVE: _member_process,
     _NAME: _name,
+    LEASE: _lease,
+    ORDERS: _order,
     LEADER: _leader,
     RUNNING: _running,
 }
-"""Beginnings of keys whose changes are events, and the function that makes the event."""
+"""Beginnings of keys whose changes are events, and the function that makes the event; None for a change without one."""
 
 
 def steps_of(changes: Changes) -> Iterable[Step]:
@@ -138,7 +178,8 @@ def step_of(revision: int, entries: Iterable[Entry]) -> Step:
         for prefix, make in EVENTS.items():
             if entry.key.startswith(prefix):
                 try:
-                    events.append(make(entry))
+                    event = make(entry)
+                    events += [event] if event else []
                 except Exception as error:  # whatever it has: no stream could go on after this entry
                     events.append(Event("damaged", {"key": entry.key, "reason": str(error)}))
                 break

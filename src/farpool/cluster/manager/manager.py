@@ -13,10 +13,13 @@ from typing import TypeVar
 
 from farpool.abc.registry import Registry
 from farpool.closing import Closing
+from farpool.cluster.leases.service import LeaseService
 from farpool.cluster.manager.access import FailureLimit
 from farpool.cluster.manager.audit import AuditLog
 from farpool.cluster.manager.calls import Calls
+from farpool.cluster.manager.deliverer import Deliverer
 from farpool.cluster.manager.feed import Feed, revision_of
+from farpool.cluster.manager.lending import Lending
 from farpool.cluster.manager.member_stats import MemberAnswers
 from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import ManagerRecord
@@ -32,6 +35,9 @@ _REGISTRY_THREADS = 16
 _REGISTRY_WAITING_MAX = 256
 _MEMBER_THREADS = 16
 _MEMBER_WAITING_MAX = 2000
+_LEASE_THREADS = 64
+"""Requests about leases wait for one transaction together, so that many of them need many threads."""
+_LEASE_WAITING_MAX = 1000
 _READY_S = 0.5
 """Seconds for which an answer about the registry counts, so that probes without credentials cannot flood it."""
 _READY_TIMEOUT_S = 2.0
@@ -70,7 +76,7 @@ class _Ready:
 
 
 class Manager(Closing):
-    """The parts of a manager: threads for the registry and for members, events, the audit log. For one event loop.
+    """The parts of a manager: threads for the registry and for members, events, leases, audit log. For one event loop.
 
     Parameters
     ----------
@@ -92,15 +98,20 @@ class Manager(Closing):
             self.calls = undo.enter_context(Calls(_REGISTRY_THREADS, _REGISTRY_WAITING_MAX, "farpool-manager"))
             self.member_calls = undo.enter_context(Calls(_MEMBER_THREADS, _MEMBER_WAITING_MAX, "farpool-manager-ask"))
             self.answers = MemberAnswers(self.member_calls)
+            self.lease_calls = undo.enter_context(Calls(_LEASE_THREADS, _LEASE_WAITING_MAX, "farpool-manager-leases"))
             self.members = undo.enter_context(RegistryMembers(registry, timeout=1.0, required=False))
             self.presence = undo.enter_context(Presence(registry, settings.record, settings.ttl))
             self.feed = undo.enter_context(Feed(registry, self.end))
+            self.lending = undo.enter_context(Lending(registry))
+            self.deliverer = undo.enter_context(Deliverer(self.lending, self.presence))
             self._undo = undo.pop_all()
 
     def start(self) -> None:
         """Start the threads. Call this in the event loop."""
         self.feed.start()
         self.presence.start()
+        self.lending.start()
+        self.deliverer.start()
         self.audit.add("started", manager=self.settings.record.manager, address=self.settings.record.address)
 
     def close(self) -> None:
@@ -116,6 +127,18 @@ class Manager(Closing):
             Too many calls wait for a thread.
         """
         return await self.calls.run(lambda: act(self.registry))
+
+    async def lend(self, act: Callable[[LeaseService], _Result]) -> _Result:
+        """Call a function with the service of leases in a thread, and return its result.
+
+        Raises
+        ------
+        BusyError
+            Too many calls wait for a thread.
+        RegistryAwayError
+            The registry could not be read since the manager started.
+        """
+        return await self.lease_calls.run(lambda: act(self.lending.service))
 
     async def revision(self) -> int:
         """Return the registry's revision of a moment ago. All callers at the same time share one request to it."""

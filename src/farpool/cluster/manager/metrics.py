@@ -41,12 +41,22 @@ class Metrics(Collector):
             registry=self._registry,
         )
         self._seconds = Summary("farpool_manager_request_seconds", "Time of a request.", registry=self._registry)
+        self._leases = Counter(
+            "farpool_manager_lease_requests",
+            "Requests about leases, by their outcome: granted, done, or the reason of the refusal.",
+            ("request", "outcome"),
+            registry=self._registry,
+        )
         self._registry.register(self)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request. `route` is the path with its parameters' names, so that there are few."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.observe(seconds)
+
+    def lease_answered(self, request: str, outcome: str) -> None:
+        """Count a request about leases."""
+        self._leases.labels(request, outcome).inc()
 
     def text(self) -> bytes:
         """Return all counters in Prometheus' text format."""
@@ -66,8 +76,30 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"farpool_manager_{name}", text, value)
         yield CounterMetricFamily("farpool_manager_audit_lines", "Lines in the audit log.", manager.audit.lines)
         yield CounterMetricFamily("farpool_manager_audit_lost", "Lines that were dropped.", manager.audit.lost)
+        yield from self._of_leases()
         states = Tally(info.state for info in manager.members.members())
         members = GaugeMetricFamily("farpool_manager_members", "Members by state.", labels=("state",))
         for state in MemberState:
             members.add_metric([str(state)], states[state])
         yield members
+
+    def _of_leases(self) -> Iterator[Metric]:
+        deliveries = self._manager.deliverer.deliveries
+        counters = {
+            "orders_delivered": ("Orders to nodes that were carried out.", deliveries.delivered),
+            "orders_refused": ("Refusals of orders by nodes.", deliveries.refused),
+            "visits_failed": ("Visits of members with orders that failed.", deliveries.failed),
+            "strays_ended": ("Extents without a lease that were ended.", deliveries.strays),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"farpool_manager_{name}", text, value)
+        service = self._manager.lending.present
+        if service is None:
+            return
+        counts = service.counts()
+        yield GaugeMetricFamily("farpool_manager_leases", "Leases.", counts.leases)
+        yield GaugeMetricFamily("farpool_manager_orders", "Orders that no node has confirmed.", counts.orders)
+        lent = GaugeMetricFamily("farpool_manager_lent_bytes", "Bytes lent, with copies.", labels=("tenant", "medium"))
+        for (tenant, medium), size in sorted(counts.lent.items()):
+            lent.add_metric([str(tenant), medium], size)
+        yield lent

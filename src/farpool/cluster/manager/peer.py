@@ -14,7 +14,7 @@ from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError
 
-__all__ = ["EXTENSION", "Peer", "PeerProtocol", "identity_in", "tls_context"]
+__all__ = ["EXTENSION", "Peer", "PeerProtocol", "common_name_in", "identity_in", "tls_context"]
 
 EXTENSION = "farpool.peer"
 """Key of the `Peer` in a request's extensions."""
@@ -35,12 +35,15 @@ class Peer:
     ----------
     identity : str
         Identity in the client's certificate; empty if there is none.
+    common_name : str
+        The certificate's common name, by which nodes know the client; empty if there is none.
     """
 
     def __init__(self, transport: asyncio.BaseTransport) -> None:
         secure = transport.get_extra_info("ssl_object")
         certificate = None if secure is None else secure.getpeercert(binary_form=True)
         self.identity = identity_in(certificate) if certificate else ""
+        self.common_name = common_name_in(certificate) if certificate and self.identity else ""
         self._socket = transport.get_extra_info("socket")
 
     def user(self) -> int | None:
@@ -75,6 +78,19 @@ def identity_in(certificate: bytes) -> str:
     found = [uri for uri in uris if uri.startswith(_SPIFFE)] or names
     # A common name in the form of a URI must not pass for one.
     return found[0] if len(found) == 1 and (found is not names or not found[0].startswith(_SPIFFE)) else ""
+
+
+def common_name_in(certificate: bytes) -> str:
+    """Return the common name in a client's certificate; empty if there is none, or more than one."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    try:
+        subject = x509.load_der_x509_certificate(certificate).subject
+    except ValueError:
+        return ""
+    names = [str(one.value) for one in subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    return names[0] if len(names) == 1 else ""
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -53,6 +53,8 @@ class Problem(Exception):  # noqa: N818 - it is the answer to a request, and no 
         Fields of the document; by default the parts of `detail`.
     retry_after : float
         Seconds after which the caller may try again; 0.0 if that does not help.
+    more : mapping of str to object, optional
+        Further fields of the document.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Problem(Exception):  # noqa: N818 - it is the answer to a request, and no 
         expected: str | None = None,
         remedy: str | None = None,
         retry_after: float = 0.0,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(detail)
+        self.more = dict(more or {})
         self.status, self.detail, self.retry_after = status, detail, retry_after
         _, separator, rest = detail.partition("expected ")
         parts = rest.split("; ") if separator else detail.split("; ")
@@ -144,7 +148,7 @@ def _response(request: Request, problem: Problem, headers: dict[str, str] | None
         expected=problem.expected,
         remedy=problem.remedy,
     )
-    return JSONResponse(document.model_dump(), problem.status, headers, MEDIA_TYPE)
+    return JSONResponse({**document.model_dump(), **problem.more}, problem.status, headers, MEDIA_TYPE)
 
 
 def _invalid(error: RequestValidationError) -> Problem:

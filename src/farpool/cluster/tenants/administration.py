@@ -118,7 +118,7 @@ def list_tenants(registry: Registry) -> RegisteredTenants:
 
 
 def set_tenant(
-    registry: Registry, name: str, change: TenantChange, *, number: int | None = None
+    registry: Registry, name: str, change: TenantChange, *, number: int | None = None, revision: int | None = None
 ) -> tuple[int, TenantPolicy, int]:
     """Write a tenant's policy.
 
@@ -132,6 +132,8 @@ def set_tenant(
         What to change.
     number : int, optional
         The tenant's number, as access keys name it. Needed for a tenant that has no policy yet.
+    revision : int, optional
+        Revision that the whole policy must have; None for any.
 
     Returns
     -------
@@ -169,14 +171,23 @@ def set_tenant(
                 _check_guarantees(after, medium)
         return after, [Put(policy_key(own), encode(policy))]
 
-    after = _change(registry, make)
+    after = _change(registry, make, revision)
     own = after.find(name)
     assert own is not None
     return own, after.tenants[own], after.revision
 
 
-def remove_tenant(registry: Registry, name: str) -> tuple[int, int]:
+def remove_tenant(registry: Registry, name: str, *, revision: int | None = None) -> tuple[int, int]:
     """Delete a tenant's policy. Nodes then treat the tenant as if it never had one; its objects stay.
+
+    Parameters
+    ----------
+    registry : Registry
+        The registry.
+    name : str
+        The tenant's name; its number, if the policy is damaged.
+    revision : int, optional
+        Revision that the whole policy must have; None for any.
 
     Returns
     -------
@@ -211,11 +222,13 @@ def remove_tenant(registry: Registry, name: str) -> tuple[int, int]:
         return after, [Delete(policy_key(own))]
 
     removed: list[int] = []
-    revision = _change(registry, make).revision
-    return removed[-1], revision
+    after = _change(registry, make, revision)
+    return removed[-1], after.revision
 
 
-def oversubscribe(registry: Registry, factors: Mapping[str, float]) -> RegisteredTenants:
+def oversubscribe(
+    registry: Registry, factors: Mapping[str, float], *, revision: int | None = None
+) -> RegisteredTenants:
     """State how many times the pool's bytes of a medium all guarantees together may be.
 
     Parameters
@@ -224,6 +237,8 @@ def oversubscribe(registry: Registry, factors: Mapping[str, float]) -> Registere
         The registry.
     factors : mapping of str to float
         Factors by medium; 1 for guarantees that all can be kept at the same time.
+    revision : int, optional
+        Revision that the whole policy must have; None for any.
 
     Returns
     -------
@@ -252,16 +267,22 @@ def oversubscribe(registry: Registry, factors: Mapping[str, float]) -> Registere
                 _check_guarantees(after, medium)
         return after, []
 
-    return _change(registry, make)
+    return _change(registry, make, revision)
 
 
 _Make = Callable[[RegisteredTenants], tuple[RegisteredTenants, list[Operation]]]
 
 
-def _change(registry: Registry, make: _Make) -> RegisteredTenants:
+def _change(registry: Registry, make: _Make, revision: int | None) -> RegisteredTenants:
     """Read the policy, and make the change that `make` returns, again if others made changes in the meantime."""
     while True:
         present, revisions = _read(registry)
+        if revision not in (None, present.revision):
+            raise ConfigError(
+                f"the policy has the revision {present.revision}, expected {revision}: someone has changed it; look at "
+                "it again",
+                setting="revision",
+            )
         after, operations = make(present)
         # Also on the tenants' own entries, because a person may have written one by hand.
         keys = {FLEET, *(operation.key for operation in operations)}
