@@ -87,7 +87,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant : int
         Number of the tenant.
     holder : str
-        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it.
+        Name of the program that uses the memory, as in its certificate or access key; a ticket is bound to it. Empty
+        for nodes without access keys.
     bytes : int
         Usable bytes, without further copies; rounded up to whole pages.
     request : str
@@ -329,8 +330,8 @@ def check_request(request: LeaseRequest) -> None:
     copies = request.redundancy.removeprefix("copies:")
     if request.tenant < 0:
         wrong = f"tenant is {request.tenant}, expected a tenant's number"
-    elif not 0 < len(request.holder) <= TEXT_MAX:
-        wrong = f"holder has {len(request.holder)} characters, expected 1 to {TEXT_MAX}"
+    elif len(request.holder) > TEXT_MAX:
+        wrong = f"holder has {len(request.holder)} characters, expected at most {TEXT_MAX}"
     elif not 0 < len(request.request) <= TEXT_MAX:
         wrong = f"request has {len(request.request)} characters, expected 1 to {TEXT_MAX}"
     elif not 0 < request.bytes < 1 << 60:
