@@ -223,7 +223,20 @@ def test_new_extents_wait_until_the_user_takes_them() -> None:
     assert isinstance(one.step(1.0), Rest)  # nobody but the user shows the ticket to the new member at first
     one.drop([second])
     assert one.bytes == 4096
+    assert one.used == (first,)
     assert one.step(1.0) == Release((second,))
+
+
+def test_a_member_that_makes_new_extents_is_left_alone() -> None:
+    first, second = extent(A, 1), extent(A, 2, part=1)
+    one = held(first)
+    one.granted(lease(first, second), 1.0)
+    assert one.step(1.0) == Claim(A)
+    assert one.take() == (second,)
+    assert isinstance(one.step(1.0), Rest)
+    one.use([second], one.ticket)
+    assert one.used == (first, second)
+    assert isinstance(one.step(1.0), Rest)
 
 
 def test_a_late_answer_of_an_earlier_epoch_changes_nothing() -> None:

@@ -189,7 +189,9 @@ class HeldLease:
         def is_due(what: str | _Key) -> bool:
             return now >= self._retry_at.get(what, 0.0)
 
-        for member in dict.fromkeys(one.member for one in self.shown):
+        # The user shows the ticket to these, and the node may need long for the memory of new extents.
+        busy = {one.member for one in self._taken.values()}
+        for member in dict.fromkeys(one.member for one in self.shown if one.member not in busy):
             if self._shown.get(member) != self.ticket and is_due(member):
                 yield Claim(member)
         for key in self._wanted:

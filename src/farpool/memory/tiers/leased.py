@@ -31,7 +31,8 @@ __all__ = ["Leased"]
 
 _SLOTS = 32
 """Most extents of a tier's lease. A lease may have 40, and has a second one for each that moves."""
-_SLOT_BYTES = 64 << 30
+_SLOT_BYTES = 16 << 30
+"""Most bytes by which a lease grows at once. While a node backs them with memory, it takes no later ticket."""
 _FIRST_BYTES = 64 << 20
 _GROWTHS = 3
 """Attempts to grow for one reservation. A manager may lend the bytes in several parts, each too small."""
