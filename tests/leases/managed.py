@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,7 +42,9 @@ class Manager(Closing):
     one; None for the real one. `stop` ends the server and keeps the port, `start` starts it again.
     """
 
-    def __init__(self, place: str, *, key: AccessKey | None = None, token: str = "") -> None:
+    def __init__(
+        self, place: str, *, key: AccessKey | None = None, token: str = "", certificate: Path | None = None
+    ) -> None:
         self.registry = open_registry(place)
         self.service = LeaseService(self.registry, timeout=PATIENCE_S)
         self.keys = KeySet(self.registry)
@@ -49,7 +53,10 @@ class Manager(Closing):
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.refuse: Callable[[str], Answer | None] = lambda _: None
         self.port = 0
+        self.peers: list[Any] = []
+        """Subjects of the clients' certificates, one for each request; None for a client without one."""
         self._key = key
+        self._certificate = certificate
         self._server: ThreadingHTTPServer | None = None
         self._ended = threading.Event()
         self.start()
@@ -74,6 +81,8 @@ class Manager(Closing):
             def handle_all(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else {}
+                if isinstance(self.connection, ssl.SSLSocket):
+                    manager.peers.append((self.connection.getpeercert() or {}).get("subject"))
                 status, answer = manager.answer(self.command, self.path, body, self.headers)
                 data = json.dumps(answer).encode()
                 self.send_response(status)
@@ -86,6 +95,12 @@ class Manager(Closing):
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
+        if self._certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._certificate / "tls.crt", self._certificate / "tls.key")
+            context.load_verify_locations(self._certificate / "ca.crt")
+            context.verify_mode = ssl.CERT_OPTIONAL
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 

@@ -16,13 +16,14 @@ from farpool.cluster.leases.location import parse_location
 from farpool.cluster.leases.tickets import read_ticket
 from farpool.cluster.wire.access import AccessKey
 from farpool.errors import ConfigError, LeaseRefusedError, ManagerAwayError, ManagerError, TicketError
+from tests.certificates import Certificates
 from tests.leases.managed import Manager
 from tests.members.registered import identity_at, joined, write
 
 pytest.importorskip("cryptography")
 
 G = 4096
-ADDRESSES = ("tcp://10.0.0.1:7471", "tcp://10.0.0.2:7471")
+ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # no node is there
 TOKEN = "fp_0123456789"
 
 
@@ -153,6 +154,35 @@ def test_credentials_are_shown_and_their_refusal_has_a_remedy(manager: Manager) 
     manager.refuse = lambda _: (403, {"title": "Forbidden"})
     with pytest.raises(ManagerError, match="Forbidden; give a token in FARPOOL_TOKEN"):
         client(manager.location).grant(G)
+
+
+def test_over_tls_the_program_shows_its_certificate_and_trusts_its_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    ours, others = Certificates(tmp_path), Certificates(tmp_path / "other")
+    trainer = ours.client("trainer")
+    with Manager(f"sqlite://{tmp_path}/registry.sqlite", certificate=ours.node("manager")) as manager:
+        write(manager.registry, *joined(ADDRESSES[0], media={"dram": 4 * G}))
+        monkeypatch.setenv("FARPOOL_TLS", str(trainer))
+        location = parse_location(manager.location + "?tls=1")
+        holder = holder_name(location, None)
+        assert holder == "trainer"
+        lease = ManagerClient(location, holder=holder, timeout=20.0).grant(G)
+        assert lease.ticket is not None
+        assert read_ticket(lease.ticket).holder == "trainer"
+        assert manager.peers == [((("commonName", "trainer"),),)]
+        monkeypatch.setenv("FARPOOL_TLS", str(others.client("trainer")))
+        with pytest.raises(ManagerAwayError, match="certificate verify failed"):
+            ManagerClient(location, token=TOKEN, timeout=0.5).grant(G)
+        monkeypatch.delenv("FARPOOL_TLS")  # the system's authorities did not issue it either
+        with pytest.raises(ManagerAwayError, match="certificate verify failed"):
+            ManagerClient(location, token=TOKEN, timeout=0.5).grant(G)
+        assert len(manager.peers) == 1
+        (trainer / "tls.key").chmod(0o644)
+        monkeypatch.setenv("FARPOOL_TLS", str(trainer))
+        with pytest.raises(ConfigError, match="expected 0600"):
+            ManagerClient(location, timeout=0.5).grant(G)
 
 
 @pytest.mark.parametrize("answer", [[], {"lease": {"id": 7}}, {"lease": {"id": "x", "epoch": 1, "extents": [{}]}}])
