@@ -173,11 +173,11 @@ def test_over_tls_the_program_shows_its_certificate_and_trusts_its_authority(
         assert read_ticket(lease.ticket).holder == "trainer"
         assert manager.peers == [((("commonName", "trainer"),),)]
         monkeypatch.setenv("FARPOOL_TLS", str(others.client("trainer")))
-        with pytest.raises(ManagerAwayError, match="certificate verify failed"):
-            ManagerClient(location, token=TOKEN, timeout=0.5).grant(G)
+        with pytest.raises(ManagerError, match="its certificate is not accepted"):
+            ManagerClient(location, token=TOKEN, timeout=20.0).grant(G)
         monkeypatch.delenv("FARPOOL_TLS")  # the system's authorities did not issue it either
-        with pytest.raises(ManagerAwayError, match="certificate verify failed"):
-            ManagerClient(location, token=TOKEN, timeout=0.5).grant(G)
+        with pytest.raises(ManagerError, match="its certificate is not accepted"):
+            ManagerClient(location, token=TOKEN, timeout=20.0).grant(G)
         assert len(manager.peers) == 1
         (trainer / "tls.key").chmod(0o644)
         monkeypatch.setenv("FARPOOL_TLS", str(trainer))

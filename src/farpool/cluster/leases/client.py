@@ -10,12 +10,13 @@ import http.client
 import os
 import random
 import secrets
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -27,9 +28,6 @@ from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError, LeaseRefusedError, ManagerAwayError, ManagerError
 from farpool.sizes import format_size
-
-if TYPE_CHECKING:
-    import ssl
 
 __all__ = [
     "TOKEN_FILE_VARIABLE",
@@ -280,6 +278,12 @@ class ManagerClient:
                 uncertain = uncertain or status in (500, 502, 504)
                 why = f"{manager}: {_problem(answer).get('detail') or f'status {status}'}"
                 pause = max(pause, _seconds(headers.get("Retry-After")))
+            except ssl.SSLCertVerificationError as error:
+                raise ManagerError(
+                    f"{manager}: its certificate is not accepted: {error.verify_message}; let {TLS_VARIABLE} name a "
+                    f"folder whose {AUTHORITY} is of the authority that issued it",
+                    manager=manager,
+                ) from error
             except (OSError, http.client.HTTPException) as error:
                 uncertain = uncertain or exchange.is_sent
                 why = f"{manager}: {_reason(error)}"
@@ -303,8 +307,6 @@ class ManagerClient:
         """Return the TLS context of a new connection, from the files as they are now; None without TLS."""
         if not self._location.is_secure:
             return None
-        import ssl
-
         folder = os.environ.get(TLS_VARIABLE, "")
         try:
             context = ssl.create_default_context(cafile=Path(folder, AUTHORITY) if folder else None)
