@@ -194,20 +194,31 @@ class HeldLease:
         for member in dict.fromkeys(one.member for one in self.shown if one.member not in busy):
             if self._shown.get(member) != self.ticket and is_due(member):
                 yield Claim(member)
+        # Until these are released, a manager takes them for the replacements of other extents of their parts.
+        old_parts = {_place(one) for one in self._unused.values()}
         for key in self._wanted:
             if key in self._used and is_due(key):
                 old, new = self._used[key], self._replacements.get(key)
                 if new is not None:
                     yield Move(old, new)
-                elif self._away_since is None:
+                elif self._away_since is None and _place(old) not in old_parts:
                     yield Replace(old)
         if self._unused and self._away_since is None and is_due(""):
             yield Release(tuple(self._unused.values()))
 
     # Answers of managers
 
-    def granted(self, lease: GrantedLease, sent: float) -> tuple[LeasedExtent, ...]:
-        """Take over a manager's answer; `sent` is the time at which the request was sent.
+    def granted(self, lease: GrantedLease, sent: float, step: Step | None = None) -> tuple[LeasedExtent, ...]:
+        """Take over a manager's answer.
+
+        Parameters
+        ----------
+        lease : GrantedLease
+            The answer.
+        sent : float
+            Time at which the request was sent.
+        step : Step, optional
+            The step that the request carried out; None if the user asked for it.
 
         Returns
         -------
@@ -232,7 +243,10 @@ class HeldLease:
         self._extents = {one.key: one for one in lease.extents}
         wanted = sorted(lease.reclaims, key=lambda one: one.by)
         self._wanted = tuple((one.member, one.number) for one in wanted)
-        return self._sort_out()
+        lost = self._sort_out()
+        if isinstance(step, Replace) and step.extent.key in self._used.keys() - self._replacements.keys():
+            self._retry(step.extent.key, sent, "the manager has given no other extent for it")
+        return lost
 
     def _sort_out(self) -> tuple[LeasedExtent, ...]:
         """Compare the extents of the lease with those that are used."""
@@ -248,9 +262,7 @@ class HeldLease:
         }
         known = {*self._used, *self._taken, *self._unused, *(one.key for one in self._replacements.values())}
         self._spare = {key: one for key, one in present.items() if key not in known}
-        for key in self._wanted:
-            if key in self._used and key not in self._replacements:
-                self._adopt(self._used[key])
+        self._adopt()
         kept = {"", *self._used, *(one.member for one in self._used.values())}
         self._retry_at = {what: time for what, time in self._retry_at.items() if what in kept}
         self._faults = {
@@ -260,13 +272,19 @@ class HeldLease:
         }
         return lost
 
-    def _adopt(self, old: LeasedExtent) -> None:
-        """Choose a new extent as the replacement of an extent that its lender wants back."""
-        for key, one in self._spare.items():
-            if (one.part, one.replica, one.bytes) == (old.part, old.replica, old.bytes):
-                self._replacements[old.key] = self._spare.pop(key)
+    def _adopt(self) -> None:
+        """Tell replacements of used extents from further memory, among the extents that are new."""
+        owners = {_place(one): one for each in (self._taken, self._used) for one in each.values()}
+        for key, one in list(self._spare.items()):
+            old = owners.get(_place(one))
+            if old is None:
+                continue
+            del self._spare[key]
+            if old.key in self._wanted and old.key in self._used and old.key not in self._replacements:
+                self._replacements[old.key] = one
                 self._retry_at.pop(old.key, None)
-                return
+            else:
+                self._unused[key] = one  # its lender does not want the old one back any more
 
     def failed(self, now: float, why: str) -> None:
         """Record that no manager could be asked."""
@@ -349,3 +367,8 @@ class HeldLease:
             elif isinstance(what, str) and what:
                 notes[f"claim {what}"] = f"the lease's ticket cannot be shown to a node: {why}"
         return notes
+
+
+def _place(extent: LeasedExtent) -> tuple[int, int]:
+    """Return the part of the lease's bytes that an extent holds, and which copy of it."""
+    return extent.part, extent.replica

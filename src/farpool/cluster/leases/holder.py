@@ -225,7 +225,7 @@ class LeaseHolder(Closing):
                     self._held.failed(time.monotonic(), str(error))
             else:
                 with self._lock:
-                    self._held.granted(granted, sent)
+                    self._held.granted(granted, sent, step)
 
     def _send(self, step: Step) -> GrantedLease:
         client, held = self._client, self._held
