@@ -265,11 +265,13 @@ class ManagerClient:
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         managers = self._location.managers
-        why, status, uncertain, pause = "", 0, False, _FIRST_PAUSE_S
+        first, why, status, uncertain, pause = self._first, "", 0, False, _FIRST_PAUSE_S
         for attempt in range(1 << 30):
-            index = (self._first + attempt) % len(managers)
+            index = (first + attempt) % len(managers)
             manager = _shown(managers[index])
-            exchange = _Exchange(managers[index], self._context(), deadline, seconds)
+            # A manager that does not answer at all leaves time for the next one.
+            share = (deadline - time.monotonic()) / min(2, len(managers))
+            exchange = _Exchange(managers[index], self._context(), time.monotonic() + share)
             try:
                 status, answer, headers = exchange.run(method, path, body, self._token)
                 if status not in _AWAY:
@@ -295,6 +297,7 @@ class ManagerClient:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             if time.monotonic() >= deadline:
                 break
+        self._first = (index + 1) % len(managers)
         raise ManagerAwayError(
             f"no manager carried out {method} {path} in {seconds:g} s ({why}); start 'farpool manager', or name the "
             "managers that run",
@@ -325,10 +328,10 @@ class ManagerClient:
 class _Exchange:
     """One request and its answer, over a connection of its own."""
 
-    def __init__(self, manager: Address, context: ssl.SSLContext | None, deadline: float, timeout: float) -> None:
+    def __init__(self, manager: Address, context: ssl.SSLContext | None, deadline: float) -> None:
         self.is_sent = False
         self._deadline = deadline
-        left = max(0.001, min(timeout, deadline - time.monotonic()))
+        left = max(0.001, deadline - time.monotonic())
         self._connection = (
             http.client.HTTPConnection(manager.host, manager.port, timeout=left)
             if context is None

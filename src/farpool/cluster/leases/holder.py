@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -15,7 +16,7 @@ from farpool import forks
 from farpool.closing import Closing
 from farpool.cluster.leases.client import GrantedLease, LeasedExtent, ManagerClient
 from farpool.cluster.leases.held import Claim, HeldLease, Move, Release, Renew, Replace, Rest, Step
-from farpool.errors import FarpoolError, FarpoolWarning, LeaseRefusedError
+from farpool.errors import FarpoolError, FarpoolWarning, LeaseRefusedError, NodeError
 
 __all__ = ["ExtentUser", "LeaseHolder"]
 
@@ -100,6 +101,8 @@ class LeaseHolder(Closing):
         self._lock = threading.Lock()
         # Held during a call that changes the lease, so that answers arrive in the order of the requests.
         self._calls = threading.Lock()
+        # By member, held while a ticket is shown to it, because a node forgets the claims of the ticket before.
+        self._shows: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     @property
     def lease(self) -> str:
@@ -112,13 +115,8 @@ class LeaseHolder(Closing):
         with self._lock:
             return tuple(self._held.notes(time.monotonic()).values())
 
-    @property
-    def ticket(self) -> bytes:
-        """The newest ticket."""
-        return self._held.ticket
-
     def grow(self, size: int) -> tuple[LeasedExtent, ...]:
-        """Lease further bytes, and return the new extents. Then call `use` or `drop`.
+        """Lease further bytes, and return the new extents. Then call `show` or `drop`.
 
         Raises
         ------
@@ -137,10 +135,20 @@ class LeaseHolder(Closing):
                 self._held.granted(granted, sent)
                 return self._held.take()
 
-    def use(self, extents: tuple[LeasedExtent, ...], ticket: bytes) -> None:
-        """Use new extents, to whose members a ticket was shown."""
-        with self._lock:
-            self._held.use(extents, ticket)
+    def show(self, member: str, extents: tuple[LeasedExtent, ...], use: Callable[[], None]) -> None:
+        """Show the ticket to the member of new extents, call `use`, and look after the extents from then on.
+
+        Raises
+        ------
+        FarpoolError
+            As raised by `ExtentUser.claim`.
+        """
+        with self._shows[member]:
+            ticket = self._held.ticket
+            self._user.claim(member, ticket, extents)
+            use()
+            with self._lock:
+                self._held.use(extents, ticket)
 
     def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
         """Give back extents that could not be used."""
@@ -238,25 +246,31 @@ class LeaseHolder(Closing):
 
     def _claim(self, step: Claim) -> None:
         with self._lock:
-            ticket, extents = self._held.ticket, self._held.shown
+            extents = self._held.shown
         try:
-            self._user.claim(step.member, ticket, extents)
+            self._show_again(step.member, extents)
         except FarpoolError as error:
             with self._lock:
                 self._held.not_claimed(step.member, time.monotonic(), str(error))
-        else:
-            self._claimed(step.member, ticket)
 
-    def _claimed(self, member: str, ticket: bytes) -> None:
-        with self._lock:
-            self._held.claimed(member, ticket)
+    def _show_again(self, member: str, extents: tuple[LeasedExtent, ...]) -> None:
+        shows = self._shows[member]
+        # The thread may not wait, because it renews the lease.
+        if not shows.acquire(blocking=False):
+            raise NodeError("another thread shows a ticket to this node, which makes memory for it", node=member)
+        try:
+            ticket = self._held.ticket
+            self._user.claim(member, ticket, extents)
+            with self._lock:
+                self._held.claimed(member, ticket)
+        finally:
+            shows.release()
 
     def _move(self, step: Move) -> None:
         with self._lock:
-            ticket, extents = self._held.ticket, (*self._held.used, step.new)
+            extents = (*self._held.used, step.new)
         try:
-            self._user.claim(step.new.member, ticket, extents)
-            self._claimed(step.new.member, ticket)
+            self._show_again(step.new.member, extents)
             is_done = self._user.move(step.old, step.new, self._go_on)
         except (FarpoolError, OSError, MemoryError) as error:
             with self._lock:

@@ -244,27 +244,28 @@ class Leased(PortTier):
         return False
 
     def _add(self, holder: LeaseHolder, extents: tuple[LeasedExtent, ...]) -> None:
-        """Show the ticket to the members of new extents, and use these."""
+        """Use new extents; if that fails, give back those that are not used."""
         parts = self._parts
         assert parts is not None
-        free = [index for index in range(_SLOTS) if index not in self._spaces]
         try:
-            if len(free) < len(extents) or any(one.bytes > self._slot_bytes for one in extents):
+            if len(extents) > _SLOTS - len(self._spaces) or any(one.bytes > self._slot_bytes for one in extents):
                 raise TierFullError(
                     f"{self._name}: the lease has more than {_SLOTS} parts; open a second tier", tier=self._name
                 )
             for member in dict.fromkeys(one.member for one in extents):
                 own = tuple(one for one in extents if one.member == member)
-                ticket = holder.ticket
-                parts.claim(member, ticket, own)
-                for one in own:
-                    index = free.pop(0)
-                    parts.use(parts.slots[index], one)
-                    self._spaces[index] = ExtentSpace(self._name, one.bytes, CACHE_LINE_BYTES)
-                holder.use(own, ticket)
+                holder.show(member, own, partial(self._use, parts, own))
         except BaseException:
-            holder.drop(extents)  # those that are used stay
+            # Those that are used stay.
+            holder.drop(extents)
+            parts.drop(extents)
             raise
+
+    def _use(self, parts: LeasedParts, extents: tuple[LeasedExtent, ...]) -> None:
+        for one in extents:
+            index = next(index for index in range(_SLOTS) if index not in self._spaces)
+            parts.use(parts.slots[index], one)
+            self._spaces[index] = ExtentSpace(self._name, one.bytes, CACHE_LINE_BYTES)
 
     def _open_port(self) -> Port:
         location = self._location

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,10 @@ class LeasedParts:
         self._tier = tier
         self._connect = connect
         self._timeout = timeout
-        # Protects the two tables. Not held during calls to nodes.
+        # Protects the tables. Not held during calls to nodes.
         self._lock = threading.Lock()
+        self._claiming: Counter[str] = Counter()
+        """Number of threads that show a ticket to each member."""
         self._channels: dict[str, Channel] = {}
         self._claimed: dict[tuple[str, int], _Claimed] = {}
 
@@ -130,6 +133,15 @@ class LeasedParts:
             The member does not answer, refuses the ticket or has no room.
         """
         own = {one.number: one for one in extents if one.member == member}
+        with self._lock:
+            self._claiming[member] += 1
+        try:
+            self._claim(ticket, own)
+        finally:
+            with self._lock:
+                self._claiming[member] -= 1
+
+    def _claim(self, ticket: bytes, own: dict[int, LeasedExtent]) -> None:
         channel = self._channel(next(iter(own.values())))
         deadline = time.monotonic() + self._timeout
         with self._lock:
@@ -185,7 +197,7 @@ class LeasedParts:
         """
         slot = next((one for one in self.slots if one.extent is not None and one.extent.key == old.key), None)
         if slot is None or slot.movable is None:
-            return True  # the tier has not used it
+            raise TierError(f"{self._tier}: {old.shown} are not used", tier=self._tier)
         with self._lock:
             target, source = self._claimed[new.key], self._claimed[old.key]
         port = slot.movable
@@ -202,15 +214,17 @@ class LeasedParts:
             del self._claimed[old.key]
         # The lease's thread renews the lease next, so it may not wait long here.
         give_back([source.lease], time.monotonic() + min(self._timeout, PERIOD_S))
-        self._close_idle()
+        self._close_idle(old.member)
         return True
 
     def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
-        """Forget extents that no slot uses."""
+        """Forget those of these extents that no slot uses."""
         with self._lock:
-            for one in extents:
-                self._claimed.pop(one.key, None)
-        self._close_idle()
+            used = {slot.extent.key for slot in self.slots if slot.extent is not None}
+            for key in {one.key for one in extents} - used:
+                self._claimed.pop(key, None)
+        for member in {one.member for one in extents}:
+            self._close_idle(member)
 
     def close(self) -> None:
         """End the use of all extents. Idempotent."""
@@ -241,10 +255,11 @@ class LeasedParts:
             channel.move(addresses[0])
         return channel
 
-    def _close_idle(self) -> None:
-        """Close the channels to nodes that lend nothing any more."""
+    def _close_idle(self, member: str) -> None:
+        """Close the channel to a member if it lends nothing any more."""
         with self._lock:
-            lending = {member for member, _ in self._claimed}
-            idle = [self._channels.pop(member) for member in [*self._channels] if member not in lending]
-        for channel in idle:
+            if self._claiming[member] or any(one == member for one, _ in self._claimed):
+                return
+            channel = self._channels.pop(member, None)
+        if channel is not None:
             channel.close()
