@@ -50,6 +50,7 @@ class Manager(Closing):
         self.keys = KeySet(self.registry)
         self.keys.turn()
         self.token = token
+        self.tenants: dict[str, int] = {}
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.refuse: Callable[[str], Answer | None] = lambda _: None
         self.port = 0
@@ -126,6 +127,9 @@ class Manager(Closing):
         if self.token and headers.get("Authorization") != f"Bearer {self.token}":
             return 401, {"detail": "no such token, expected a token that exists; ask an administrator for one"}
         parts = path.strip("/").split("/")
+        if parts[:2] == ["v1", "tenants"]:
+            number = self.tenants.get(parts[2])
+            return (200, {"tenant": {"number": number}}) if number else (404, {"detail": f"no tenant {parts[2]!r}"})
         assert parts[:2] == ["v1", "leases"], path
         try:
             return self._answered(self._carried_out(method, parts[2:], body))

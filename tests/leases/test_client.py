@@ -201,6 +201,18 @@ def test_terms_that_no_pool_keeps_are_the_managers_words(manager: Manager) -> No
     assert error.value.status == 422
 
 
+def test_a_tenant_may_have_a_name(manager: Manager) -> None:
+    with pytest.raises(LeaseRefusedError, match="no tenant 'other'"):
+        client(manager.location, query="?tenant=other").grant(G)
+    manager.tenants = {"a%2Fb": 7}
+    lease = client(manager.location, query="?tenant=a/b").grant(G)
+    (found,) = manager.service.leases()
+    assert (found.lease, found.record.terms.tenant) == (lease.lease, 7)
+    manager.refuse = lambda request: (200, {}) if request.startswith("GET") else None
+    with pytest.raises(ManagerError, match="about the tenant 'a/b' cannot be used"):
+        client(manager.location, query="?tenant=a/b").grant(G)
+
+
 def test_a_token_comes_from_a_variable_or_a_private_file(tmp_path: Path) -> None:
     assert client_token({}) == ""
     assert client_token({"FARPOOL_TOKEN": f" {TOKEN}\n"}) == TOKEN

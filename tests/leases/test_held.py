@@ -220,7 +220,7 @@ def test_new_extents_wait_until_the_user_takes_them() -> None:
     assert one.take() == (second,)
     assert one.take() == ()
     one.claimed(A, one.ticket)
-    assert isinstance(one.step(1.0), Rest)  # nobody but the user shows the ticket to the new member at first
+    assert isinstance(one.step(1.0), Rest)  # the user alone shows the ticket to the new member at first
     one.drop([second])
     assert one.bytes == 4096
     assert one.used == (first,)

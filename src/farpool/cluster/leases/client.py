@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -146,7 +147,16 @@ class _Answer(msgspec.Struct, frozen=True):
     ticket: bytes | None = None
 
 
+class _Tenant(msgspec.Struct, frozen=True):
+    number: int
+
+
+class _TenantAnswer(msgspec.Struct, frozen=True):
+    tenant: _Tenant
+
+
 _DECODER = msgspec.json.Decoder(_Answer)
+_TENANT_DECODER = msgspec.json.Decoder(_TenantAnswer)
 
 
 class ManagerClient:
@@ -211,27 +221,43 @@ class ManagerClient:
             "holder": self._holder,
         }
         if terms.tenant is not None:
-            body["tenant"] = terms.tenant
+            body["tenant"] = self._tenant_number(terms.tenant, timeout)
         return self._lease("POST", "/v1/leases", body, timeout)
 
+    def _tenant_number(self, tenant: str | int, timeout: float | None) -> int:
+        """Return a tenant's number; a manager knows it by the name."""
+        if isinstance(tenant, int):
+            return tenant
+        status, answer, manager = self._ask("GET", f"/v1/tenants/{quote(tenant, safe='')}", None, timeout)
+        if status >= 300:
+            raise _refusal(status, answer, manager)
+        try:
+            return _TENANT_DECODER.decode(answer).tenant.number
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ManagerError(
+                f"{manager}: the answer about the tenant {tenant!r} cannot be used: {error}",
+                manager=manager,
+                status=status,
+            ) from error
+
     def renew(self, lease: str, *, timeout: float | None = None) -> GrantedLease:
-        """Renew a lease; the errors are those of `grant`."""
+        """Renew a lease. Raises the same errors as `grant`."""
         return self._lease("POST", f"/v1/leases/{lease}/renew", {}, timeout)
 
     def resize(self, lease: str, size: int, *, epoch: int, timeout: float | None = None) -> GrantedLease:
-        """Grow or shrink a lease; the errors are those of `grant`."""
+        """Grow or shrink a lease. Raises the same errors as `grant`."""
         return self._lease("POST", f"/v1/leases/{lease}/resize", {"bytes": size, "epoch": epoch}, timeout)
 
     def replace(
         self, lease: str, extents: Sequence[LeasedExtent], *, epoch: int, timeout: float | None = None
     ) -> GrantedLease:
-        """Ask for an extent on another member for each of some extents; the errors are those of `grant`."""
+        """Ask for an extent on another member for each of some extents. Raises the same errors as `grant`."""
         return self._lease("POST", f"/v1/leases/{lease}/replace", _named(extents, epoch), timeout)
 
     def release(
         self, lease: str, extents: Sequence[LeasedExtent], *, epoch: int, timeout: float | None = None
     ) -> GrantedLease:
-        """Give extents back that the program no longer uses; the errors are those of `grant`."""
+        """Give extents back that the program no longer uses. Raises the same errors as `grant`."""
         return self._lease("POST", f"/v1/leases/{lease}/release", _named(extents, epoch), timeout)
 
     def end(self, lease: str, *, timeout: float | None = None) -> None:

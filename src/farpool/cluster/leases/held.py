@@ -134,7 +134,7 @@ class HeldLease:
         self._lost: list[LeasedExtent] = []
         self.granted(granted, sent)
 
-    # What the holder has
+    # The present extents
 
     @property
     def bytes(self) -> int:

@@ -29,7 +29,7 @@ class ExtentUser(Protocol):
     """The part of a program that uses the extents of a lease. The holder's thread calls it."""
 
     def claim(self, member: str, ticket: bytes, extents: tuple[LeasedExtent, ...]) -> None:
-        """Show a ticket to a member, and get ready to use those of `extents` that the member lends.
+        """Show a ticket to a member, and get ready to use the extents among `extents` that the member lends.
 
         Raises
         ------

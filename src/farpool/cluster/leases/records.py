@@ -23,6 +23,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from farpool.cluster.wire.access import LONGEST_NAME
 from farpool.errors import ConfigError, RegistryDamagedError
 
 __all__ = [
@@ -330,8 +331,8 @@ def check_request(request: LeaseRequest) -> None:
     copies = request.redundancy.removeprefix("copies:")
     if request.tenant < 0:
         wrong = f"tenant is {request.tenant}, expected a tenant's number"
-    elif len(request.holder) > TEXT_MAX:
-        wrong = f"holder has {len(request.holder)} characters, expected at most {TEXT_MAX}"
+    elif len(request.holder) > LONGEST_NAME:
+        wrong = f"holder has {len(request.holder)} characters, expected at most {LONGEST_NAME}"
     elif not 0 < len(request.request) <= TEXT_MAX:
         wrong = f"request has {len(request.request)} characters, expected 1 to {TEXT_MAX}"
     elif not 0 < request.bytes < 1 << 60:

@@ -125,7 +125,7 @@ class LeasedParts:
         return tuple(f"{one.shown} are lost: the node was started again without them" for one in lost)
 
     def claim(self, member: str, ticket: bytes, extents: tuple[LeasedExtent, ...]) -> None:
-        """Show a ticket to a member, and make ports to those of `extents` that it lends and that have none.
+        """Show a ticket to a member, and make ports to the extents among `extents` that it lends and that have none.
 
         Raises
         ------
@@ -218,7 +218,7 @@ class LeasedParts:
         return True
 
     def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
-        """Forget those of these extents that no slot uses."""
+        """Forget extents, except the ones that a slot uses."""
         with self._lock:
             used = {slot.extent.key for slot in self.slots if slot.extent is not None}
             for key in {one.key for one in extents} - used:
