@@ -3,13 +3,23 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "core/clock.hpp"
 #include "wire/segment.hpp"
 
 namespace farpool {
+
+namespace {
+
+// A manager's order can raise the lease's epoch at the node a moment before the program has shown the ticket of that epoch.
+constexpr double ticket_patience_s = 2.0;
+constexpr std::chrono::milliseconds ticket_pause{5};
+
+}  // namespace
 
 // A connection that the port lends to a transfer. The transfer returns it at its end; a broken one is only waited for.
 class RemotePort::Borrowed {
@@ -143,6 +153,21 @@ void RemotePort::transfer(Direction direction, const Piece& piece) {
         copy(direction, piece);
         return;
     }
+    const double until = monotonic_seconds() + std::min(timeout_, ticket_patience_s);
+    for (;;) {
+        try {
+            transfer_once(direction, piece);
+            return;
+        } catch (const PortFailure& failure) {
+            if (failure.error().kind != ErrorKind::ticket || monotonic_seconds() >= until) {
+                throw;
+            }
+        }
+        std::this_thread::sleep_for(ticket_pause);
+    }
+}
+
+void RemotePort::transfer_once(Direction direction, const Piece& piece) {
     Exchange exchange(*this, direction);
     try {
         exchange.start(piece);

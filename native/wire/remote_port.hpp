@@ -43,6 +43,7 @@ private:
     class Exchange;
 
     void transfer(Direction direction, const Piece& piece);
+    void transfer_once(Direction direction, const Piece& piece);
     void copy(Direction direction, const Piece& piece) const;
     void send(Direction direction, const Piece& piece, Connection& connection) const;
     void receive(Direction direction, const Piece& piece, Connection& connection) const;

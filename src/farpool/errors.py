@@ -18,7 +18,10 @@ __all__ = [
     "IncompatibleError",
     "KeyConflictError",
     "LeaseLostError",
+    "LeaseRefusedError",
     "LifetimeError",
+    "ManagerAwayError",
+    "ManagerError",
     "NameHeldError",
     "NameLostError",
     "NameMissingError",
@@ -270,6 +273,62 @@ class TicketError(NodeError):
     The ticket may be forged or damaged, have expired, be of an earlier epoch of the lease, or be for another client or
     node. The leased bytes stay, because only an order of the manager ends a lease.
     """
+
+
+class ManagerError(FarpoolError, OSError):
+    """A manager of the pool refused a request, or its answer cannot be used. The message names the manager.
+
+    Attributes
+    ----------
+    manager : str
+        The manager's address, for example ``farpool://10.0.0.7:7470``.
+    status : int
+        HTTP status of the answer; 0 if there was none.
+    """
+
+    def __init__(self, message: str, *, manager: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        self.manager = manager
+        self.status = status
+
+
+class ManagerAwayError(ManagerError, TimeoutError):
+    """No manager of the pool carried out a request before its deadline.
+
+    Attributes
+    ----------
+    uncertain : bool
+        True if a manager may have received the request, and may have carried it out.
+    """
+
+    def __init__(self, message: str, *, manager: str = "", status: int = 0, uncertain: bool = False) -> None:
+        super().__init__(message, manager=manager, status=status)
+        self.uncertain = uncertain
+
+
+class LeaseRefusedError(ManagerError):
+    """A manager refused a request for a lease, and nothing was changed. The message has the nearest offer, if any.
+
+    Attributes
+    ----------
+    reason : str
+        Why, for programs, for example ``memory``, ``quota`` or ``unknown``; empty if the manager gave no reason.
+    offers : tuple of dict
+        Terms that would be granted if they were asked for now, the nearest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        manager: str = "",
+        status: int = 0,
+        reason: str = "",
+        offers: tuple[dict[str, object], ...] = (),
+    ) -> None:
+        super().__init__(message, manager=manager, status=status)
+        self.reason = reason
+        self.offers = offers
 
 
 class RegistryError(FarpoolError, OSError):

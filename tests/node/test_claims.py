@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -435,6 +436,12 @@ def test_a_port_moves_the_bytes_of_a_claimed_extent(pool: Pool, transport: Any) 
                 port.read(8, memory.address, 4)
             channel.claim(pool.ticket(epoch=2), soon())
             port.read(8, memory.address, 4)
+            # A read that comes before the ticket of the new epoch waits for it for a while.
+            assert pool.order(3, "raise").done
+            with ThreadPoolExecutor(1) as threads:
+                read = threads.submit(port.read, 8, memory.address, 4)
+                channel.claim(pool.ticket(epoch=3), soon())
+                read.result(PATIENCE_S)
         assert pool.order(5).result == {"ended": [1]}
         with pytest.raises(LeaseLostError):
             channel.call("attach_lease", soon(), lease=extent.lease.id)

@@ -47,6 +47,7 @@ __all__ = [
     "check_order",
     "check_ticket",
     "key_id",
+    "read_ticket",
     "sign",
     "verify_order",
     "verify_ticket",
@@ -241,6 +242,25 @@ def sign(message: Ticket | Order, key: SigningKey) -> bytes:
             f"the {form.name} has {len(payload)} bytes of payload; it may have {form.bytes_max} altogether"
         )
     return head + payload + key.sign(head + payload)
+
+
+def read_ticket(data: bytes) -> Ticket:
+    """Decode a ticket for its holder, who has it from a manager. The signature is not verified: only nodes do that.
+
+    Raises
+    ------
+    TicketError
+        The bytes are not a ticket that this farpool can read.
+    """
+    form = _FORMS[Ticket]
+    least = _HEAD.size + _SIGNATURE_BYTES
+    if not least < len(data) <= form.bytes_max or data[: len(form.magic)] != form.magic:
+        raise TicketError(f"these {len(data)} bytes are no ticket", refused=True)
+    try:
+        ticket: Ticket = form.decoder.decode(data[_HEAD.size : -_SIGNATURE_BYTES])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise TicketError(f"the ticket cannot be read: {error}", refused=True) from None
+    return ticket
 
 
 def verify_ticket(data: bytes, keys: Mapping[bytes, bytes]) -> Ticket:

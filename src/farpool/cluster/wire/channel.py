@@ -88,6 +88,12 @@ class Channel:
     expected : bytes or None
         Identity that the node must have; the channel refuses another node at the address. If empty, the channel accepts
         the node of its next contact, and expects the identity of this node from then on. If None, it accepts any node.
+    ticket : bytes
+        Ticket that the channel shows again after each contact: a node that has started again knows no claims. Empty for
+        none.
+    emptied : set of int
+        Numbers of extents that the node had to make again when the ticket was shown again, so that their bytes are
+        lost.
 
     Raises
     ------
@@ -99,6 +105,7 @@ class Channel:
     one_sided: NodeMemory | None
     pool: ConnectionPool
     welcome: Welcome | None
+    ticket: bytes
     _control: Control | None
     _control_socket: Connected | None
 
@@ -114,6 +121,7 @@ class Channel:
         self.name = str(address)
         self.epoch = TenantEpoch()
         self.expected: bytes | None = None
+        self.emptied: set[int] = set()
         self._address = address
         self._moved_to: Address | None = None
         self._key = key
@@ -331,6 +339,7 @@ class Channel:
 
     def _begin(self) -> None:
         self.reader = None
+        self.ticket = b""
         self.welcome = None
         self._session = 0
         self._closed = False
@@ -400,7 +409,15 @@ class Channel:
             control.close()
             self._control = None
         self._refuse_if_closed()
+        if self.ticket:
+            self._show_again(control, deadline)
         return control
+
+    def _show_again(self, control: Control, deadline: float) -> None:
+        # If the node refuses the ticket, the transfers report it.
+        with contextlib.suppress(NodeError):
+            result = control.call("claim", deadline, ticket=self.ticket)
+            self.emptied |= {number for number, _, _, made in result["extents"] if made}
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

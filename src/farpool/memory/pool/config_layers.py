@@ -27,7 +27,7 @@ _PREFIX = "FARPOOL_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Environment variable that names the TOML file."""
 _TABLE = "pool"
-_OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "pool", "registry", "tls"})
+_OTHER_VARIABLES = frozenset({"config", "key", "key_file", "nodes", "pool", "registry", "tls", "token", "token_file"})
 """Names of variables ``FARPOOL_...`` that a pool ignores, in lower case and without the prefix. They name neither
 settings nor kinds of tiers."""
 

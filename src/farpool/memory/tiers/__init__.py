@@ -4,6 +4,7 @@ from farpool.abc.tier import Extent, HasNotes, HasPort, HoldsMemory, Mapped, Tie
 from farpool.memory.tiers.dram import Dram, DramSpec
 from farpool.memory.tiers.faulty import Fault, Faulty
 from farpool.memory.tiers.kinds import tier_spec
+from farpool.memory.tiers.leased import Leased
 from farpool.memory.tiers.nvme import Nvme, NvmeSpec
 from farpool.memory.tiers.remote import Remote, RemoteSpec
 from farpool.memory.tiers.safetensors import SafetensorsFile
@@ -24,6 +25,7 @@ __all__ = [
     "HasNotes",
     "HasPort",
     "HoldsMemory",
+    "Leased",
     "Mapped",
     "Nvme",
     "NvmeSpec",

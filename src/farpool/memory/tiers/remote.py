@@ -18,6 +18,7 @@ from msgspec.structs import force_setattr
 from farpool._native import ReplaceablePort, StripedPort, VerifiedPort
 from farpool.abc.membership import MemberInfo, Membership
 from farpool.abc.tier import Extent, Tier, TierInfo
+from farpool.cluster.leases.location import is_pool
 from farpool.cluster.members.named import named_nodes
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import Address, parse_address
@@ -25,6 +26,7 @@ from farpool.cluster.wire.channel import Channel, Transport
 from farpool.cluster.wire.lease import Lease
 from farpool.cluster.wire.settings import checked_timeout, checked_transport
 from farpool.errors import ConfigError, TierError
+from farpool.memory.tiers.leased import Leased
 from farpool.memory.tiers.port_tier import PortTier
 from farpool.memory.tiers.remote_members import Following, MemberPart, find_address, refuse_twins, usable
 from farpool.memory.tiers.remote_nodes import Contact, Part, borrow, free_bytes, give_back, port_to
@@ -397,7 +399,7 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     ----------
     nodes : sequence of str or str
         Addresses of the nodes, as a sequence or as one text with commas, which becomes a tuple of full addresses; or
-        the address of their registry.
+        the address of their registry; or the address of a pool's managers, ``farpool://...``, for a `Leased` tier.
     size : int, str or None
         As in `Remote`; None for as much memory as the nodes have free.
     key : str, optional
@@ -420,12 +422,32 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         name = self.name or self.kind
+        if (location := self._location()) is not None:
+            force_setattr(self, "nodes", (location,))
+            super().__post_init__()
+            return
         named = named_nodes(self.nodes, f"nodes of {name}")
         addresses = (named.registry,) if named.registry else node_addresses(named.addresses, name)
         force_setattr(self, "nodes", tuple(str(address) for address in addresses))
         super().__post_init__()
 
+    def _location(self) -> str | None:
+        """Return the address of a pool's managers; None if the nodes are named in another way."""
+        nodes = self.nodes.strip() if isinstance(self.nodes, str) else self.nodes
+        if isinstance(nodes, str):
+            return nodes if is_pool(nodes) else None
+        return nodes[0] if len(nodes) == 1 and is_pool(nodes[0]) else None
+
     def make_bare(self) -> Tier:
+        if (location := self._location()) is not None:
+            return Leased(
+                location,
+                size=self.size,
+                name=self.name,
+                key=self.key,
+                timeout=self.timeout,
+                transport=self.transport,
+            )
         return Remote(
             *self.nodes,
             size=self.size,
@@ -439,5 +461,5 @@ class RemoteSpec(TierSpec, frozen=True, kw_only=True):
         return f"RemoteSpec({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        shown = {"nodes": named_nodes(self.nodes).shown}
+        shown = {"nodes": self.nodes if self._location() else named_nodes(self.nodes).shown}
         return [(name, shown.get(name, value)) for name, value in super().__rich_repr__() if name != "key"]

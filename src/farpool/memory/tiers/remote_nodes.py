@@ -19,11 +19,11 @@ from farpool.memory.tiers.remote_one_sided import OneSidedLease
 if TYPE_CHECKING:
     from farpool._native import Port
 
-__all__ = ["PERIOD_S", "Contact", "Part", "borrow", "free_bytes", "give_back", "port_to"]
+__all__ = ["BACKED_PER_SECOND", "PERIOD_S", "Contact", "Part", "borrow", "free_bytes", "give_back", "port_to"]
 
 PERIOD_S = 1.0
 """Seconds between two checks that the nodes can be reached; far less than a node's grace period."""
-_BACKED_PER_SECOND = 512 << 20
+BACKED_PER_SECOND = 512 << 20
 """Bytes that any node can back with zeroed pages within a second. A node does this before it answers."""
 _Result = TypeVar("_Result")
 
@@ -61,7 +61,7 @@ def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) 
         for channel in channels:
             # Connect first, so that an unreachable node is noticed within the timeout, however much it is to lend.
             _asked(channel, tier, partial(channel.connect, deadline))
-            deadline += nbytes / _BACKED_PER_SECOND
+            deadline += nbytes / BACKED_PER_SECOND
             leases.append(_asked(channel, tier, partial(channel.lend, nbytes, deadline)))
     except BaseException:
         give_back(leases, time.monotonic() + timeout)  # even if the deadline has passed

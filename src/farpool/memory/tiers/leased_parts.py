@@ -1,0 +1,265 @@
+"""The extents of a lease at their nodes: ports to them, and copies from one to another while transfers go on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from farpool._native import PythonPort, ReplaceablePort
+from farpool.abc.membership import MemberInfo
+from farpool.cluster.leases.client import LeasedExtent
+from farpool.cluster.wire.address import parse_address
+from farpool.errors import NodeError, TicketError, TierError
+from farpool.memory.tiers.remote_members import find_address
+from farpool.memory.tiers.remote_nodes import BACKED_PER_SECOND, PERIOD_S, give_back, port_to
+from farpool.memory.tiers.striped import STRIPE
+
+if TYPE_CHECKING:
+    from farpool._native import Port
+    from farpool.cluster.wire.channel import Channel
+    from farpool.cluster.wire.lease import Lease
+
+__all__ = ["LeasedParts", "Slot"]
+
+_PAUSE_S = 0.05
+"""Seconds between two attempts to show a new ticket to a node that does not know the manager's key yet."""
+
+
+class _Nothing:
+    """The place of a slot's bytes while the slot has no extent."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+
+    def _refuse(self, *_: Any) -> None:
+        raise TierError(f"{self._tier}: no memory was leased for this offset", tier=self._tier)
+
+    read_into = write_from = _refuse
+
+
+class Slot:
+    """A range of the tier's space, which one extent at a time provides.
+
+    Parameters
+    ----------
+    tier : str
+        Name of the tier, for errors.
+
+    Attributes
+    ----------
+    port : ReplaceablePort
+        Port to `movable`; transfers through it fail until there is one.
+    movable : ReplaceablePort or None
+        Port to the extent.
+    extent : LeasedExtent or None
+        The extent.
+    """
+
+    def __init__(self, tier: str) -> None:
+        # It never copies, so it need not know how many bytes the extent will have.
+        self.port = ReplaceablePort(tier, PythonPort(_Nothing(tier)), nbytes=1, chunk=1)
+        self.movable: ReplaceablePort | None = None
+        self.extent: LeasedExtent | None = None
+
+
+class _Claimed:
+    """An extent that the node lets this program use."""
+
+    def __init__(self, channel: Channel, lease: Lease, port: Port) -> None:
+        self.channel, self.lease, self.port = channel, lease, port
+
+
+class LeasedParts:
+    """A tier's slots, and the nodes that lend their memory. The tier and its lease's thread may call it.
+
+    Parameters
+    ----------
+    tier : str
+        Name of the tier, for errors.
+    slots : tuple of Slot
+        All slots that the tier may ever use.
+    connect : callable
+        Returns a channel to the node at an address.
+    timeout : float
+        Seconds that a node may take for an answer.
+    """
+
+    def __init__(self, tier: str, slots: tuple[Slot, ...], connect: Callable[[str], Channel], timeout: float) -> None:
+        self.slots = slots
+        self._tier = tier
+        self._connect = connect
+        self._timeout = timeout
+        # Protects the tables. Not held during calls to nodes.
+        self._lock = threading.Lock()
+        self._claiming: Counter[str] = Counter()
+        """Number of threads that show a ticket to each member."""
+        self._channels: dict[str, Channel] = {}
+        self._claimed: dict[tuple[str, int], _Claimed] = {}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that have a part of the bytes."""
+        with self._lock:
+            return tuple(self._channels[slot.extent.member].name for slot in self.slots if slot.extent is not None)
+
+    @property
+    def mapped(self) -> tuple[bool, ...]:
+        """For each part, True if it is mapped into this process."""
+        with self._lock:
+            return tuple(
+                self._claimed[slot.extent.key].lease.address is not None
+                for slot in self.slots
+                if slot.extent is not None
+            )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each part whose node lost its bytes."""
+        with self._lock:
+            emptied = {(member, one) for member, channel in self._channels.items() for one in channel.emptied}
+            lost = [slot.extent for slot in self.slots if slot.extent is not None and slot.extent.key in emptied]
+        return tuple(f"{one.shown} are lost: the node was started again without them" for one in lost)
+
+    def claim(self, member: str, ticket: bytes, extents: tuple[LeasedExtent, ...]) -> None:
+        """Show a ticket to a member, and make ports to the extents among `extents` that it lends and that have none.
+
+        Raises
+        ------
+        NodeError
+            The member does not answer, refuses the ticket or has no room.
+        """
+        own = {one.number: one for one in extents if one.member == member}
+        with self._lock:
+            self._claiming[member] += 1
+        try:
+            self._claim(ticket, own)
+        finally:
+            with self._lock:
+                self._claiming[member] -= 1
+
+    def _claim(self, ticket: bytes, own: dict[int, LeasedExtent]) -> None:
+        channel = self._channel(next(iter(own.values())))
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            new = {number: one for number, one in own.items() if one.key not in self._claimed}
+        if new:
+            # A node backs new memory with pages before it answers.
+            deadline += sum(one.bytes for one in new.values()) / BACKED_PER_SECOND
+            self._claim_new(channel, ticket, new, deadline)
+        else:
+            result = channel.call("claim", deadline, ticket=ticket)
+            channel.emptied |= {number for number, _, _, made in result["extents"] if made and number in own}
+        channel.ticket = ticket
+
+    def _claim_new(self, channel: Channel, ticket: bytes, new: dict[int, LeasedExtent], deadline: float) -> None:
+        for one in self._claims(channel, ticket, deadline):
+            if (extent := new.get(one.number)) is not None:
+                port = port_to(channel, one.lease, self._tier, self._timeout)
+                with self._lock:
+                    self._claimed[extent.key] = _Claimed(channel, one.lease, port)
+        missing = [one for one in new.values() if one.key not in self._claimed]
+        if missing:
+            raise NodeError(f"{channel.name}: the ticket does not name {missing[0].shown}", node=channel.name)
+
+    def _claims(self, channel: Channel, ticket: bytes, deadline: float) -> Any:
+        """Show a ticket; try again for a while if the node may not know the manager's newest key yet."""
+        while True:
+            try:
+                return channel.claim(ticket, deadline)
+            except TicketError:
+                if time.monotonic() + _PAUSE_S >= deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+
+    def use(self, slot: Slot, extent: LeasedExtent) -> None:
+        """Use a claimed extent for a slot that has none."""
+        with self._lock:
+            claimed = self._claimed[extent.key]
+        movable = ReplaceablePort(self._tier, claimed.port, nbytes=extent.bytes, chunk=STRIPE)
+        slot.port.set_target(movable, same_bytes=True)
+        slot.port.replace()
+        with self._lock:
+            slot.extent, slot.movable = extent, movable
+
+    def move(self, old: LeasedExtent, new: LeasedExtent, go_on: Callable[[], bool]) -> bool:
+        """Copy the bytes of `old` to `new`, which was claimed, and use `new` from then on.
+
+        Transfers go on during the copy. Each chunk is read back and compared.
+
+        Raises
+        ------
+        NodeError, TierError
+            A node failed. The bytes stay.
+        """
+        slot = next((one for one in self.slots if one.extent is not None and one.extent.key == old.key), None)
+        if slot is None or slot.movable is None:
+            raise TierError(f"{self._tier}: {old.shown} are not used", tier=self._tier)
+        with self._lock:
+            target, source = self._claimed[new.key], self._claimed[old.key]
+        port = slot.movable
+        port.set_target(target.port)
+        with contextlib.ExitStack() as undo:
+            undo.callback(port.drop_target)
+            while port.copy_chunks():
+                if not go_on():
+                    return False
+            port.replace()
+            undo.pop_all()
+        with self._lock:
+            slot.extent = new
+            del self._claimed[old.key]
+        # The lease's thread renews the lease next, so it may not wait long here.
+        give_back([source.lease], time.monotonic() + min(self._timeout, PERIOD_S))
+        self._close_idle(old.member)
+        return True
+
+    def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
+        """Forget extents, except the ones that a slot uses."""
+        with self._lock:
+            used = {slot.extent.key for slot in self.slots if slot.extent is not None}
+            for key in {one.key for one in extents} - used:
+                self._claimed.pop(key, None)
+        for member in {one.member for one in extents}:
+            self._close_idle(member)
+
+    def close(self) -> None:
+        """End the use of all extents. Idempotent."""
+        with self._lock:
+            claimed, self._claimed = list(self._claimed.values()), {}
+            channels, self._channels = list(self._channels.values()), {}
+            for slot in self.slots:
+                slot.extent = None
+        give_back([one.lease for one in claimed], time.monotonic() + self._timeout)
+        for channel in channels:
+            channel.close()
+
+    def _channel(self, extent: LeasedExtent) -> Channel:
+        """Return the channel to a member, which follows the member's addresses."""
+        with self._lock:
+            channel = self._channels.get(extent.member)
+        addresses = tuple(str(parse_address(one)) for one in extent.addresses)
+        if channel is None:
+            if not addresses:
+                raise NodeError(f"{extent.shown}: the manager knows no address of this node", node=extent.name)
+            identity = bytes.fromhex(extent.member)
+            channel = self._connect(addresses[0])
+            channel.expected = identity
+            find_address(channel, MemberInfo(addresses, identity), self._timeout)
+            with self._lock:
+                return self._channels.setdefault(extent.member, channel)
+        if addresses and channel.name not in addresses:
+            channel.move(addresses[0])
+        return channel
+
+    def _close_idle(self, member: str) -> None:
+        """Close the channel to a member if it lends nothing any more."""
+        with self._lock:
+            if self._claiming[member] or any(one == member for one, _ in self._claimed):
+                return
+            channel = self._channels.pop(member, None)
+        if channel is not None:
+            channel.close()
