@@ -72,7 +72,7 @@ def entry(secret: str = f'"{SECRET}"', rights: str = '["read"]', name: str = "a"
         (b"\xff\xfe", "is not text in UTF-8"),
         (entry(secret='"short"'), "keys.a has a secret of 5 bytes, expected at least 16"),
         (entry(secret="5"), r"keys.a: .*`str`.*\$.secret"),
-        (entry(rights='["raed"]'), "keys.a.rights has 'raed', expected some of read, write, publish, admin"),
+        (entry(rights='["raed"]'), "keys.a.rights has 'raed', expected some of read, write, publish, admin, repair"),
         (entry(rights='["READ"]'), "has 'READ'"),
         (entry(rest="tennant = 3"), "unknown field `tennant`"),
         (entry(rest="tenant = -1"), r"\$.tenant"),

@@ -14,11 +14,21 @@ from farpool.cluster.manager.gate import Gate
 from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.metrics import Metrics
 from farpool.cluster.manager.problems import MEDIA_TYPE, ProblemDocument, add_handlers
-from farpool.cluster.manager.routers import events, health, identities, managers, members, names, objects, tokens
+from farpool.cluster.manager.routers import (
+    events,
+    health,
+    identities,
+    managers,
+    members,
+    names,
+    objects,
+    repairs,
+    tokens,
+)
 
 __all__ = ["ROUTERS", "application"]
 
-ROUTERS = (members, objects, names, events, managers, tokens, identities, health)
+ROUTERS = (members, objects, repairs, names, events, managers, tokens, identities, health)
 """Modules with the paths of the API, each of which has a `router`."""
 
 _DESCRIPTION = (

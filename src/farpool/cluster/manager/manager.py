@@ -19,6 +19,7 @@ from farpool.cluster.manager.calls import Calls
 from farpool.cluster.manager.feed import Feed, revision_of
 from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import ManagerRecord
+from farpool.cluster.manager.repairs import RepairPolicy, RepairService
 from farpool.cluster.members import RegistryMembers
 from farpool.cluster.node.logs import log
 from farpool.errors import FarpoolError
@@ -52,6 +53,8 @@ class Settings:
         True if users of this host need a token even while there is none.
     ttl : float
         Seconds without a sign of this manager after which another one becomes the leader.
+    repair : RepairPolicy or None
+        How the manager repairs while it leads; None if it does not repair.
     """
 
     record: ManagerRecord
@@ -59,6 +62,7 @@ class Settings:
     is_plain_loopback: bool = True
     token_required: bool = False
     ttl: float = 3.0
+    repair: RepairPolicy | None = None
 
 
 @dataclass
@@ -92,6 +96,10 @@ class Manager(Closing):
             self.member_calls = undo.enter_context(Calls(_MEMBER_THREADS, _MEMBER_WAITING_MAX, "farpool-manager-ask"))
             self.members = undo.enter_context(RegistryMembers(registry, timeout=1.0, required=False))
             self.presence = undo.enter_context(Presence(registry, settings.record, settings.ttl))
+            self.repairs: RepairService | None = None
+            if settings.repair is not None:
+                service = RepairService(self.members, settings.repair, lambda: self.presence.leads)
+                self.repairs = undo.enter_context(service)
             self.feed = undo.enter_context(Feed(registry, self.end))
             self._undo = undo.pop_all()
 
@@ -99,6 +107,8 @@ class Manager(Closing):
         """Start the threads. Call this in the event loop."""
         self.feed.start()
         self.presence.start()
+        if self.repairs is not None:
+            self.repairs.start()
         self.audit.add("started", manager=self.settings.record.manager, address=self.settings.record.address)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ An engine forgets nothing that matters if it is dropped: a new one finds the sam
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -118,6 +119,8 @@ class RepairEngine:
         self._exposure = Exposure()
         self._last_exposure: Exposure | None = None
         self._wants_scan = False
+        # A member could not be listed, so its objects have to be looked at once it answers.
+        self._is_incomplete = False
         self._now = 0.0
 
     # What the caller tells.
@@ -142,6 +145,7 @@ class RepairEngine:
     def listed(self, member: bytes, objects: Sequence[Held] | None, now: float, *, is_last: bool = False) -> None:
         """Take the answer to a `ListPage`; None if the member did not answer."""
         self._hear(member, now, answered=objects is not None)
+        self._is_incomplete |= objects is None
         self._scan.listed(member, objects, is_last=is_last)
 
     def checked(self, check: Check, answers: Sequence[Held | None] | None, now: float) -> None:
@@ -183,9 +187,9 @@ class RepairEngine:
             if ended is not None and isinstance(ended[0], CopyOrder):
                 timeout = f"no answer within {ended[0].timeout:.3g} s"
                 self._end_copy(ended[0], ended[1], Outcome.AWAY, timeout)
-        self._waiting.wake(now, self.roster)
-        lapsed = self.roster.lapse(now)
-        self._wants_scan |= lapsed and self._settings.follows
+        for task in self._waiting.wake(now):
+            self._add(task)
+        self._wants_scan |= self.roster.lapse(now) and self._settings.follows
         self._keep_scanning()
         yield from self._scan.actions()
         yield from self._copies(now)
@@ -261,7 +265,7 @@ class RepairEngine:
         task = Task(held, dict(found.holders))
         if len(counting) < wanted:
             self.counts.endangered += not lacked
-            self._waiting.add(task, task.danger(roster))
+            self._add(task)
             return
         self.counts.mended += lacked
         if self._settings.rebalances:
@@ -269,9 +273,14 @@ class RepairEngine:
             have = [member for member in places if found.holders.get(member) or (member in counting)]
             if len(have) < len(places):
                 task.moves = True
-                self._waiting.add(task, task.danger(roster))
+                self._add(task)
             else:
                 self._note_surplus(task)
+
+    def _add(self, task: Task) -> None:
+        left_out = self._waiting.add(task, task.danger(self.roster))
+        if left_out is not None and not left_out.moves:
+            self.counts.endangered -= 1  # the next scan counts it again
 
     def _note_surplus(self, task: Task) -> None:
         places = self.roster.places(self.roster.order(task.held.key), task.held.copies)
@@ -290,8 +299,8 @@ class RepairEngine:
             if max(rate.delay(now) for rate in self._rates) > 0:
                 return
             # While a scan finds objects in more danger, only those start that would be lost with one member.
-            is_last = task.danger(self.roster) <= 0
-            if self._scans_now and not is_last and len(self._waiting) < self._settings.queue_max // 2:
+            is_urgent = task.danger(self.roster) <= 0 and self._settings.follows
+            if self._scans_now and not is_urgent and len(self._waiting) < self._settings.queue_max // 2:
                 return
             order = self._order(task)
             if order is not None:
@@ -351,7 +360,7 @@ class RepairEngine:
                 self.counts.gone += 1
             return
         if outcome is not Outcome.AWAY:
-            self._waiting.add(task, task.danger(self.roster))
+            self._add(task)
             return
         task.tries += 1
         if task.tries >= self._settings.tries_max:
@@ -425,5 +434,7 @@ class RepairEngine:
             self.roster.heard(member, now)
         else:
             self.roster.unheard(member, now)
-        lapsed = self.roster.lapse(now)
-        self._wants_scan |= lapsed and self._settings.follows
+        matters = self.roster.lapse(now)
+        if self._is_incomplete and math.isinf(self.roster.next_lapse()):
+            self._is_incomplete, matters = False, True
+        self._wants_scan |= matters and self._settings.follows

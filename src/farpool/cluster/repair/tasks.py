@@ -113,29 +113,30 @@ class Waiting:
     def __contains__(self, key: bytes) -> bool:
         return key in self._danger or key in self._delayed
 
-    def add(self, task: Task, danger: int) -> None:
-        """Add a task. If there is no room, the least urgent one is left out."""
+    def add(self, task: Task, danger: int) -> Task | None:
+        """Add a task. If there is no room, the least urgent one is left out and returned."""
         key = task.held.key
         if key in self:
-            return
+            return None
         self._by_danger.setdefault(danger, {})[key] = task
         self._danger[key] = danger
-        if len(self) > self._capacity:
-            self.overflowed = True
-            worst = max(self._by_danger)
-            self.remove(next(reversed(self._by_danger[worst])))
+        if len(self) <= self._capacity:
+            return None
+        self.overflowed = True
+        worst = max(self._by_danger)
+        return self.remove(next(reversed(self._by_danger[worst])))
 
     def delay(self, task: Task, until: float) -> None:
         """Add a task that is not to be tried before a time."""
         self._delayed[task.held.key] = task
         heapq.heappush(self._later, (until, next(self._numbers), task.held.key))
 
-    def wake(self, now: float, roster: Roster) -> None:
-        """Let the delayed tasks wait as others, once their time has come."""
+    def wake(self, now: float) -> list[Task]:
+        """Remove and return the delayed tasks whose time has come."""
+        keys = []
         while self._later and self._later[0][0] <= now:
-            _, _, key = heapq.heappop(self._later)
-            if (task := self._delayed.pop(key, None)) is not None:
-                self.add(task, task.danger(roster))
+            keys.append(heapq.heappop(self._later)[2])
+        return [self._delayed.pop(key) for key in keys]
 
     def next_wake(self) -> float | None:
         """Return the time at which the next delayed task may be tried; None if there is none."""
