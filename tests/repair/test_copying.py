@@ -122,7 +122,7 @@ def test_a_copy_that_cannot_be_made_says_why(pair: tuple[RunningNode, RunningNod
         assert ordered(target, pair[0], b"k", addresses=["tcp://127.0.0.1:1", pair[0].address])["outcome"] == "done"
 
 
-def test_a_source_that_is_gone_does_not_hold_the_order_for_ever(pair: tuple[RunningNode, RunningNode]) -> None:
+def test_an_order_ends_although_its_source_is_gone(pair: tuple[RunningNode, RunningNode]) -> None:
     with channel(pair[0]) as source, channel(pair[1]) as target:
         put(source, b"k", b"v")
         assert ordered(target, pair[0], b"k")["outcome"] == "done"

@@ -35,7 +35,7 @@ _TENANTS_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairPolicy:
-    """How the leader repairs.
+    """Settings of the repair by a leader.
 
     Attributes
     ----------

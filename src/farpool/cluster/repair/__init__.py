@@ -1,1 +1,1 @@
-"""How copies of objects are made again and moved, decided without I/O: see `engine`. And the copying of one object."""
+"""Repair: decides without I/O which copies of objects are made, moved and dropped (`engine`), and copies one object."""

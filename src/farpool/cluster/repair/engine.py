@@ -42,7 +42,7 @@ _CHANGED_MAX = 4096
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has done so far.
+    """Counts of the work of an engine.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class RepairEngine:
         self._is_incomplete = False
         self._now = 0.0
 
-    # What the caller tells.
+    # Events.
 
     def set_members(self, members: Sequence[MemberInfo], now: float) -> None:
         """Take a new list of members. If it matters, all members are scanned again."""
@@ -177,10 +177,10 @@ class RepairEngine:
         if len(self._changed) < _CHANGED_MAX:
             self._changed[key] = None
 
-    # What the caller is to do.
+    # The caller's work.
 
     def actions(self, now: float) -> Iterator[Action]:
-        """Yield what is to be done now. Each action is to be answered with the method that it names."""
+        """Yield the actions that are due. Answer each with the method that it names."""
         self._now = now
         for number in self._flights.overdue(now):
             ended = self._flights.end(number)

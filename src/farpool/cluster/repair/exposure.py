@@ -29,7 +29,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Exposure:
-    """What the loss of each member or label value would cost, as of one scan.
+    """Cost of losing each member or label value, as of one scan.
 
     Its size depends on the members and labels, and not on the objects.
 

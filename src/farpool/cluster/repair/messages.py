@@ -1,4 +1,4 @@
-"""What goes in and out of the engine: what it asks its driver to do, and what members hold."""
+"""Input and output of the engine: actions for its driver, and objects that members hold."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ Action = ListPage | Check | CopyOrder | DropOrder
 
 
 class Outcome(StrEnum):
-    """What became of a copy order."""
+    """Outcome of a copy order."""
 
     DONE = "done"
     """The target has a copy, and keeps it if the source does."""
@@ -179,7 +179,7 @@ class Settings:
     first_pause, pause_max : float
         Seconds before such an order is given again. Each pause is twice as long as the one before.
     order_timeout : float
-        Seconds that an order may take, beside the time for its bytes.
+        Seconds that an order may take, in addition to the time for its bytes.
     slowest : float
         Bytes per second that an order makes at least.
     left_max : int or None

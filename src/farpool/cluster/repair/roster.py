@@ -17,7 +17,7 @@ _NOT_ASKED = frozenset({MemberState.JOINING, MemberState.GONE})
 
 
 class Standing(Enum):
-    """How far repair relies on a member."""
+    """Standing of a member: how far repair relies on it."""
 
     GOOD = "good"
     """Its copies count, and it gives and takes copies."""

@@ -21,7 +21,7 @@ __all__ = ["Found", "Scan"]
 
 @dataclass(slots=True)
 class Found:
-    """What the members have of one object.
+    """One object, and the members that have it.
 
     Attributes
     ----------

@@ -56,6 +56,8 @@ _SWEEP = Settings(
 _WORKERS = 8
 _POLL_S = 1.0
 """Seconds between two requests for a member's changes."""
+_TTL_MIN_MS = 60_000
+"""Milliseconds that an object has to live for `Repairs` to look at it."""
 _REST_S = 0.5
 """Longest time without a look at the members."""
 
@@ -180,7 +182,6 @@ class Repairs(Closing):
         """End the thread. Orders under way end by themselves. Idempotent."""
         self._ended.set()
         self._thread.join()
-        self._hands.close()
 
     def _begin(self) -> None:
         self._engine = RepairEngine(self._cluster.redundancy, self._settings, *self._rates)
@@ -202,7 +203,10 @@ class Repairs(Closing):
                     _LOG.exception("the repair of copies begins again after an error")
                     acts = False
                 self._ended.wait(_REST_S)
-            self._cluster.close()  # ends the requests that are under way
+            workers.shutdown(wait=False, cancel_futures=True)
+            # Both end the requests that are under way.
+            self._hands.close()
+            self._cluster.close()
 
     def _step(self, workers: ThreadPoolExecutor, *, begins: bool) -> None:
         now = time.monotonic()
@@ -271,13 +275,12 @@ class _Hands:
         self._after: dict[bytes, bytes] = {}
         # A control connection makes one call at a time, and a copy must not hold up lists: so copies have their own.
         self._lanes: defaultdict[bytes, queue.SimpleQueue[Channel]] = defaultdict(queue.SimpleQueue)
+        self._channels: set[Channel] = set()
 
     def close(self) -> None:
-        """Close the connections for copies."""
-        for lane in self._lanes.values():
-            with suppress(queue.Empty):
-                while True:
-                    lane.get_nowait().close()
+        """Close the connections for copies, which ends calls that are under way on them."""
+        for channel in list(self._channels):
+            channel.close()
 
     def carry_out(self, action: Action) -> _Told:
         """Carry out an action; return a function that tells the engine the result. Raises no error."""
@@ -300,9 +303,11 @@ class _Hands:
             after = b"" if action.is_first else self._after[identity]
             try:
                 page: dict[str, Any] = member.call("list", self._cluster.deadline(), after=after, prefix=b"")
+                least = _TTL_MIN_MS if self._directly else 0
                 objects = [
                     Held(key, nbytes, copies, is_kept=bool(kept))
-                    for key, _, nbytes, _, _, copies, kept in page["objects"]
+                    for key, _, nbytes, ttl, _, copies, kept in page["objects"]
+                    if not 0 < ttl < least
                 ]
                 self._after[identity], is_last = page["next"], not page["next"]
             except NodeError as error:
@@ -367,7 +372,8 @@ class _Hands:
             channel = lane.get_nowait()
         except queue.Empty:
             channel = self._cluster.channel(target.name)
-        channel.expected = order.target
+            channel.expected = order.target
+            self._channels.add(channel)
         try:
             done: dict[str, Any] = channel.call(
                 "copy",
@@ -377,12 +383,16 @@ class _Hands:
                 addresses=list(source.info.addresses),
                 seconds=order.timeout,
             )
-            return Outcome(done["outcome"]), done["reason"]
         except NodeError as error:
-            # A node that cannot copy, or may not, is as good as one that does not take the object.
-            return Outcome.AWAY if is_away(error) else Outcome.REFUSED, str(error)
-        finally:
+            if is_away(error):  # the node may have moved
+                self._channels.discard(channel)
+                channel.close()
+                return Outcome.AWAY, str(error)
             lane.put(channel)
+            # A node that cannot copy, or may not, is as good as one that does not take the object.
+            return Outcome.REFUSED, str(error)
+        lane.put(channel)
+        return Outcome(done["outcome"]), done["reason"]
 
     def _drop(self, order: DropOrder) -> _Told:
         engine, done = self._engine, False

@@ -1,4 +1,4 @@
-"""``/v1/repairs``: what repair has done, what waits, and what the loss of each member or label value would cost."""
+"""``/v1/repairs``: the work of repair so far, and the cost of losing each member or label value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class UnmendedModel(BaseModel):
 
 
 class TenantRepairs(BaseModel):
-    """What was done for the objects of a tenant since this manager leads."""
+    """Work for the objects of a tenant since this manager leads."""
 
     scans: int
     objects: int
