@@ -185,7 +185,7 @@ class Repairs(Closing):
 
     def _begin(self) -> None:
         self._engine = RepairEngine(self._cluster.redundancy, self._settings, *self._rates)
-        self._hands = _Hands(self._cluster, self._engine, directly=True)
+        self._hands = _Hands(self._cluster, self._engine, directly=True, may_drop=self._may_act)
         self._changes = _Changes(self._engine)
 
     def _work(self) -> None:
@@ -260,6 +260,8 @@ class _Hands:
         The engine.
     directly : bool
         True if members copy from each other; False if the bytes travel through this program.
+    may_drop : callable
+        Returns True if copies may be dropped now. It is asked a moment before each drop.
 
     Attributes
     ----------
@@ -267,11 +269,19 @@ class _Hands:
         Errors of members that could not be listed, if the bytes travel through this program.
     """
 
-    def __init__(self, cluster: Cluster, engine: RepairEngine, *, directly: bool) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        engine: RepairEngine,
+        *,
+        directly: bool,
+        may_drop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.list_failures: list[NodeError] = []
         self._cluster = cluster
         self._engine = engine
         self._directly = directly
+        self._may_drop = may_drop
         self._after: dict[bytes, bytes] = {}
         # A control connection makes one call at a time, and a copy must not hold up lists: so copies have their own.
         self._lanes: defaultdict[bytes, queue.SimpleQueue[Channel]] = defaultdict(queue.SimpleQueue)
@@ -396,7 +406,7 @@ class _Hands:
 
     def _drop(self, order: DropOrder) -> _Told:
         engine, done = self._engine, False
-        if (member := self._member(order.member)) is not None:
+        if (member := self._member(order.member)) is not None and self._may_drop():
             (answer,) = self._cluster.ask([Ask(member, Op.DROP, order.key)], self._cluster.deadline())
             done = not isinstance(answer, Exception) and answer.status == Status.DONE
         return lambda now: engine.dropped(order.number, now, done=done)
