@@ -147,3 +147,10 @@ def test_two_variables_contradict_each_other(tmp_path: Path) -> None:
 def test_a_mistake_in_the_environment_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="FARPOOL_KEY has no colon"):
         client_key(None, {"FARPOOL_KEY": "nothing"})
+
+
+def test_only_a_key_of_tenant_0_may_have_the_right_to_repair(tmp_path: Path) -> None:
+    path = private(tmp_path / "keys.toml", entry(rights='["repair"]'))
+    assert load_keys(path)["a"].rights == Right.REPAIR
+    with pytest.raises(ConfigError, match="the right 'repair' and the tenant 5, expected tenant 0"):
+        load_keys(private(tmp_path / "keys.toml", entry(rights='["repair"]', rest="tenant = 5")))
