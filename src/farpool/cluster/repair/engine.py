@@ -30,7 +30,7 @@ from farpool.cluster.repair.tasks import Flights, Task, Waiting
 
 __all__ = ["Counts", "RepairEngine"]
 
-_LOOK_AHEAD = 256
+_LOOK_AHEAD = 128
 """Tasks that are looked at for one whose members are free."""
 _RECHECKS_MAX = 128
 """Objects in one check of objects that have changed."""
@@ -295,8 +295,11 @@ class RepairEngine:
     # Copies.
 
     def _copies(self, now: float) -> Iterator[CopyOrder]:
+        busy, most = self._flights.by_member, self._settings.in_flight_max
         for task in self._waiting.urgent(_LOOK_AHEAD):
-            if max(rate.delay(now) for rate in self._rates) > 0:
+            # Asked first, because this is cheap, and often so while many tasks wait.
+            has_free = sum(busy[member] < most for member in self.roster) >= 2 or len(self._flights) == 0
+            if not has_free or max(rate.delay(now) for rate in self._rates) > 0:
                 return
             # While a scan finds objects in more danger, only those start that would be lost with one member.
             is_urgent = task.danger(self.roster) <= 0 and self._settings.follows
