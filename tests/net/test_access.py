@@ -72,7 +72,7 @@ def entry(secret: str = f'"{SECRET}"', rights: str = '["read"]', name: str = "a"
         (b"\xff\xfe", "is not text in UTF-8"),
         (entry(secret='"short"'), "keys.a has a secret of 5 bytes, expected at least 16"),
         (entry(secret="5"), r"keys.a: .*`str`.*\$.secret"),
-        (entry(rights='["raed"]'), "keys.a.rights has 'raed', expected some of read, write, publish, admin"),
+        (entry(rights='["raed"]'), "keys.a.rights has 'raed', expected some of read, write, publish, admin, repair"),
         (entry(rights='["READ"]'), "has 'READ'"),
         (entry(rest="tennant = 3"), "unknown field `tennant`"),
         (entry(rest="tenant = -1"), r"\$.tenant"),
@@ -147,3 +147,10 @@ def test_two_variables_contradict_each_other(tmp_path: Path) -> None:
 def test_a_mistake_in_the_environment_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="FARPOOL_KEY has no colon"):
         client_key(None, {"FARPOOL_KEY": "nothing"})
+
+
+def test_only_a_key_of_tenant_0_may_have_the_right_to_repair(tmp_path: Path) -> None:
+    path = private(tmp_path / "keys.toml", entry(rights='["repair"]'))
+    assert load_keys(path)["a"].rights == Right.REPAIR
+    with pytest.raises(ConfigError, match="the right 'repair' and the tenant 5, expected tenant 0"):
+        load_keys(private(tmp_path / "keys.toml", entry(rights='["repair"]', rest="tenant = 5")))

@@ -70,6 +70,37 @@ def test_the_node_takes_the_class_of_the_key() -> None:
     assert node.accepted.latency
 
 
+def test_a_client_that_may_repair_acts_for_a_tenant_with_no_more_than_that_needs() -> None:
+    rights = Right.READ | Right.WRITE | Right.ADMIN | Right.REPAIR
+    client = ClientHandshake(NODE, "control", READER, tenant=7)
+    node = NodeHandshake(IDENTITY, {"reader": Grant(SECRET, rights, 0)})
+    fed(client, fed(node, fed(client, fed(node, client.start()))))
+    assert client.welcome is not None
+    assert node.accepted is not None
+    assert node.accepted.tenant == client.welcome.tenant == 7
+    assert node.accepted.rights == client.welcome.rights == Right.READ | Right.PUBLISH | Right.REPAIR
+
+
+def test_other_clients_do_not_act_for_a_tenant_even_for_their_own() -> None:
+    for tenant in (3, 7):
+        client, node = ClientHandshake(NODE, "data", READER, tenant=tenant), NodeHandshake(IDENTITY, KEYS)
+        proof = fed(client, fed(node, client.start()))
+        with pytest.raises(AccessDeniedError, match=f"lacks the right 'repair'.*tenant {tenant}"):
+            fed(node, proof)
+        assert node.accepted is None
+
+
+def test_a_node_of_an_earlier_release_does_not_let_a_client_act_for_a_tenant() -> None:
+    client, node = ClientHandshake(NODE, "data", READER, tenant=7), NodeHandshake(IDENTITY, KEYS)
+    # As a node that ignores the field.
+    earlier = msgspec.msgpack.decode(client.start()[64:])
+    del earlier["tenant"]
+    proof = fed(client, fed(node, pack_frame(Op.HELLO, msgspec.msgpack.encode(earlier), credential=1)))
+    with pytest.raises(IncompatibleError, match="does not let a client act for tenant 7"):
+        fed(client, fed(node, proof))
+    assert client.welcome is None
+
+
 def test_both_halves_agree_on_session_rights_and_tenant() -> None:
     client, node = meet(READER, KEYS)
     assert client.welcome is not None
@@ -85,7 +116,7 @@ def test_both_halves_agree_on_session_rights_and_tenant() -> None:
 def test_a_node_without_keys_grants_every_right() -> None:
     client, _ = meet(None, None)
     assert client.welcome is not None
-    assert client.welcome.rights == Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN
+    assert client.welcome.rights == Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN | Right.REPAIR
 
 
 def test_a_program_keeps_its_session() -> None:

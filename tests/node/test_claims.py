@@ -20,6 +20,7 @@ from farpool.cluster.leases.keyset import KeySet
 from farpool.cluster.leases.tickets import Order, SigningKey, Ticket, TicketExtent, sign
 from farpool.cluster.node.calls import CarryOut, EndLease, Expose, Holdings, check_right, make_call
 from farpool.cluster.node.claims import Claims
+from farpool.cluster.node.copying import PeerCopies
 from farpool.cluster.node.process import running_node
 from farpool.cluster.node.ticket_keys import FILE, TicketKeys
 from farpool.cluster.registry import open_registry
@@ -469,8 +470,9 @@ def test_an_extent_is_not_exposed_over_a_fabric(tmp_path: Path) -> None:
     server = NodeServer(str(tmp_path), 1 << 20)
     client = Accepted("control", 1, "", Right.READ | Right.WRITE, 0)
     extents = server.claim(1, 0, lease=LEASE, epoch=1, rights=3, seconds=60.0, extents=[(1, 4096)])
+    parts = cast(Any, Fabric()), Claims(server, b"", None), PeerCopies(server, None)
     with pytest.raises(ProtocolError, match="not exposed over a fabric"):
-        make_call(Expose("rdma", extents[0][1]), client, server, dict, cast(Any, Fabric()), Claims(server, b"", None))
+        make_call(Expose("rdma", extents[0][1]), client, server, dict, *parts)
     server.stop()
 
 

@@ -13,6 +13,7 @@ from farpool.checks import require_package
 from farpool.cli.node import announce
 from farpool.cli.registry import Where
 from farpool.cluster.wire.address import parse_address
+from farpool.sizes import parse_rate
 
 if TYPE_CHECKING:
     from farpool.cluster.manager.records import ManagerRecord
@@ -44,6 +45,14 @@ TokenRequired = Annotated[
 Ttl = Annotated[
     float, typer.Option(metavar="SECONDS", min=1, help="Time after which another manager takes over from this one.")
 ]
+RepairRate = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="Limit of bytes copied per second to make lost copies again; 0 for no repair."),
+]
+RepairGrace = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0, help="Time for which a node may be silent before its copies count as lost."),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time limit for a request to the registry.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
@@ -55,6 +64,8 @@ def manager(
     audit: Audit = None,
     require_token: TokenRequired = False,
     ttl: Ttl = 3.0,
+    repair_rate: RepairRate = "100MB",
+    repair_grace: RepairGrace = 30.0,
     timeout: Timeout = 3.0,
     json: Json = False,
 ) -> None:
@@ -64,12 +75,18 @@ def manager(
     certificate of --tls again.
     """
     require_manager("farpool manager")
+    from farpool.cluster.manager.repairs import RepairPolicy
     from farpool.cluster.manager.server import default_audit, serve
     from farpool.cluster.manager.server import listen as listen_at
     from farpool.cluster.node.logs import configure
     from farpool.cluster.registry import open_registry
+    from farpool.cluster.repair.messages import Settings
 
     configure(json=json)
+    repair = None
+    if repair_rate != "0":
+        rate = parse_rate(repair_rate, "--repair-rate")
+        repair = RepairPolicy(nbytes_rate=rate, settings=Settings(grace=repair_grace))
 
     def ready(record: ManagerRecord) -> None:
         announce(_ready_line(record, opened.address, file, json=json))
@@ -77,7 +94,7 @@ def manager(
     listening = listen_at(parse_address(listen, "--listen", any_port=True), tls)
     file = audit or default_audit(listening.socket.getsockname()[1])
     with listening.socket, open_registry(registry, timeout=timeout) as opened:
-        serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, ready=ready)
+        serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, repair=repair, ready=ready)
 
 
 def require_manager(command: str) -> None:

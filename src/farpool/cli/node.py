@@ -20,7 +20,7 @@ import msgspec
 import typer
 
 from farpool.cluster.node.logs import log
-from farpool.cluster.wire.access import load_keys
+from farpool.cluster.wire.access import load_keys, read_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.certificate import CertificateFolder
 from farpool.errors import ConfigError
@@ -134,6 +134,14 @@ SlowStart = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="Time over which the weight of a new, empty member grows; 0 for none."),
 ]
+PeerKey = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Access key (NAME:SECRET, mode 0600) with which the node copies objects from other members of the pool.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
 
@@ -159,6 +167,7 @@ def node(
     advertise: Advertise = [],  # noqa: B006 - as above
     member_ttl: MemberTtl = 3.0,
     slow_start: SlowStart = 60.0,
+    peer_key: PeerKey = None,
     json: Json = False,
 ) -> None:
     """Lend memory of this host to programs on this and other hosts, until SIGTERM or SIGINT.
@@ -192,6 +201,7 @@ def node(
         advertise=tuple(parse_address(address, "--advertise", any_port=True) for address in advertise),
         member_ttl=member_ttl,
         slow_start=slow_start,
+        peer_key=None if peer_key is None else read_key(peer_key, "--peer-key"),
     )
     _allow_many_files()
     configure(json=json)

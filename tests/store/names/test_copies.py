@@ -138,7 +138,7 @@ def test_a_repair_has_a_copy_kept_although_each_request_takes_long(
         return answers
 
     monkeypatch.setattr(cluster, "ask", slow)
-    monkeypatch.setattr("farpool.store.upkeep._UNKEPT_MS", 1)
+    monkeypatch.setattr("farpool.cluster.repair.copying._UNKEPT_MS", 1)
     repaired = store.repair()
     assert 0 < repaired.endangered == repaired.mended
     assert kept(nodes) == before

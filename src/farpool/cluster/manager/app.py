@@ -23,13 +23,14 @@ from farpool.cluster.manager.routers import (
     members,
     names,
     objects,
+    repairs,
     tenants,
     tokens,
 )
 
 __all__ = ["ROUTERS", "application"]
 
-ROUTERS = (members, leases, tenants, objects, names, events, managers, tokens, identities, health)
+ROUTERS = (members, leases, tenants, objects, repairs, names, events, managers, tokens, identities, health)
 """Modules with the paths of the API, each of which has a `router`."""
 
 _DESCRIPTION = (

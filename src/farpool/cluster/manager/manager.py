@@ -23,6 +23,7 @@ from farpool.cluster.manager.lending import Lending
 from farpool.cluster.manager.member_stats import MemberAnswers
 from farpool.cluster.manager.presence import Presence
 from farpool.cluster.manager.records import ManagerRecord
+from farpool.cluster.manager.repairs import RepairPolicy, RepairService
 from farpool.cluster.members import RegistryMembers
 from farpool.cluster.node.logs import log
 from farpool.errors import FarpoolError
@@ -59,6 +60,8 @@ class Settings:
         True if users of this host need a token even while there is none.
     ttl : float
         Seconds without a sign of this manager after which another one becomes the leader.
+    repair : RepairPolicy or None
+        How the manager repairs while it leads; None if it does not repair.
     """
 
     record: ManagerRecord
@@ -66,6 +69,7 @@ class Settings:
     is_plain_loopback: bool = True
     token_required: bool = False
     ttl: float = 3.0
+    repair: RepairPolicy | None = None
 
 
 @dataclass
@@ -101,6 +105,10 @@ class Manager(Closing):
             self.lease_calls = undo.enter_context(Calls(_LEASE_THREADS, _LEASE_WAITING_MAX, "farpool-manager-leases"))
             self.members = undo.enter_context(RegistryMembers(registry, timeout=1.0, required=False))
             self.presence = undo.enter_context(Presence(registry, settings.record, settings.ttl))
+            self.repairs: RepairService | None = None
+            if settings.repair is not None:
+                service = RepairService(self.members, settings.repair, lambda: self.presence.leads)
+                self.repairs = undo.enter_context(service)
             self.feed = undo.enter_context(Feed(registry, self.end))
             self.lending = undo.enter_context(Lending(registry))
             self.deliverer = undo.enter_context(Deliverer(self.lending, self.presence))
@@ -112,6 +120,8 @@ class Manager(Closing):
         self.presence.start()
         self.lending.start()
         self.deliverer.start()
+        if self.repairs is not None:
+            self.repairs.start()
         self.audit.add("started", manager=self.settings.record.manager, address=self.settings.record.address)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from farpool.cluster.manager.gate import Gate
 from farpool.cluster.manager.manager import Manager, Settings
 from farpool.cluster.manager.peer import PeerProtocol, tls_context
 from farpool.cluster.manager.records import ManagerRecord
+from farpool.cluster.manager.repairs import RepairPolicy
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.address import Address
 from farpool.errors import ConfigError, FarpoolError, RegistryError
@@ -106,6 +107,7 @@ def serve(
     audit: Path,
     token_required: bool = False,
     ttl: float = 3.0,
+    repair: RepairPolicy | None = None,
     ready: Callable[[ManagerRecord], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or an error that ends the manager.
@@ -122,6 +124,8 @@ def serve(
         True if users of this host need a token even while there is none.
     ttl : float
         Seconds without a sign of this manager after which another one becomes the leader.
+    repair : RepairPolicy, optional
+        How the manager repairs while it leads; it does not repair without.
     ready : callable, optional
         Called when the manager answers.
 
@@ -147,6 +151,7 @@ def serve(
             is_plain_loopback=listening.is_plain_loopback,
             token_required=token_required,
             ttl=ttl,
+            repair=repair,
         )
         reasons: list[FarpoolError] = []
         running: list[_Server] = []

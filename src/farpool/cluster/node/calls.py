@@ -14,13 +14,14 @@ import msgspec
 from farpool._native import NodeServer
 from farpool.cluster.leases.tickets import ORDER_BYTES_MAX, TICKET_BYTES_MAX
 from farpool.cluster.node.claims import Claims
+from farpool.cluster.node.copying import PeerCopies
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.frames import KEY_BYTES_MAX, Right
 from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import AccessDeniedError, ProtocolError
 
-__all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
+__all__ = ["Call", "Copy", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
 
 PassedFiles = Callable[[], list[int]]
 """Function that opens the files to pass to the client, and returns their descriptors; its caller closes them."""
@@ -47,7 +48,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-_READING_RIGHTS = Right.READ | Right.ADMIN
+_READING_RIGHTS = Right.READ | Right.ADMIN | Right.REPAIR
 
 
 class Stats(msgspec.Struct, tag="stats", tag_field="call"):
@@ -158,9 +159,20 @@ class EndLease(msgspec.Struct, tag="end_lease", tag_field="call"):
     reason: _Reason
 
 
+class Copy(msgspec.Struct, tag="copy", tag_field="call"):
+    """Copy an object of the tenant from the member `source`, at one of its addresses, to this node."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=1, max_length=KEY_BYTES_MAX)]
+    source: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(min_length=1, max_length=8)
+    ]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+
 _OfNode = Stats | Changes | SetState | Pins | EndPin
 _OfLeases = Lend | Release | Leases | AttachLease | Claim | CarryOut | Holdings | EndLease
-Call = _OfNode | _OfLeases | AttachObjects | Expose
+Call = _OfNode | _OfLeases | AttachObjects | Expose | Copy
 
 _DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
 _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
@@ -180,6 +192,7 @@ _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
     CarryOut: Right.ADMIN,
     Holdings: Right.ADMIN,
     EndLease: Right.ADMIN,
+    Copy: Right.REPAIR,
 }
 
 
@@ -208,6 +221,7 @@ def make_call(
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
     claims: Claims,
+    copies: PeerCopies,
 ) -> tuple[dict[str, Any], PassedFiles | None]:
     """Carry out a call. This may block for as long as allocating memory takes.
 
@@ -225,6 +239,8 @@ def make_call(
         Exposes memory for one-sided transfers; None if the node exposes none.
     claims : Claims
         Verifies tickets and orders.
+    copies : PeerCopies
+        Copies objects from other members.
 
     Returns
     -------
@@ -248,12 +264,7 @@ def make_call(
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
-            # We ask for the path first, because the data loop forgets the lease when it releases it.
-            path = server.lease_path(client.session, call.lease)
-            server.release(client.session, call.lease)
-            if exposures is not None:
-                exposures.withdraw(path)
-            result = {}
+            result = _release(call, client, server, exposures)
         case Leases():
             result = {"leases": server.leases(client.session)}
         case AttachObjects():
@@ -267,6 +278,8 @@ def make_call(
             result = {}
         case Expose():
             result = _expose(call, client, server, exposures)
+        case Copy():
+            result = copies.copy(call.key, call.source, call.addresses, call.seconds, client)
         case _:
             result = _of_pool_leases(call, client, server, exposures, claims)
     return result, files
@@ -278,11 +291,21 @@ def _of_node(
     match call:
         case Stats():
             result: dict[str, Any] = dict(stats())
-            return result | (_tenants(client, server) if call.tenants and Right.ADMIN in client.rights else {})
+            sees_tenants = call.tenants and client.rights & (Right.ADMIN | Right.REPAIR)
+            return result | (_tenants(client, server) if sees_tenants else {})
         case Changes():
             return server.changes(client.tenant, call.life, call.since, call.limit)
         case SetState() | Pins() | EndPin():
             return _administer(call, client, server)
+
+
+def _release(call: Release, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
+    # We ask for the path first, because the data loop forgets the lease when it releases it.
+    path = server.lease_path(client.session, call.lease)
+    server.release(client.session, call.lease)
+    if exposures is not None:
+        exposures.withdraw(path)
+    return {}
 
 
 def _administered(client: Accepted) -> int | None:

@@ -16,12 +16,25 @@ import msgspec
 
 from farpool._native import NodeServer
 from farpool.cluster.node.arrival import Arrival
-from farpool.cluster.node.calls import Call, Claim, Expose, Lend, List, PassedFiles, check_right, make_call, parse_call
+from farpool.cluster.node.calls import (
+    Call,
+    Claim,
+    Copy,
+    Expose,
+    Lend,
+    List,
+    PassedFiles,
+    check_right,
+    make_call,
+    parse_call,
+)
 from farpool.cluster.node.claims import Claims
+from farpool.cluster.node.copying import COPIES_MAX, PeerCopies
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.listing import Lists
 from farpool.cluster.node.logs import log
 from farpool.cluster.node.patience import patience
+from farpool.cluster.wire.access import AccessKey
 from farpool.cluster.wire.frames import Frame, FrameReader, Op, Status, pack_frame
 from farpool.cluster.wire.handshake import Accepted
 from farpool.cluster.wire.refusals import status_of
@@ -46,6 +59,8 @@ class ControlService:
         Exposes memory for one-sided transfers; None if the node exposes none.
     claims : Claims or None
         Verifies tickets and orders; None if there is no manager from which they could be.
+    peer_key : AccessKey or None
+        The access key that the node shows to other members from which it copies objects.
     """
 
     def __init__(
@@ -54,16 +69,20 @@ class ControlService:
         stats: Callable[[], dict[str, int | float]],
         exposures: Exposures | None = None,
         claims: Claims | None = None,
+        peer_key: AccessKey | None = None,
     ) -> None:
         self._server = server
         self._stats = stats
         self._exposures = exposures
         self._claims = claims or Claims(server, b"", None)
+        self._copies = PeerCopies(server, peer_key)
         self._refusals: Counter[tuple[int, int]] = Counter()
         self._lists = Lists(server)
         # Allocating memory takes long. It has threads of its own, of which one tenant uses at most half.
         threads = 4 + (os.cpu_count() or 1)
         self._making = ThreadPoolExecutor(threads, "farpool-lends")
+        # Copies take even longer, and are bounded by themselves.
+        self._copying = ThreadPoolExecutor(COPIES_MAX, "farpool-copies")
         self._making_of_tenant = threads // 2
         # Each lives as long as somebody holds it or waits for it.
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
@@ -71,6 +90,8 @@ class ControlService:
     def close(self) -> None:
         """End the threads that make calls. No `serve` may be under way any more."""
         self._lists.close()
+        self._copies.close()
+        self._copying.shutdown(cancel_futures=True)
         self._making.shutdown(cancel_futures=True)
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
@@ -147,7 +168,10 @@ class ControlService:
 
     async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
         """Run `make_call` in a thread. Calls that allocate memory have their own threads, and delay no other calls."""
-        make = partial(make_call, call, client, self._server, self._stats, self._exposures, self._claims)
+        make = partial(make_call, call, client, self._server, self._stats, self._exposures, self._claims, self._copies)
+        if isinstance(call, Copy):
+            check_right(call, client)  # without it, a client is not to wait for the copies of others
+            return await asyncio.get_running_loop().run_in_executor(self._copying, make)
         if not isinstance(call, Lend | Expose | Claim):
             return await asyncio.to_thread(make)
         # This variable keeps the semaphore alive between the lookup and the wait.

@@ -29,7 +29,7 @@ from farpool.cluster.node.listener import Listener
 from farpool.cluster.node.logs import log
 from farpool.cluster.node.reloads import LastReload
 from farpool.cluster.node.users import group_id
-from farpool.cluster.wire.access import Grant
+from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.address import Address
 from farpool.cluster.wire.certificate import CertificateFolder
 from farpool.cluster.wire.frames import Right
@@ -102,6 +102,9 @@ class Node:
         Seconds after which the pool counts the node as down if the registry hears nothing from it.
     slow_start : float
         Seconds over which the weight grows if the node is new in the pool and empty; 0 for the full weight at once.
+    peer_key : AccessKey or None
+        Access key with the right to repair that the node shows to other members when it copies objects from them; None
+        if they need none. Over TLS its certificate takes the place of the key.
 
     Attributes
     ----------
@@ -139,6 +142,7 @@ class Node:
         advertise: tuple[Address, ...] = (),
         member_ttl: float = 3.0,
         slow_start: float = 60.0,
+        peer_key: AccessKey | None = None,
     ) -> None:
         self.address = listen
         self.identity = b""
@@ -147,6 +151,7 @@ class Node:
         self._capacity = capacity
         self._path = folder
         self._keys = keys
+        self._peer_key = peer_key
         self._ephemeral = ephemeral
         self._grace = grace
         self._spin = spin
@@ -428,7 +433,7 @@ class Node:
             identity = Identity(self.name, instance, self.identity, self._capacity, host_id(), str(folder.socket_path))
             access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
             claims = Claims(server, self.identity, None if ticket_keys is None else ticket_keys.keys)
-            control = ControlService(server, self.stats, exposures, claims)
+            control = ControlService(server, self.stats, exposures, claims, self._peer_key)
             undo.callback(control.close)
             listener = Listener([listening, local], access, server, control)
             # Set before the listener starts, because its clients may ask for `stats` at once.

@@ -220,6 +220,10 @@ class Cluster:
             for place, answer in zip(again, later, strict=True):
                 answers[place] = answer
 
+    def channel(self, address: str) -> Channel:
+        """Return another channel to a node, which the caller closes."""
+        return self._connect(address)
+
     def wait(self, deadline: float, seconds: float = RETRY_PAUSE_S) -> bool:
         """Wait before another attempt; return False if the deadline leaves no time for one.
 

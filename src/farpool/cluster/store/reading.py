@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farpool.cluster.store.member import Member
     from farpool.cluster.wire.channel import Channel
 
-__all__ = ["fetch", "listing", "look_up", "read_many", "read_one"]
+__all__ = ["fetch", "listing", "look_up", "read_many", "read_one", "require_few"]
 
 _GET, _DONE = Op.GET, Status.DONE  # because each read would look up the members of the enums again
 _COPIES_OFFSET = 8
@@ -245,7 +245,7 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
     cluster.tell_epoch(deadline())  # because requests for a listing do not contain the epoch
     view = cluster.reachable(deadline())
     failures = [member.absence() for member in view.strangers]
-    _require_few(cluster, failures)
+    require_few(cluster, failures)
     for member in view.met:
         try:
             for page in _pages_of(member, prefix, deadline):
@@ -253,10 +253,10 @@ def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> I
                     yield member, ObjectInfo(key, nbytes, seconds_left(ttl), copies, pins, bool(kept))
         except NodeError as error:
             failures.append(error)
-            _require_few(cluster, failures)
+            require_few(cluster, failures)
 
 
-def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
+def require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
     """Raise an error if so many nodes have failed that they may have all copies of some object."""
     if not cluster.redundancy.enough(len(failures)):
         return

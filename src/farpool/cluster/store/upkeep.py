@@ -12,30 +12,28 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
+from farpool.cluster.repair.copying import Copied, copying
+from farpool.cluster.repair.messages import Outcome
 from farpool.cluster.store.driver import probe
-from farpool.cluster.store.messages import Ask, decoded
+from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.plan import share_of
-from farpool.cluster.wire.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
 from farpool.errors import FarpoolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farpool._native import Reply
     from farpool.cluster.store.cluster import Cluster
     from farpool.cluster.store.member import Member
 
-__all__ = ["Mended", "Upkeep", "mend"]
+__all__ = ["Mended", "Upkeep", "copy", "mend"]
 
 _PAUSE_S = 0.005
 """Seconds for which hits are collected. The time is short, because other objects soon fill a small cache."""
 _HITS_MAX = 65536
 """Maximum number of keys whose hits are collected in one pause. A hit of a further key is ignored; the copies of that
 key are checked after a later hit."""
-_UNKEPT_MS = 60_000
-"""Milliseconds from the call's deadline until a new copy expires, unless its node was told to keep the copy."""
 
 
 class Upkeep:
@@ -152,99 +150,32 @@ class Mended:
 
 
 def mend(cluster: Cluster, key: bytes, holders: Sequence[Member], members: Sequence[Member], deadline: float) -> Mended:
-    """Copy an object to other nodes. The bytes come from the first holder that returns the object (the source).
-
-    The copies get the remaining time to live. If the source keeps its copy (never evicts it), the other nodes keep
-    their copies, too. A node where the key was dropped a short time ago refuses the copy, because the drop may have
-    come after the object was read from the source. A node in a later epoch than the source also refuses the copy; the
-    head of the object contains its epoch.
-    """
+    """Copy an object to other nodes, each time from the first holder that returns it."""
+    left, copies = list(holders), 0
     reasons: list[str] = []
-    for holder in holders:
-        get = Ask(holder, Op.GET, key)
-        (source,) = cluster.ask([get], deadline)
-        if not isinstance(source, Exception) and source.status == Status.DONE:
-            break
-        if isinstance(source, Exception) or source.status != Status.MISSING:
-            reasons.append(_reason(get, source))
-    else:
-        return Mended(0, tuple(reasons), gone=not reasons)
-    ttl, *head, flags = HEAD.unpack(source.meta)
-    is_kept = bool(flags & KEPT)
-    meta = HEAD.pack(_unkept_ms(deadline) if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
-    # Each part is the value itself, because a store has no other redundancies.
-    value = cluster.redundancy.decode({0: memoryview(source.payload or b"")})
-    puts = [Ask(member, Op.PUT, meta, 0, value) for member in members]
-    answers = cluster.ask(puts, deadline)
-    refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
-    let_go = False
-    if is_kept:
-        taken = [place for place, answer in enumerate(answers) if _has_taken(answer)]
-        kept, let_go = _keep(cluster, key, holder, [members[place] for place in taken], deadline)
-        for place, answer in zip(taken, kept, strict=True):
-            answers[place] = answer
-    copies = 0
-    for put, answer in zip(puts, answers, strict=True):
-        if _has_taken(answer):
-            copies += 1
-        else:
-            reasons.append(_reason(put, answer))
-    # A refusal may have another reason than a drop. The object is gone only if its holder has lost it, too.
-    return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
+    for member in members:
+        while left:
+            copied = copy(cluster, key, left[0], member, deadline)
+            copies += copied.outcome is Outcome.DONE
+            if copied.outcome is Outcome.GONE:
+                return Mended(copies, tuple(reasons), gone=True)
+            if copied.outcome is not Outcome.LOST:
+                reasons += filter(None, [copied.reason(left[0].name, member.name)])
+            if copied.failed is None or copied.failed.to == "target":
+                break
+            del left[0]
+    return Mended(copies, tuple(reasons), gone=not left and not reasons and not copies)
 
 
-def _keep(
-    cluster: Cluster, key: bytes, holder: Member, members: Sequence[Member], deadline: float
-) -> tuple[list[Reply | Exception], bool]:
-    """Tell nodes to keep new copies of an object if the holder keeps its copy.
-
-    Return the nodes' answers, and True if the holder does not keep its copy.
-
-    A sweep may release the object at the same time, and must leave no copy kept. So we note the marks of the new copies
-    first, and then have the holder keep its own copy again, which gives it another mark. A sweep that has not released
-    that copy by then is refused, looks at all copies again, and finds the new ones. If the sweep releases the new
-    copies before we keep them, they have other marks than we noted, and their nodes do not keep them.
-    """
-    touch = TOUCH.pack(_unkept_ms(deadline), 0) + key
-    marked = cluster.ask([Ask(member, Op.TOUCH, touch) for member in members], deadline)
-    (again,) = cluster.ask([Ask(holder, Op.TOUCH, TOUCH.pack(0, 1) + key, MARK_OF_NONE)], deadline)
-    if isinstance(again, Exception) or again.status != Status.DONE:
-        gone = not isinstance(again, Exception) and again.status in (Status.MISSING, Status.UNKNOWN)
-        return [again] * len(members), gone
-    answers = list(marked)
-    known = [(place, answer.serial) for place, answer in enumerate(marked) if _has_taken(answer)]
-    asks = [Ask(members[place], Op.TOUCH, TOUCH.pack(0, 1) + key, mark) for place, mark in known]
-    for (place, _), answer in zip(known, cluster.ask(asks, deadline), strict=True):
-        answers[place] = answer
-    return answers, False
-
-
-def _unkept_ms(deadline: float) -> int:
-    """Return the milliseconds until a new copy expires, unless its node is told to keep the copy.
-
-    That time begins with the first byte that the node receives. It includes the time until the deadline, so that a copy
-    which takes minutes to send has not expired when it is complete.
-    """
-    return _UNKEPT_MS + max(0, round((deadline - time.monotonic()) * 1000))
-
-
-def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
-    """Return True if a node has stored or touched a copy, or already had it."""
-    return not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT)
-
-
-def _is_missing(cluster: Cluster, holder: Member, key: bytes, deadline: float) -> bool:
-    (answer,) = cluster.ask([Ask(holder, Op.STAT, key)], deadline)
-    return not isinstance(answer, Exception) and answer.status == Status.MISSING
-
-
-def _reason(ask: Ask, answer: Reply | Exception) -> str:
-    """Return the reason why a node has not returned, stored or kept an object."""
-    if not isinstance(answer, Exception) and answer.status == Status.UNKNOWN:
-        return f"{ask.member.name}: it does not keep its copy, because another program has released the object"
-    if not isinstance(answer, Exception) and answer.status == Status.MISSING:
-        return (
-            f"{ask.member.name}: it takes no copy, because the key was dropped there lately or the node is in a later "
-            "epoch"
-        )
-    return str(decoded(ask, answer, ()))
+def copy(cluster: Cluster, key: bytes, source: Member, target: Member, deadline: float) -> Copied:
+    """Copy an object from one node to another through this program, as `copying` describes it."""
+    steps = copying(key, lambda: max(0, round((deadline - time.monotonic()) * 1000)))
+    request = next(steps)
+    while True:
+        member = source if request.to == "source" else target
+        (answer,) = cluster.ask([Ask(member, request.op, request.meta, request.serial, request.payload)], deadline)
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            copied: Copied = end.value
+            return copied

@@ -43,6 +43,7 @@ __all__ = [
     "client_key",
     "is_key_name",
     "load_keys",
+    "read_key",
 ]
 
 KEY_VARIABLE = "FARPOOL_KEY"
@@ -149,10 +150,19 @@ def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str
         raise ConfigError(f"{KEY_VARIABLE} and {KEY_FILE_VARIABLE} are both set, expected one of them")
     if text:
         return AccessKey.parse(text, KEY_VARIABLE)
-    if not path:
-        return None
-    what = f"{KEY_FILE_VARIABLE} {path}"
-    return AccessKey.parse(_decoded(read_file(path, KEY_FILE_VARIABLE, private=True), what).strip(), what)
+    return read_key(path, KEY_FILE_VARIABLE) if path else None
+
+
+def read_key(path: str | os.PathLike[str], setting: str) -> AccessKey:
+    """Read an access key from a file whose only line is ``NAME:SECRET``. `setting` is what named the file, for errors.
+
+    Raises
+    ------
+    ConfigError
+        The text is not an access key, or the file cannot be read or is open to other users.
+    """
+    what = f"{setting} {os.fspath(path)}"
+    return AccessKey.parse(_decoded(read_file(path, setting, private=True), what).strip(), what)
 
 
 def load_keys(path: str | os.PathLike[str]) -> dict[str, Grant]:
@@ -197,6 +207,12 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
             known = ", ".join(known.lower() for known in Right.__members__)
             raise ConfigError(f"{what}.rights has {right!r}, expected some of {known}", setting="keys")
         rights |= Right[right.upper()]
+    if Right.REPAIR in rights and settings.tenant:
+        raise ConfigError(
+            f"{what} has the right 'repair' and the tenant {settings.tenant}, expected tenant 0: the right is for the "
+            "objects of all tenants",
+            setting="keys",
+        )
     nbytes = 0 if isinstance(settings.bytes, msgspec.UnsetType) else parse_size(settings.bytes, f"{what}.bytes")
     # An empty secret marks a key that only a certificate can prove (`NodeHandshake._greet`).
     return Grant(secret or b"", rights, settings.tenant, nbytes, settings.traffic == "latency")

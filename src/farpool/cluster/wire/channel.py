@@ -70,6 +70,8 @@ class Channel:
         Seconds for which a wait polls a socket before it blocks.
     dial : callable
         Function that connects to the node, such as `farpool.cluster.wire.dial.dial`.
+    tenant : int or None
+        Tenant for which the program acts, which needs the right to repair; None for the tenant of the key.
 
     Attributes
     ----------
@@ -117,6 +119,7 @@ class Channel:
         transport: Transport = "auto",
         spin: float = SPIN_S,
         dial: _Dial = dial,
+        tenant: int | None = None,
     ) -> None:
         self.name = str(address)
         self.epoch = TenantEpoch()
@@ -127,7 +130,7 @@ class Channel:
         self._key = key
         self._transport: Transport = transport
         self._spin = spin
-        self._dial = dial
+        self._dial = dial if tenant is None else partial(dial, tenant=tenant)
         self._fabric = None if transport in BUILT_IN else load_fabric(transport)
         self._begin()
         forks.begin_again(self)

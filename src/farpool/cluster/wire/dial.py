@@ -61,6 +61,7 @@ def dial(
     session: int = 0,
     deadline: float,
     name: str = "",
+    tenant: int | None = None,
 ) -> Dialled:
     """Connect to a node and do the handshake, which authenticates both sides. Blocking.
 
@@ -78,6 +79,8 @@ def dial(
         Time of `time.monotonic` by which everything must be done, including the lookup of the host name.
     name : str
         Address by which errors name the node, if the user knows it by another address than `address`; else empty.
+    tenant : int or None
+        Tenant for which the client acts; None for the tenant of the key.
 
     Raises
     ------
@@ -101,7 +104,8 @@ def dial(
                 connected = SecureSocket(connected, context, address.host, node)
                 connected.settimeout(remaining(deadline))
                 connected.do_handshake()
-            welcome = _shake_hands(connected, ClientHandshake(node, purpose, key, session, secure=secure), deadline)
+            handshake = ClientHandshake(node, purpose, key, session, secure=secure, tenant=tenant)
+            welcome = _shake_hands(connected, handshake, deadline)
             connected.settimeout(None)
         except BaseException as error:
             connected.close()

@@ -159,6 +159,7 @@ class Right(IntFlag):
     WRITE = 2
     PUBLISH = 4
     ADMIN = 8
+    REPAIR = 16
 
 
 @dataclass(frozen=True, slots=True)

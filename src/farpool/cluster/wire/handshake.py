@@ -45,7 +45,9 @@ from farpool.errors import AccessDeniedError, IncompatibleError, NodeError, Prot
 
 __all__ = ["Accepted", "ClientHandshake", "Identity", "NodeHandshake", "Purpose", "Welcome", "refused_frame"]
 
-_ALL_RIGHTS = Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN
+_ALL_RIGHTS = Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN | Right.REPAIR
+_ACTING_RIGHTS = Right.READ | Right.PUBLISH | Right.REPAIR
+"""Rights of a client that acts for a tenant, with the right to repair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class ClientHandshake:
         True if the connection has TLS; certificates then replace the key.
     features : Features, optional
         The features that the client has; by default those of this release.
+    tenant : int or None
+        Tenant for which the client acts, which needs the right to repair; None for the tenant of the key.
 
     Attributes
     ----------
@@ -181,6 +185,7 @@ class ClientHandshake:
         *,
         secure: bool = False,
         features: Features = FEATURES,
+        tenant: int | None = None,
     ) -> None:
         self.welcome: Welcome | None = None
         self._node = node
@@ -192,7 +197,7 @@ class ClientHandshake:
         self._nonce = os.urandom(32)
         name = key.name if key else ""
         self._hello = Hello(
-            (VERSION, VERSION), features.bits, self._nonce, name, purpose, session, features.required_by_client
+            (VERSION, VERSION), features.bits, self._nonce, name, purpose, session, features.required_by_client, tenant
         )
         self._reader = FrameReader(node, HANDSHAKE_META_BYTES_MAX)
         self._challenge: Challenge | None = None
@@ -281,6 +286,12 @@ class ClientHandshake:
         # Leases and pins belong to the session, so the program would lose them under another number.
         if self._hello.session not in (0, welcome.session):
             raise ProtocolError(f"{self._node} gave the session of this program another number", node=self._node)
+        if self._hello.tenant not in (None, welcome.tenant):
+            raise IncompatibleError(
+                f"{self._node} does not let a client act for tenant {self._hello.tenant}, because it is of an earlier "
+                "release; upgrade the node",
+                node=self._node,
+            )
         self.welcome = Welcome(
             welcome.session,
             Right(welcome.rights),
@@ -415,11 +426,16 @@ class NodeHandshake:
         # Random, so that a client cannot guess the session of another program that uses the same key.
         session = hello.session or secrets.randbelow(SESSION_MAX) + 1
         key = hello.key if self._certificate is None else self._certificate
-        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant, self._chosen, grant.latency)
+        tenant, rights = grant.tenant, grant.rights
+        if hello.tenant is not None:
+            if Right.REPAIR not in rights:
+                raise AccessDeniedError(
+                    f"the access key {key!r} lacks the right 'repair', which is needed to act for tenant {hello.tenant}"
+                )
+            tenant, rights = hello.tenant, _ACTING_RIGHTS
+        self.accepted = Accepted(hello.purpose, session, key, rights, tenant, self._chosen, grant.latency)
         identity = self._identity
-        message = WelcomeFields(
-            answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket
-        )
+        message = WelcomeFields(answer, session, int(rights), tenant, identity.largest, identity.host, identity.socket)
         return pack_frame(Op.WELCOME, msgspec.msgpack.encode(message), status=Status.DONE)
 
 

@@ -51,7 +51,8 @@ class Hello(msgspec.Struct, frozen=True):
     """The client's first message: its versions, features, nonce, access key, purpose and session.
 
     `requires` has the names of the features without which the client cannot work. Nodes of releases before features
-    were chosen ignore it.
+    were chosen ignore it. `tenant` is the tenant for which the client acts, if not the one of its key; earlier releases
+    ignore it, too.
     """
 
     versions: tuple[_Unsigned, _Unsigned]
@@ -61,6 +62,7 @@ class Hello(msgspec.Struct, frozen=True):
     purpose: Purpose
     session: _Session
     requires: Annotated[tuple[_FeatureName, ...], msgspec.Meta(max_length=FEATURES_BITS)] = ()
+    tenant: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] | None = None
 
 
 class Challenge(msgspec.Struct, frozen=True):
