@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from farpool.abc.registry import Entry, Registry, Watch
 from farpool.closing import Closing
-from farpool.cluster.node.copies import Copied, CopyFile
+from farpool.cluster.node.copy_file import Copied, CopyFile
 from farpool.cluster.registry.location import is_missing_file, open_registry, without_password
 from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryReplacedError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from farpool.abc.registry import Entry, Registry
 from farpool.cluster.members.records import RECORD, record_key
-from farpool.cluster.node.copies import Copied, CopyFile
+from farpool.cluster.node.copy_file import Copied, CopyFile
 from farpool.cluster.node.following import CALL_TIMEOUT_S, Following
 from farpool.cluster.tenants.follower import KnownPolicy, PolicyFollower
 from farpool.cluster.tenants.records import FLEET, TENANTS

@@ -12,7 +12,7 @@ from pathlib import Path
 from farpool.abc.registry import Entry, Registry
 from farpool.cluster.leases.keyset import PUBLIC, public_keys
 from farpool.cluster.leases.tickets import key_id
-from farpool.cluster.node.copies import Copied, CopyFile
+from farpool.cluster.node.copy_file import Copied, CopyFile
 from farpool.cluster.node.following import CALL_TIMEOUT_S, Following
 
 __all__ = ["FILE", "TicketKeys"]
