@@ -30,8 +30,10 @@ from farpool.sim.violation import require
 if TYPE_CHECKING:
     from farpool.sim.world import World
 
-__all__ = ["Client"]
+__all__ = ["TENANTS", "Client"]
 
+TENANTS = 3
+"""Tenants have the numbers from 1 on."""
 _CALL_TIMEOUT_S = 4.0
 _NODE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.3
@@ -55,14 +57,14 @@ class Client(Process):
     world : World
         The simulation.
     number : int
-        Number of the client and of its tenant.
+        Number of the client, from which its tenant follows.
     steps : tuple of Step
         What it does. After a crash, it goes on with the next step, without its leases.
     """
 
     def __init__(self, world: World, number: int, steps: tuple[Step, ...]) -> None:
         super().__init__(f"client{number}", world.scheduler)
-        self.tenant, self.holder = number, f"trainer{number}"
+        self.tenant, self.holder = 1 + number % TENANTS, f"trainer{number}"
         self.is_done = False
         self.answers = 0
         self._world, self._number, self._steps = world, number, steps
@@ -92,7 +94,7 @@ class Client(Process):
             step = self._steps[self._next]
             self._next += 1
             chance = random.Random(f"{self._world.seed} {step.client} {step.number}")
-            self.scheduler.sleep(chance.choice([0.0, 0.05, 0.5, 2.0]) * chance.random())
+            self.scheduler.sleep(chance.choice([0.0, 0.0, 0.01, 1.0]) * chance.random())
             self._renew_due()
             self._take_step(step, chance)
         for lease in list(self._held):
@@ -108,7 +110,7 @@ class Client(Process):
                 self._take(step, chance)
             case "rest":
                 self.scheduler.sleep(chance.uniform(0.5, 5.0))
-            case "stale" if self._old:
+            case "stale":
                 self._show_old(chance)
             case _ if not lease:
                 pass
@@ -225,8 +227,11 @@ class Client(Process):
             self._use_ticket(lease, held.record, held.ticket)
 
     def _show_old(self, chance: random.Random) -> None:
-        lease, record, ticket = chance.choice(self._old)
-        self.note(f"shows an old ticket of lease {lease[:8]} with epoch {record.epoch}")
+        whose = self if chance.random() < 0.7 else chance.choice(self._world.clients)
+        if not whose._old:
+            return
+        lease, record, ticket = chance.choice(whose._old)
+        self.note(f"shows an old ticket of {whose.name} for lease {lease[:8]} with epoch {record.epoch}")
         self._use_ticket(lease, record, ticket)
 
     def _use_ticket(self, lease: str, record: LeaseRecord, ticket: bytes) -> None:

@@ -15,6 +15,8 @@ _DELAY_MEAN_S = 0.001
 _DETOUR_CHANCE = 0.03
 """Part of the messages that take far longer, so that later ones overtake them."""
 _DETOUR_MAX_S = 0.5
+_LAG_CHANCE = 0.2
+"""Part of the looks at a stream that find it up to a second behind."""
 
 
 class Process:
@@ -124,7 +126,7 @@ class Link:
         """Return the seconds by which a stream of messages is behind."""
         delay, chance, long = (self._random.random() for _ in range(3))
         seconds = (0.0005 - _DELAY_MEAN_S * math.log(1.0 - delay)) * self.slowness
-        return seconds + (long if chance < max(0.05, self.loss) else 0.0)
+        return seconds + (long if chance < max(_LAG_CHANCE, self.loss) else 0.0)
 
 
 class Network:

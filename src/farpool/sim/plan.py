@@ -1,4 +1,4 @@
-"""The schedule of a run: what programs do, and what goes wrong. It follows from a seed, and parts can be left out."""
+"""The schedule of a run: the steps of programs, and the faults. It follows from a seed, and parts can be left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["FAULTS_END_S", "Fault", "Plan", "Step", "make_plan"]
 FAULTS_END_S = 25.0
 """Faults happen only before this time of a run. Then everything works again, and all requests must be answered."""
 _FAULTS_MAX = 14
-_PROCESS_STEPS_MAX = 200
+_CRASH_STEPS_MAX = {"manager": 250, "node": 150, "client": 80}
+"""Processes crash within so many of their steps, about as many as they have while there are faults."""
 _OPERATIONS = (
     ("take", 5),
     ("use", 8),
@@ -89,9 +90,9 @@ class Plan:
     managers, members, clients : int
         Numbers of processes.
     steps : tuple of Step
-        What programs do.
+        Steps of programs.
     faults : tuple of Fault
-        What goes wrong.
+        Faults.
     """
 
     seed: int
@@ -105,7 +106,7 @@ class Plan:
 def make_plan(seed: int, steps: int) -> Plan:
     """Make the plan of a seed, with so many steps of programs."""
     chance = random.Random(f"plan {seed}")
-    managers, members, clients = chance.choice([1, 2, 2, 3]), chance.randint(3, 5), 3
+    managers, members, clients = chance.choice([1, 2, 3, 3]), chance.randint(3, 5), 6
     names = {
         "manager": [f"manager{number}" for number in range(1, managers + 1)],
         "member": [f"node{number}" for number in range(1, members + 1)],
@@ -128,9 +129,8 @@ def _fault(chance: random.Random, names: dict[str, list[str]]) -> Fault:
     match kind:
         case "crash":
             target = chance.choice(names[chance.choice(["manager", "manager", "member", "client"])])
-            most = {"manager": _PROCESS_STEPS_MAX * 3, "node": _PROCESS_STEPS_MAX, "client": _PROCESS_STEPS_MAX}
-            limit = most[target.rstrip("0123456789")]
-            return Fault(kind, target, seconds=seconds, number=chance.randint(1, limit))
+            number = chance.randint(1, _CRASH_STEPS_MAX[target.rstrip("0123456789")])
+            return Fault(kind, target, seconds=seconds, number=number)
         case "cut":
             one, other = chance.sample([*everyone, "registry"], 2)
             return Fault(kind, one, chance.choice([other, "registry", ""]), at, seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class World:
     Parameters
     ----------
     plan : Plan
-        What programs do, and what goes wrong.
+        Steps of programs, and faults.
     folder : Path
         Holds the nodes' folders.
     """
@@ -242,6 +243,9 @@ def run_plan(plan: Plan, folder: Path | None = None) -> Outcome:
             world.run()
         except Violation as error:
             violation = error
+        except Exception as error:  # a process ended by itself
+            text = "".join(traceback.format_exception(error, limit=-4))
+            violation = Violation("error", text)
         finally:
             world.scheduler.close()
             for member in world.members:
