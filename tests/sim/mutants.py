@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from farpool.abc.registry import Condition
@@ -61,7 +62,14 @@ def epochs_begin_ahead(patch: Patch) -> None:
 
 
 def numbers_repeat(patch: Patch) -> None:
-    patch.setattr(changes, "MemberAccount", lambda **given: records.MemberAccount(**(given | {"next": 1})))
+    original = draft.Draft.put
+
+    def put(self: draft.Draft, key: str, record: records.Record) -> None:
+        if isinstance(record, records.MemberAccount):
+            record = msgspec.structs.replace(record, next=1)
+        original(self, key, record)
+
+    patch.setattr(draft.Draft, "put", put)
 
 
 def orders_are_kept(patch: Patch) -> None:
@@ -143,8 +151,8 @@ def draining_members_lend(patch: Patch) -> None:
     def members(self: view.View) -> Any:
         from farpool.abc.membership import MemberState
 
-        for member, record, state in original(self):
-            yield member, record, MemberState.ACTIVE if state is MemberState.DRAINING else state
+        for identity, record, state in original(self):
+            yield identity, record, MemberState.ACTIVE if state is MemberState.DRAINING else state
 
     patch.setattr(view.View, "members", members)
 
@@ -207,8 +215,6 @@ def tickets_have_any_epoch(patch: Patch) -> None:
     highest: dict[bytes, int] = {}
 
     def verify(data: bytes, keys: Any) -> Any:
-        import msgspec
-
         ticket = original(data, keys)
         highest[ticket.lease] = max(ticket.epoch, highest.get(ticket.lease, 0))
         return msgspec.structs.replace(ticket, epoch=highest[ticket.lease])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from farpool.cluster.leases.engine import Clock, Engine
 from farpool.cluster.leases.records import LeaseRecord, OrderRecord
 from farpool.cluster.leases.requests import Confirm, Granted, Outcome, Request
-from farpool.cluster.leases.tickets import Order, Ticket, TicketExtent, sign
+from farpool.cluster.leases.tickets import Order, Ticket, TicketExtent
 from farpool.errors import RegistryError
 from farpool.sim.network import Process
 from farpool.sim.scheduler import Reply
@@ -135,7 +135,7 @@ class Manager(Process):
             expiry_ms=int(record.expires * 1000),
             extents=tuple(TicketExtent(bytes.fromhex(one.member), one.number, one.bytes) for one in record.extents),
         )
-        return sign(ticket, self._world.key)
+        return self._world.sign(ticket)
 
     # Orders
 
@@ -165,7 +165,7 @@ class Manager(Process):
             issued_ms=int(self._now() * 1000),
             reason=record.reason,
         )
-        data = sign(order, world.key)
+        data = world.sign(order)
         found = world.network.ask(self, member.name, member.handler(lambda: member.order(data)), _NODE_TIMEOUT_S)
         if found is not None and "ended" in found:
             self._enqueue(Confirm(record.member, record.lease, record.extent), lambda answer: None)

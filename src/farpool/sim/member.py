@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farpool._native import NodeServer, crc32c
 from farpool.abc.registry import Put
-from farpool.cluster.leases.tickets import verify_order, verify_ticket
+from farpool.cluster.leases.tickets import Order, Ticket
 from farpool.cluster.members.records import ALIVE, AliveRecord, encode
 from farpool.cluster.node.claims import Claims
 from farpool.cluster.wire.frames import HEADER_BYTES, VERSION, Op, Right, Status
@@ -32,7 +32,7 @@ HALF_BYTES = 8
 _HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 _ALIVE_TTL_S = 3.0
 _BEAT_INTERVAL_S = 1.0
-_STEPS_MAX = 20
+_ROUNDS_MAX = 20
 _RESERVE_BYTES = 4 << 20
 
 
@@ -62,18 +62,21 @@ class _Channel:
 
     end: socket.socket
     requests: int = 0
+    # The last value of which a write has begun and ended. Values of one program only grow.
+    begun: bytes = b""
+    ended: bytes = b""
     # The extent, by its number at the node, of a write that has begun in time; 0 for none.
     writing: int = 0
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A session's claim, as the simulation knows it."""
+    """A session's claim, as the simulation knows it. Its ticket expires when the simulation's time is `end`."""
 
     lease: bytes
     number: int
     epoch: int
-    expires: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -187,7 +190,8 @@ class Member(Process):
         assert self._claims is not None
         if self._channel(program) is None:
             return {"refused": "the program has opened another connection since"}
-        ticket = verify_ticket(data, self._world.public_keys)
+        ticket = self._world.signed[data]
+        assert isinstance(ticket, Ticket)
         client = Accepted("control", program.session, program.holder, Right.READ | Right.WRITE, program.tenant)
         name = ticket.lease.hex()[:8]
         try:
@@ -196,12 +200,11 @@ class Member(Process):
             return {"refused": str(error)}
         except OSError as error:
             raise Violation("promise", f"{self.name} has no memory for an extent of lease {name}: {error}") from error
-        now = self._now()
-        expires = ticket.expiry_ms / 1000
+        left = ticket.expiry_ms / 1000 - self._now()
         fence = self._fences.get(ticket.lease, 0)
         text = f"{self.name} took a ticket of epoch {ticket.epoch} for lease {name}, and it knew epoch {fence}"
         require(ticket.epoch >= fence, "stale epoch", text)
-        require(now < expires, "expiry", f"{self.name} took a ticket that had expired {now - expires:.3f} s before")
+        require(left > 0, "expiry", f"{self.name} took a ticket that had expired {-left:.3f} s before")
         is_own = (ticket.tenant, ticket.holder) == (program.tenant, program.holder)
         require(is_own, "holder", f"{self.name} took a ticket of {ticket.holder} from {program.holder}")
         self._fences[ticket.lease] = ticket.epoch
@@ -212,14 +215,17 @@ class Member(Process):
             text = f"{self.name} made extent {number} of lease {name}, whose memory was lent again"
             require(self._world.truth.has(self.id, ticket.lease.hex(), number), "lent twice", text)
             self._cells.setdefault(extent, _Cell())
-            self._claimed[program.session, lease] = _Claim(ticket.lease, number, ticket.epoch, expires)
+            self._claimed[program.session, lease] = _Claim(
+                ticket.lease, number, ticket.epoch, self.scheduler.now + left
+            )
         self.note(f"lets session {program.session} use lease {name} at epoch {ticket.epoch}")
         return {"extents": [(number, lease) for number, lease, _, _ in found["extents"]]}
 
     def order(self, data: bytes) -> dict[str, Any]:
         """Carry out an order; the answer has `ended`, or `refused` with the reason."""
         assert self._claims is not None
-        order = verify_order(data, self._world.public_keys)
+        order = self._world.signed[data]
+        assert isinstance(order, Order)
         client = Accepted("control", 1, "manager", Right.ADMIN, 0)
         name = order.lease.hex()[:8]
         try:
@@ -241,27 +247,30 @@ class Member(Process):
     def begin_write(self, program: Program, lease: int, value: bytes) -> dict[str, Any]:
         """Take the first half of a write of two halves; the answer has `status` if it was refused already."""
         channel = self._channel(program)
-        if channel is None:
+        if channel is None or value <= channel.begun:  # a duplicate, which no connection would deliver
             return {"status": None}
+        channel.begun = value
         claim = self._claimed.get((program.session, lease))
         if claim is not None and (claim.lease, claim.number) in self._cells:
             self._cells[claim.lease, claim.number].halves[0].add(value[:HALF_BYTES])
-        is_valid = claim is not None and claim.expires > self._now() and claim.epoch >= self._fences[claim.lease]
+        is_valid = claim is not None and claim.end > self.scheduler.now and claim.epoch >= self._fences[claim.lease]
         channel.writing = lease if is_valid else 0
         self._send(channel, Op.WRITE, struct.pack("<Q", 0), lease, value, HALF_BYTES)
-        self._step(channel, HEADER_BYTES, wait=False)
+        self._let_run()
         return {}
 
     def end_write(self, program: Program, value: bytes) -> dict[str, Any]:
         """Take the second half of a write; the answer has its `status`."""
         channel = self._channels.get((program.session, program.channel))
-        if channel is None or channel.requests == 0:
+        if channel is None or value != channel.begun or value == channel.ended:
             return {"status": None}
+        channel.ended = value
         claim = self._claimed.get((program.session, channel.writing))
         cell = None if claim is None else self._cells.get((claim.lease, claim.number))
         if cell is not None:
             cell.halves[1].add(value[HALF_BYTES:])
-        channel.end.sendall(value[HALF_BYTES:])
+        with suppress(BrokenPipeError, ConnectionResetError):
+            channel.end.sendall(value[HALF_BYTES:])
         status, _ = self._reply(channel)
         if status == Status.DONE:
             require(claim is not None, "stale epoch", f"{self.name} took a write without a valid ticket")
@@ -284,7 +293,9 @@ class Member(Process):
             require(claim is not None, "stale epoch", f"{self.name} answered a read without a ticket")
             assert claim is not None
             self._require_current(claim, "read")
-            require(self._now() < claim.expires, "expiry", f"{self.name} answered a read after the ticket had expired")
+            require(
+                self.scheduler.now < claim.end, "expiry", f"{self.name} answered a read after the ticket had expired"
+            )
             cell = self._cells[claim.lease, claim.number]
             for half, allowed in enumerate(cell.halves):
                 found = data[half * HALF_BYTES : (half + 1) * HALF_BYTES]
@@ -347,26 +358,40 @@ class Member(Process):
             b"FPW1", VERSION, op, 0, channel.requests, len(meta), crc32c(payload) if payload else 0, len(payload), 0,
             lease, 0, 0, 0, b"\0\0\0",
         )  # fmt: skip
-        channel.end.sendall(fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta + payload[:now])
+        with suppress(BrokenPipeError, ConnectionResetError):
+            channel.end.sendall(fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta + payload[:now])
 
-    def _reply(self, channel: _Channel) -> tuple[int, bytes]:
-        head = self._step(channel, HEADER_BYTES)
+    def _reply(self, channel: _Channel) -> tuple[int | None, bytes]:
+        """Return the status and the payload of a reply; the status is None if the node has closed the connection."""
+        head = self._received(channel, HEADER_BYTES)
+        if not head:
+            return None, b""
         fields = _HEADER.unpack(head[: _HEADER.size])
         status, meta, nbytes = fields[3], fields[5], fields[7]
-        self._step(channel, meta)
-        return status, self._step(channel, nbytes)
+        self._received(channel, meta)
+        return status, self._received(channel, nbytes)
 
-    def _step(self, channel: _Channel, nbytes: int, *, wait: bool = True) -> bytes:
-        """Let the native loop run until it has sent so many bytes, and return them; without `wait`, only let it run."""
+    def _received(self, channel: _Channel, nbytes: int) -> bytes:
+        """Let the native loop run until it has sent so many bytes, and return them; b"" if it closes the connection."""
         assert self._server is not None
         data = b""
-        for _ in range(_STEPS_MAX):
-            if wait and len(data) < nbytes:
-                with suppress(BlockingIOError):
-                    data += channel.end.recv(nbytes - len(data))
-            if wait and len(data) == nbytes:
+        for _ in range(_ROUNDS_MAX):
+            if len(data) == nbytes:
                 return data
-            if not self._server.step(0) and not wait:
+            try:
+                more = channel.end.recv(nbytes - len(data))
+            except BlockingIOError:
+                self._server.step(0)
+                continue
+            except ConnectionResetError:
+                more = b""
+            if not more:
                 return b""
-        require(not wait, "answer", f"{self.name} did not answer a request within {_STEPS_MAX} rounds of its loop")
-        return b""
+            data += more
+        raise Violation("answer", f"{self.name} did not answer a request within {_ROUNDS_MAX} rounds of its loop")
+
+    def _let_run(self) -> None:
+        assert self._server is not None
+        for _ in range(_ROUNDS_MAX):
+            if not self._server.step(0):
+                break

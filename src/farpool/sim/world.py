@@ -15,7 +15,7 @@ from farpool._native import NodeServer
 from farpool.abc.registry import Put
 from farpool.cluster.leases.records import GRAIN_BYTES, OrderRecord
 from farpool.cluster.leases.requests import TenantLimits
-from farpool.cluster.leases.tickets import SigningKey
+from farpool.cluster.leases.tickets import Order, SigningKey, Ticket, sign
 from farpool.cluster.members.records import RECORD, MemberRecord, encode
 from farpool.sim.client import Client
 from farpool.sim.manager import Manager
@@ -86,6 +86,7 @@ class World:
         self.policies = _POLICIES
         self.key = SigningKey(self.chance.randbytes(32))
         self.public_keys = {self.key.id: self.key.public}
+        self.signed: dict[bytes, Ticket | Order] = {}
         self.network = Network(self.scheduler, plan.seed)
         self.truth = Truth(self.policies, lambda: self.scheduler.now, self._require_freed)
         self.server = RegistryServer(lambda: self.scheduler.now, self.truth.check)
@@ -116,6 +117,12 @@ class World:
     def registry_for(self, process: Process) -> SimulatedRegistry:
         """Return the registry as a process reaches it."""
         return SimulatedRegistry(self.server, self.network, process)
+
+    def sign(self, message: Ticket | Order) -> bytes:
+        """Return a signed ticket or order, as all managers do, and remember its content for checks."""
+        data = sign(message, self.key)
+        self.signed[data] = message
+        return data
 
     def _require_freed(self, order: OrderRecord) -> None:
         member = self.member(order.member)
