@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from farpool.errors import RegistryAwayError
 from farpool.sim.network import Network, Process
 from farpool.sim.registry import RegistryServer, SimulatedRegistry
 from farpool.sim.scheduler import Scheduler
+from farpool.sim.standins import virtual_time
 from tests.registry import test_conformance as conformance
 
 CASES = {
@@ -21,28 +21,6 @@ CASES = {
     # Processes that fork are not simulated.
     if name.startswith("test_") and "forked" not in name
 }
-
-
-class Thread:
-    """A thread of a test, as a task."""
-
-    def __init__(self, process: Process, target: Callable[[], None]) -> None:
-        self._process, self._target = process, target
-        self._is_over = False
-
-    def start(self) -> None:
-        self._process.spawn("thread", self._run)
-
-    def _run(self) -> None:
-        self._target()
-        self._is_over = True
-
-    def join(self, timeout: float) -> None:
-        scheduler = self._process.scheduler
-        until = scheduler.now + timeout
-        while not self._is_over:
-            assert scheduler.now < until
-            scheduler.sleep(0.01)
 
 
 def run(work: Callable[[Process, Callable[[], SimulatedRegistry]], None], seed: int = 1, loss: float = 0.0) -> None:
@@ -68,17 +46,13 @@ def run(work: Callable[[Process, Callable[[], SimulatedRegistry]], None], seed: 
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_contract_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contract_is_kept(name: str) -> None:
     case = CASES[name]
 
     def work(process: Process, fresh: Callable[[], SimulatedRegistry]) -> None:
-        scheduler = process.scheduler
-        time = SimpleNamespace(monotonic=lambda: scheduler.now, sleep=scheduler.sleep)
-        monkeypatch.setattr(conformance, "time", time)
-        threads = SimpleNamespace(Thread=lambda target, daemon=True: Thread(process, target))
-        monkeypatch.setattr(conformance, "threading", threads)
         wants_fresh = "fresh" in inspect.signature(case).parameters
-        case(fresh if wants_fresh else fresh())
+        with virtual_time(process.scheduler, [conformance]):
+            case(fresh if wants_fresh else fresh())
 
     run(work)
 

@@ -69,7 +69,7 @@ class Process:
 
     def spawn(self, name: str, work: Callable[[], None]) -> None:
         """Start a task of this process."""
-        self.tasks.append(self.scheduler.spawn(f"{self.name}-{name}", work))
+        self.scheduler.spawn(f"{self.name}-{name}", work, self.tasks)
 
     def crash(self, seconds: float) -> None:
         """End at once, and start again after some seconds."""

@@ -54,10 +54,12 @@ class Task:
         True once its process has crashed; then each wait raises `Killed`.
     is_over : bool
         True once it has ended.
+    group : list of Task or None
+        The tasks of its process, which crash together.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, group: list[Task] | None = None) -> None:
+        self.name, self.group = name, group
         self.is_killed = self.is_over = False
         self.wakening: Event | None = None
         # Released by the task that lets this one run.
@@ -102,10 +104,17 @@ class Scheduler:
         """Let something happen after some seconds."""
         return self._add(self.now + seconds, call, None)
 
-    def spawn(self, name: str, work: Callable[[], None]) -> Task:
-        """Start a task, which begins to run once the present one waits."""
-        task = Task(name)
+    @property
+    def running(self) -> Task:
+        """The task that runs now."""
+        return self._running
+
+    def spawn(self, name: str, work: Callable[[], None], group: list[Task] | None = None) -> Task:
+        """Start a task, which begins to run once the present one waits, and add it to its process's tasks."""
+        task = Task(name, group)
         self._tasks.append(task)
+        if group is not None:
+            group.append(task)
         self._wake(task)
         thread = threading.Thread(target=self._run_task, args=(task, work), name=f"farpool-sim-{name}", daemon=True)
         thread.start()
