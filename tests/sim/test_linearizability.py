@@ -103,7 +103,7 @@ class Competition:
         for number in range(4):
             process = Process(f"process{number}", self.scheduler)
             for way in ((process.name, "registry"), ("registry", process.name)):
-                self.network.link(*way).loss = 0.1
+                self.network.link(*way).losses = 1
             process.start()
             process.spawn("competes", lambda process=process: self.compete(process))  # type: ignore[misc]
 

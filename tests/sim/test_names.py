@@ -122,7 +122,8 @@ class Programs:
         for number in range(4):
             program = Program(self, f"program{number}")
             for way in ((program.name, "registry"), ("registry", program.name)):
-                self.network.link(*way).loss = loss
+                link = self.network.link(*way)
+                link.losses, link.loss = 1, loss
             for _ in range(self.chance.randint(0, 2)):
                 program.crashes[self.chance.randint(1, 150)] = self.chance.uniform(0.1, 5.0)
             program.start()

@@ -30,7 +30,8 @@ def run(work: Callable[[Process, Callable[[], SimulatedRegistry]], None], seed: 
     server = RegistryServer(lambda: scheduler.now, lambda revision, operations: None)
     process = Process("test", scheduler)
     for way in (("test", "registry"), ("registry", "test")):
-        network.link(*way).loss = loss
+        link = network.link(*way)
+        link.losses, link.loss = 1, loss
     ended = []
 
     def task() -> None:
@@ -91,7 +92,8 @@ def test_a_duplicate_of_a_transaction_changes_nothing_more_and_gets_the_same_ans
         scheduler = Scheduler()
         network = Network(scheduler, seed)
         process = Process("test", scheduler)
-        network.link("test", "registry").loss = 0.5
+        link = network.link("test", "registry")
+        link.losses, link.loss = 1, 0.5
         server = Counting(lambda scheduler=scheduler: scheduler.now, lambda *_: None)  # type: ignore[misc]
         registry = SimulatedRegistry(server, network, process)
         process.start()

@@ -164,7 +164,7 @@ def test_messages_overtake_each_other_and_a_cut_link_carries_none() -> None:
 def test_a_lossy_link_loses_some_messages_and_duplicates_some() -> None:
     scheduler = Scheduler()
     network = Network(scheduler, 5)
-    network.link("a", "b").loss = 0.2
+    network.link("a", "b").losses = 1
     arrived: list[int] = []
     for number in range(1000):
         network.send("a", "b", lambda number=number: arrived.append(number))  # type: ignore[misc]

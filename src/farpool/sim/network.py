@@ -15,6 +15,8 @@ _DELAY_MEAN_S = 0.001
 _DETOUR_CHANCE = 0.03
 """Part of the messages that take far longer, so that later ones overtake them."""
 _DETOUR_MAX_S = 0.5
+_LOSS_CHANCE = 0.2
+_SLOWNESS = 200.0
 _LAG_CHANCE = 0.2
 """Part of the looks at a stream that find it up to a second behind."""
 
@@ -98,35 +100,45 @@ class Process:
 
 
 class Link:
-    """The way from one process to another one."""
+    """The way from one process to another one.
+
+    Attributes
+    ----------
+    cuts, losses, delays : int
+        Numbers of present faults that let no message pass, lose some messages and duplicate some, and delay all.
+    loss : float
+        Part of the messages that are lost while there are `losses`, and part that are duplicated.
+    """
 
     def __init__(self, seed: str) -> None:
         # Each link draws from numbers of its own, so that a fault that is left out changes little elsewhere.
         self._random = random.Random(seed)
-        self.cuts = 0
-        self.loss = 0.0
-        self.slowness = 1.0
+        self.cuts = self.losses = self.delays = 0
+        self.loss = _LOSS_CHANCE
 
     @property
     def is_cut(self) -> bool:
         """True while no message passes."""
         return self.cuts > 0
 
-    def delays(self) -> list[float]:
+    def arrivals(self) -> list[float]:
         """Return the seconds after which a message arrives: none if it is lost, two if it is duplicated."""
         delay, again, chance, copy, detour = (self._random.random() for _ in range(5))
-        seconds = (0.0002 - _DELAY_MEAN_S * math.log(1.0 - delay)) * self.slowness
+        seconds = self._seconds(0.0002, delay)
         if detour < _DETOUR_CHANCE:
             seconds += _DETOUR_MAX_S * again
-        if self.is_cut or chance < self.loss:
+        loss = self.loss if self.losses else 0.0
+        if self.is_cut or chance < loss:
             return []
-        return [seconds, seconds + again] if copy < self.loss else [seconds]
+        return [seconds, seconds + again] if copy < loss else [seconds]
 
     def lag(self) -> float:
         """Return the seconds by which a stream of messages is behind."""
         delay, chance, long = (self._random.random() for _ in range(3))
-        seconds = (0.0005 - _DELAY_MEAN_S * math.log(1.0 - delay)) * self.slowness
-        return seconds + (long if chance < max(_LAG_CHANCE, self.loss) else 0.0)
+        return self._seconds(0.0005, delay) + (long if chance < _LAG_CHANCE else 0.0)
+
+    def _seconds(self, least: float, chance: float) -> float:
+        return (least - _DELAY_MEAN_S * math.log(1.0 - chance)) * (_SLOWNESS if self.delays else 1.0)
 
 
 class Network:
@@ -155,7 +167,7 @@ class Network:
     def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Send a message; `deliver` is called for each arrival."""
         self.messages += 1
-        for seconds in self.link(source, target).delays():
+        for seconds in self.link(source, target).arrivals():
             self._scheduler.after(seconds, deliver)
 
     def ask(self, source: Process, target: str, handle: Callable[[Callable[[Any], None]], None], timeout: float) -> Any:

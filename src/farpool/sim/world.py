@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tempfile
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +33,6 @@ _STEPS_END_S = 600.0
 """Seconds within which all programs have ended."""
 _REST_S = 120.0
 """Seconds after the end of all programs within which all memory is free again."""
-_LOSS = 0.2
-_SLOWNESS = 200.0
 _POLICIES = {
     1: TenantLimits(guaranteed={"dram": 8 * GRAIN_BYTES}, most={"dram": 24 * GRAIN_BYTES}),
     2: TenantLimits(guaranteed={"dram": 6 * GRAIN_BYTES}),
@@ -171,12 +168,8 @@ class World:
     def _begin_fault(self, fault: Fault) -> None:
         self.note("fault", str(fault))
         match fault.kind:
-            case "cut":
-                self._disturb(fault, lambda link, on: setattr(link, "cuts", link.cuts + (1 if on else -1)))
-            case "loss":
-                self._disturb(fault, lambda link, on: setattr(link, "loss", _LOSS if on else 0.0))
-            case "slow":
-                self._disturb(fault, lambda link, on: setattr(link, "slowness", _SLOWNESS if on else 1.0))
+            case "cut" | "loss" | "slow":
+                self._disturb(fault)
             case "clock":
                 self.processes[fault.target].ahead = fault.seconds
             case "compact":
@@ -187,20 +180,24 @@ class World:
             case "lend":
                 self._change_member(fault.target, pages=fault.number)
 
-    def _disturb(self, fault: Fault, change: Callable[[object, bool], None]) -> None:
-        """Change the links between two processes, or between one and all others, for a while."""
-        names = [NAME, *self.processes]
-        others = [fault.other] if fault.other else names
+    def _disturb(self, fault: Fault) -> None:
+        """Disturb the links between two processes, or between one and all others, for a while."""
+        others = [fault.other] if fault.other else [NAME, *self.processes]
         links = [
             self.network.link(*way)
             for other in others
             if other != fault.target
             for way in ((fault.target, other), (other, fault.target))
         ]
-        for link in links:
-            change(link, True)
-        left = min(fault.seconds, self.faults_end - self.scheduler.now)
-        self.scheduler.after(left, lambda: [change(link, False) for link in links] and None)
+
+        def change(sign: int) -> None:
+            for link in links:
+                link.cuts += sign * (fault.kind == "cut")
+                link.losses += sign * (fault.kind == "loss")
+                link.delays += sign * (fault.kind == "slow")
+
+        change(1)
+        self.scheduler.after(min(fault.seconds, self.faults_end - self.scheduler.now), lambda: change(-1))
 
     def _change_member(self, name: str, *, draining: bool | None = None, pages: int | None = None) -> None:
         """Do what the lender's owner does to its record."""
