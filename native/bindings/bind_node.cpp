@@ -169,6 +169,15 @@ Methods may be called from any thread. OSError where the system refuses a file o
         .def("start", &Server::start, Released())
         .def("stop", &Server::stop, Released(),
              "Close all connections and end the loop. The segments stay unless ephemeral. Idempotent.")
+        .def("step", &Server::step, nb::arg("milliseconds"), Released(),
+             R"(Serve the connections once, waiting at most so long for an event; return False if there was nothing to do. For a
+program that runs the loop itself, without `start`.)")
+        .def_static(
+            "simulate_time",
+            [](double seconds) { farpool::Clock::simulate(farpool::Clock::time_point(farpool::seconds(seconds))); },
+            nb::arg("seconds"),
+            R"(Set the time that all servers have in calls from this thread, in seconds above 0; 0 gives them the system's time
+again. The threads of servers that were started keep the system's time.)")
         .def(
             "adopt",
             [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights,

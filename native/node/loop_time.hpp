@@ -6,7 +6,23 @@
 
 namespace farpool {
 
-using Clock = std::chrono::steady_clock;
+// The system's clock, or the time that a simulation has set in the calling thread.
+class Clock {
+public:
+    using System = std::chrono::steady_clock;
+    using rep = System::rep;
+    using period = System::period;
+    using duration = System::duration;
+    using time_point = System::time_point;
+    static constexpr bool is_steady = true;
+
+    static time_point now() noexcept { return simulated_ == time_point{} ? System::now() : simulated_; }
+    // Sets the time in the calling thread. The epoch of the clock ends the simulation there.
+    static void simulate(time_point now) noexcept { simulated_ = now; }
+
+private:
+    static constinit inline thread_local time_point simulated_{};
+};
 
 // The time by a clock that people set.
 inline std::chrono::milliseconds since_1970() {

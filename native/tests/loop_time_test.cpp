@@ -35,6 +35,19 @@ bool is_open(const Stream& socket) {
 
 }  // namespace
 
+TEST("a simulated time stands still and holds in its thread only") {
+    Clock::simulate(start);
+    std::this_thread::sleep_for(2ms);
+    CHECK(Clock::now() == start);
+    std::thread([] {
+        const Clock::time_point before = Clock::System::now();
+        CHECK(Clock::now() >= before);
+    }).join();
+    Clock::simulate({});
+    const Clock::time_point before = Clock::System::now();
+    CHECK(Clock::now() >= before);
+}
+
 TEST("rounds that begin in time are counted in full") {
     LoopTime time(start);
     for (int round = 1; round <= 10; ++round) {

@@ -294,6 +294,17 @@ class NodeServer:
     def stop(self) -> None:
         """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
 
+    def step(self, milliseconds: int) -> bool:
+        """Serve the connections once, waiting at most so long for an event; return False if there was nothing to do. For a
+        program that runs the loop itself, without `start`.
+        """
+
+    @staticmethod
+    def simulate_time(seconds: float) -> None:
+        """Set the time that all servers have in calls from this thread, in seconds above 0; 0 gives them the system's time
+        again. The threads of servers that were started keep the system's time.
+        """
+
     def adopt(
         self, fd: int | Stream, session: int, tenant: int, rights: int, key: str, *, latency: bool = False
     ) -> None:

@@ -22,6 +22,7 @@ from farpool.cli import (
     names,
     node,
     registry,
+    sim,
     store,
     tape,
     tenants,
@@ -45,6 +46,7 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.command(name="manager")(manager.manager)
 app.command(name="node")(node.node)
+app.command(name="sim")(sim.sim)
 app.command(name="up")(up.up)
 app.command(name="why")(kv.why)
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,1 @@
+"""A whole pool in one process, under virtual time, with seeded faults (`farpool sim`)."""

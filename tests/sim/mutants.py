@@ -1,0 +1,293 @@
+"""Defects in farpool's own code that the simulation must find. Each is put in place for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from farpool.abc.registry import Condition
+from farpool.cluster.leases import book, changes, draft, engine, records, view
+from farpool.cluster.members.records import RECORD
+from farpool.cluster.node import claims
+from farpool.sim import member
+
+__all__ = ["MUTANTS", "Mutant"]
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A defect.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong.
+    rules : tuple of str
+        The rules that the simulation may report.
+    put : callable
+        Puts the defect in place.
+    """
+
+    name: str
+    rules: tuple[str, ...]
+    put: Callable[[Patch], None]
+
+
+def without_conditions(prefix: str) -> Callable[[Patch], None]:
+    """Transactions do not depend on entries with a prefix."""
+
+    def put(patch: Patch) -> None:
+        original = draft.Draft.conditions
+
+        def conditions(self: draft.Draft) -> list[Condition]:
+            return [one for one in original(self) if not one.key.startswith(prefix)]
+
+        patch.setattr(draft.Draft, "conditions", conditions)
+
+    return put
+
+
+def epochs_stay(patch: Patch) -> None:
+    patch.setattr(changes, "_next_epoch", lambda draft, lease: draft.view.leases[lease][1].epoch)
+
+
+def epochs_begin_ahead(patch: Patch) -> None:
+    patch.setattr(changes, "_first_epoch", lambda draft: draft.view.revision + 5)
+
+
+def numbers_repeat(patch: Patch) -> None:
+    original = draft.Draft.put
+
+    def put(self: draft.Draft, key: str, record: records.Record) -> None:
+        if isinstance(record, records.MemberAccount):
+            record = msgspec.structs.replace(record, next=1)
+        original(self, key, record)
+
+    patch.setattr(draft.Draft, "put", put)
+
+
+def orders_are_kept(patch: Patch) -> None:
+    original = draft.Draft.delete
+
+    def delete(self: draft.Draft, key: str) -> None:
+        if not key.startswith(records.ORDERS):
+            original(self, key)
+
+    patch.setattr(draft.Draft, "delete", delete)
+
+
+def ended_leases_are_kept(patch: Patch) -> None:
+    original = draft.Draft.delete
+
+    def delete(self: draft.Draft, key: str) -> None:
+        if not key.startswith(records.LEASE):
+            original(self, key)
+
+    patch.setattr(draft.Draft, "delete", delete)
+
+
+def nothing_expires(patch: Patch) -> None:
+    patch.setattr(view.View, "expired", lambda self, now, tick, tolerance: [])
+
+
+def expiry_by_the_wall_clock(patch: Patch) -> None:
+    def expired(self: view.View, now: float, tick: float, tolerance: float) -> list[str]:
+        return sorted(lease for lease, (_, record) in self.leases.items() if record.expires + tolerance < now)
+
+    patch.setattr(view.View, "expired", expired)
+    patch.setattr(
+        view.View,
+        "has_expired",
+        lambda self, lease, now, tick, tolerance: (
+            lease in self.leases and self.leases[lease][1].expires + tolerance < now
+        ),
+    )
+
+
+def renewals_go_back(patch: Patch) -> None:
+    patch.setattr(changes, "max", min_of_expiries, raising=False)
+
+
+def min_of_expiries(*given: Any) -> Any:
+    """Return the last argument for two times, as a renewal that does not keep a later expiry would do."""
+    import builtins
+
+    if len(given) == 2 and all(isinstance(one, float) for one in given):
+        return given[1]
+    return builtins.max(*given)
+
+
+def conflicts_count_as_success(patch: Patch) -> None:
+    def commit(self: engine.Engine, decision: book.Decision, left: float) -> bool:
+        if decision.conditions:
+            self._registry.commit(decision.conditions, decision.operations, timeout=left)
+        return True
+
+    patch.setattr(engine.Engine, "_commit", commit)
+
+
+def labels_are_ignored(patch: Patch) -> None:
+    original = changes.place
+    patch.setattr(changes, "place", lambda lenders, size, copies, spread: original(lenders, size, copies, ()))
+
+
+def quotas_are_ignored(patch: Patch) -> None:
+    patch.setattr(changes, "_room", lambda draft, tenant, medium: 1 << 60)
+
+
+def guarantees_are_ignored(patch: Patch) -> None:
+    patch.setattr(draft.Draft, "reserved", lambda self, tenant, medium: 0)
+
+
+def draining_members_lend(patch: Patch) -> None:
+    original = view.View.members
+
+    def members(self: view.View) -> Any:
+        from farpool.abc.membership import MemberState
+
+        for identity, record, state in original(self):
+            yield identity, record, MemberState.ACTIVE if state is MemberState.DRAINING else state
+
+    patch.setattr(view.View, "members", members)
+
+
+def members_lend_more_than_they_have(patch: Patch) -> None:
+    patch.setattr(view.View, "lent", lambda self, member, medium: 0)
+
+
+def a_manager_never_gives_way(patch: Patch) -> None:
+    patch.setattr(book, "TURN_S", 1e9)
+
+
+def late_changes_win(patch: Patch) -> None:
+    """A watch that lags behind replaces what the manager has written since."""
+    original = view.View.change
+
+    def change(self: view.View, entries: Any, tick: float) -> None:
+        for entry in entries:
+            if not entry.deleted and entry.key.startswith(records.MEMBER):
+                self._others.pop(entry.key, None)
+            original(self, [entry], tick)
+
+    patch.setattr(view.View, "change", change)
+
+
+def orders_are_not_carried_out(patch: Patch) -> None:
+    patch.setattr(claims.Claims, "order", lambda self, data, client: {"ended": []})
+
+
+def orders_are_confirmed_at_once(patch: Patch) -> None:
+    from farpool.sim import manager
+
+    original = manager.Manager._deliver
+
+    def deliver(self: manager.Manager, record: records.OrderRecord) -> bool:
+        from farpool.cluster.leases.requests import Confirm
+
+        self._enqueue(Confirm(record.member, record.lease, record.extent), lambda answer: None)
+        return original(self, record)
+
+    patch.setattr(manager.Manager, "_deliver", deliver)
+
+
+def tickets_do_not_expire(patch: Patch) -> None:
+    patch.setattr(claims, "check_ticket", lambda ticket, **given: 1000.0)
+
+
+def anybody_may_show_a_ticket(patch: Patch) -> None:
+    original = claims.check_ticket
+    patch.setattr(
+        claims,
+        "check_ticket",
+        lambda ticket, **given: original(ticket, **(given | {"tenant": ticket.tenant, "holder": ticket.holder})),
+    )
+
+
+def tickets_have_any_epoch(patch: Patch) -> None:
+    """The node enters each ticket with the highest epoch that it has seen."""
+    original = claims.verify_ticket
+    highest: dict[bytes, int] = {}
+
+    def verify(data: bytes, keys: Any) -> Any:
+        ticket = original(data, keys)
+        highest[ticket.lease] = max(ticket.epoch, highest.get(ticket.lease, 0))
+        return msgspec.structs.replace(ticket, epoch=highest[ticket.lease])
+
+    patch.setattr(claims, "verify_ticket", verify)
+
+
+def tickets_last_too_long(patch: Patch) -> None:
+    original = claims.check_ticket
+    patch.setattr(claims, "check_ticket", lambda ticket, **given: original(ticket, **given) + 3.0)
+
+
+def files_of_crashed_nodes_are_lost(patch: Patch, prefix: str) -> None:
+    """Remove files of the native node when it crashes."""
+    original = member.Member.ended
+
+    def ended(self: member.Member) -> None:
+        original(self)
+        for file in self._folder.glob(f"{prefix}*"):
+            file.unlink()
+
+    patch.setattr(member.Member, "ended", ended)
+
+
+MUTANTS = (
+    Mutant(
+        "members' accounts are no conditions",
+        ("sums", "lent twice", "capacity", "account"),
+        without_conditions(records.MEMBER),
+    ),
+    Mutant("tenants' accounts are no conditions", ("sums", "quota"), without_conditions(records.TENANT)),
+    Mutant(
+        "leases are no conditions",
+        ("sums", "epoch", "expiry", "lent twice", "error"),
+        without_conditions(records.LEASE),
+    ),
+    Mutant("orders are no conditions", ("sums", "error"), without_conditions(records.ORDERS)),
+    Mutant("members' records are no conditions", ("draining", "capacity"), without_conditions(RECORD)),
+    Mutant("the burst entry is no condition", ("guarantee",), without_conditions(records.BURST)),
+    Mutant("epochs stay when memory is taken", ("epoch", "rest"), epochs_stay),
+    Mutant("epochs begin above the revision", ("epoch",), epochs_begin_ahead),
+    Mutant("extents get numbers again", ("lent twice", "account"), numbers_repeat),
+    Mutant("confirmed orders stay", ("sums", "rest"), orders_are_kept),
+    Mutant("ended leases stay", ("lent twice", "epoch"), ended_leases_are_kept),
+    Mutant("nothing expires", ("rest",), nothing_expires),
+    Mutant("leases expire by the wall clock alone", ("expiry",), expiry_by_the_wall_clock),
+    Mutant("renewals move the expiry back", ("expiry",), renewals_go_back),
+    Mutant("a conflict counts as success", ("lent twice", "rest", "sums", "error"), conflicts_count_as_success),
+    Mutant("labels are ignored", ("spread",), labels_are_ignored),
+    Mutant("quotas are ignored", ("quota", "guarantee"), quotas_are_ignored),
+    Mutant("guarantees are ignored", ("guarantee",), guarantees_are_ignored),
+    Mutant("draining members lend", ("draining",), draining_members_lend),
+    Mutant("members lend more than they have", ("capacity",), members_lend_more_than_they_have),
+    Mutant("a manager never gives way", ("starves", "rest"), a_manager_never_gives_way),
+    Mutant("late changes win", ("starves", "sums", "lent twice"), late_changes_win),
+    Mutant("nodes do not carry orders out", ("order",), orders_are_not_carried_out),
+    Mutant(
+        "orders are confirmed before the node has carried them out",
+        ("confirmed", "lent twice"),
+        orders_are_confirmed_at_once,
+    ),
+    Mutant("tickets do not expire", ("expiry",), tickets_do_not_expire),
+    Mutant("anybody may show a ticket", ("holder",), anybody_may_show_a_ticket),
+    Mutant("tickets have any epoch", ("stale epoch",), tickets_have_any_epoch),
+    Mutant(
+        "nodes forget epochs when they crash",
+        ("stale epoch", "lent twice"),
+        lambda patch: files_of_crashed_nodes_are_lost(patch, "fence-"),
+    ),
+    Mutant(
+        "nodes lose extents when they crash",
+        ("extents", "lent twice"),
+        lambda patch: files_of_crashed_nodes_are_lost(patch, "extent-"),
+    ),
+    Mutant("tickets last too long at the node", ("expiry",), tickets_last_too_long),
+)
