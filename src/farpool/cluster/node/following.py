@@ -129,7 +129,7 @@ class Following(Closing, ABC, Generic[_Content]):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Make the node use what is known now, and write the copy."""
+        """Apply the present entries, and write the copy."""
 
     # The thread
 
