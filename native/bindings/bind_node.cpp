@@ -336,7 +336,8 @@ lease.)")
             "claim",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, const nb::bytes& lease, std::uint64_t epoch,
                std::uint32_t rights, double seconds, std::vector<std::pair<std::uint32_t, std::uint64_t>> extents, double age) {
-                farpool::Ticket ticket{farpool::PoolLease::from(as_view(lease)), epoch, rights, seconds, std::move(extents), age};
+                farpool::Ticket ticket{
+                    farpool::PoolLease::from(as_view(lease)), epoch, rights, seconds, std::move(extents), age};
                 nb::list claimed;
                 for (const auto& one : refusing([&] { return self.claim(session, tenant, std::move(ticket)); })) {
                     claimed.append(nb::make_tuple(one.number, one.lease, one.nbytes, one.made));
@@ -461,8 +462,7 @@ first it is 0), 0 at the end.)")
                 nb::gil_scoped_release release;
                 self.set_state(state);
             },
-            nb::arg("state"),
-            R"(Set the state that an administrator wants: "active", "draining" or "read-only".)")
+            nb::arg("state"), R"(Set the state that an administrator wants: "active", "draining" or "read-only".)")
         .def("follow_record", &Server::follow_record, nb::arg("draining"), Released(),
              "Set whether the node's record in the registry says that it drains.")
         .def(
