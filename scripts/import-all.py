@@ -11,12 +11,15 @@ import sys
 
 import farpool
 
-# Import names of what the extra testing brings, and of engines that bring farpool's connectors to life.
+# Import names of what the extras manager and testing bring, and of engines that bring farpool's connectors to life.
 OTHER_EXTRAS = {
+    "fastapi",
     "hypothesis",
     "lmcache",
     "pytest",
     "sglang",
+    "starlette",
+    "uvicorn",
     "vllm",
 }
 

@@ -445,7 +445,13 @@ first it is 0), 0 at the end.)")
             R"(Return at most `limit` changes of a tenant's objects from the number `since` on, as the call `changes` does
 (docs/wire.md). The first call begins the tenant's journal. QuotaExceededError if the tenant's share has no room for it.)")
         .def(
-            "set_state", [](Server& self, const std::string& state) { self.order(state_of(state)); }, nb::arg("state"),
+            "set_state",
+            [](Server& self, const std::string& name) {
+                const farpool::NodeState state = state_of(name);
+                nb::gil_scoped_release release;
+                self.set_state(state);
+            },
+            nb::arg("state"),
             R"(Set the state that an administrator wants: "active", "draining" or "read-only".)")
         .def("follow_record", &Server::follow_record, nb::arg("draining"), Released(),
              "Set whether the node's record in the registry says that it drains.")

@@ -422,10 +422,11 @@ Server::Changes Server::changes(std::uint32_t tenant, std::uint64_t life, std::u
         found.changes.push_back(journal.at(found.next));
     }
     found.left = journal.end() - found.next;
+    loop_.turns().charge_tenant(tenant, Work{0, 0, work::frame + work::listed * found.changes.size()}, Clock::now());
     return found;
 }
 
-void Server::order(NodeState state) {
+void Server::set_state(NodeState state) {
     const Guard guard(mutex_);
     admission_.order(state);
 }

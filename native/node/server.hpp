@@ -142,7 +142,7 @@ public:
     // Reads at most `limit` changes. The first call begins the tenant's journal, whose memory counts as lent. Throws Busy.
     Changes changes(std::uint32_t tenant, std::uint64_t life, std::uint64_t since, std::size_t limit);
     // Set by an administrator, and by the node's record in the registry; see Admission.
-    void order(NodeState state);
+    void set_state(NodeState state);
     void follow_record(bool draining);
     Admission admission();
     // Pins of one tenant, or of all; see Sessions.

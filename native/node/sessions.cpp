@@ -242,9 +242,7 @@ void Sessions::unpin(std::uint64_t id, Session& session, Pins::iterator pin) {
 ListedPin Sessions::listed(std::uint64_t id, const Session& session, const Pins::value_type& pin) const {
     const auto& [place, pinned] = pin;
     const auto& [tenant, payload, number] = place;
-    const auto name = key_names_.find(session.owner);
-    ListedPin found{
-        {tenant, id, payload, number}, pinned.serial, name == key_names_.end() ? "" : name->second, {}, 0, {}, pinned.ended};
+    ListedPin found{{tenant, id, payload, number}, pinned.serial, key_of(session.owner), {}, 0, {}, pinned.ended};
     std::tie(found.key, found.nbytes) = tenants_.at(tenant).held(pinned.extent);
     if (pinned.ending != endings_.end()) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(pinned.ending->first - deadlines_.now());

@@ -168,6 +168,24 @@ TEST("a claim that does not fit makes nothing") {
     CHECK_THROWS(Lapsed, (node.claimed(1), node.server.claim(session, tenant, ticket(1, {{1, 4096}}))));
 }
 
+TEST("a node that drains makes no extents, and the extents that it has stay in use") {
+    const Folder folder;
+    Node node(folder);
+    const std::uint64_t number = node.claimed(1);
+    for (const auto state : {farpool::NodeState::draining, farpool::NodeState::read_only}) {
+        node.server.set_state(state);
+        CHECK_THROWS(farpool::Full, node.server.claim(session, tenant, ticket(1, {{1, 65536}, {2, 4096}})));
+        CHECK_EQUAL(node.server.stats().lent, std::uint64_t{65536});
+        CHECK_EQUAL(node.claimed(1), number);
+        Client client(node.server);
+        CHECK(client.write(number, "data") == Status::done);
+        CHECK(client.read(number, 4) == Status::done);
+    }
+    CHECK_EQUAL(files(folder, "extent-"), std::size_t{1});
+    node.server.set_state(farpool::NodeState::active);
+    CHECK(node.server.claim(session, tenant, ticket(1, {{1, 65536}, {2, 4096}})).at(1).made);
+}
+
 TEST("an extent is only for sessions that have shown a ticket, and only for its owner") {
     const Folder folder;
     Node node(folder);

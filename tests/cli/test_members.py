@@ -205,7 +205,7 @@ def test_a_damaged_record_is_shown_and_can_be_removed(place: str, registry: Regi
 def test_a_member_with_an_address_of_a_later_release_hinders_nobody(place: str, registry: Registry) -> None:
     join(registry, A)
     join(registry, B, up=False, addresses=("quic://10.0.0.11:7471",))
-    assert "with an address of a node" in listed(place)[B.hex()]["damage"]
+    assert "no address of a kind that this farpool knows" in listed(place)[B.hex()]["damage"]
     command(place, "remove", "bbbb")
     with pytest.raises(ConfigError, match="there is no member"):
         command(place, "drain", "10.0.0.11:7471")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from farpool.cluster.wire.frames import Right
 from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import AccessDeniedError, LeaseLostError, ProtocolError, RegistryAwayError, TicketError
 from tests.attacks.wire import Answer, Connection
+from tests.nodes import eventually
 
 pytest.importorskip("cryptography")
 
@@ -37,7 +38,7 @@ NBYTES = 65536
 LEASE = bytes(range(16))
 SECRET = "0123456789abcdef-"
 KEYS = {"trainer": 1, "neighbour": 1, "stranger": 2, "manager": 0}
-LAPSED, DENIED, UNKNOWN = 12, 5, 9
+LAPSED, FULL, DENIED, UNKNOWN = 12, 4, 5, 9
 
 
 def soon() -> float:
@@ -160,6 +161,23 @@ def test_forged_foreign_expired_and_damaged_tickets_are_refused_and_make_nothing
     assert not list(pool.node.folder.glob("extent-*"))
 
 
+def test_a_node_that_drains_makes_no_extents_and_the_holder_goes_on_with_those_it_has(pool: Pool) -> None:
+    larger = pool.ticket(extents=tuple(TicketExtent(pool.member, number, NBYTES) for number in (1, 2)))
+    with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session) as data:
+        lease = claimed(control, pool.ticket())
+        with pool.client("manager", "control") as admin:
+            assert admin.call("set_state", state="draining", reason="test").done
+            answer = control.call("claim", ticket=larger)
+            assert (answer.status, answer.result["error"]) == (
+                FULL,
+                "the node is draining: it takes no new objects and leases",
+            )
+            assert claimed(control, pool.ticket()) == lease
+            assert data.write(lease, 0, b"mine").done
+            assert admin.call("set_state", state="active", reason="test").done
+        assert control.call("claim", ticket=larger).result["extents"][1][3]
+
+
 def test_a_claim_survives_a_kill_of_the_node_when_its_ticket_is_shown_again(pool: Pool) -> None:
     ticket = pool.ticket()
     with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session) as data:
@@ -244,19 +262,28 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
         assert claimed(control, pool.ticket()) == lease
 
 
-def test_an_administrator_of_a_tenant_sees_and_ends_only_what_its_tenant_holds(pool: Pool) -> None:
-    with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session) as data:
+def test_an_administrator_of_a_tenant_sees_and_ends_only_what_belongs_to_the_tenant(pool: Pool) -> None:
+    with pool.client("trainer", "control") as control:
         lease = claimed(control, pool.ticket())
-        own = int(control.lend(4096).result["lease"])
-        with pool.client("stranger", "control") as admin:
-            assert admin.call("holdings").result["holdings"] == []
-            for number in (lease, own):
-                assert admin.call("end_lease", lease=number, reason="mine now").status == DENIED
-        assert data.read(lease, 0, 4).done
-        assert data.read(own, 0, 4).done
-        with pool.client("neighbour", "control") as admin:
-            assert {one["lease"] for one in admin.call("holdings").result["holdings"]} == {lease, own}
-            assert admin.call("end_lease", lease=own, reason="too old").result == {"freed": 4096, "claims": 0}
+        with pool.client("stranger", "control") as other:
+            assert other.call("holdings").result == {"holdings": [], "next": 0}
+            assert other.call("end_lease", lease=lease, reason="not mine").status == DENIED
+            assert other.call("end_lease", lease=lease + 2, reason="not there").status == UNKNOWN
+            assert set(other.call("stats", tenants=True).result["tenants"]) <= {2}
+        with pool.client("neighbour", "control") as own, pool.client("manager", "control") as manager:
+            for admin in (own, manager):
+                assert [one["lease"] for one in admin.call("holdings").result["holdings"]] == [lease]
+                assert 1 in admin.call("stats", tenants=True).result["tenants"]
+            assert own.call("end_lease", lease=lease, reason="test").result == {"freed": 0, "claims": 1}
+
+
+def follow(
+    registry: Registry | str, folder: Path, *, log: Callable[..., None] = lambda *_, **__: None, kept: bool = True
+) -> TicketKeys:
+    """Follow the keys as a node does that has just started."""
+    made = TicketKeys(registry, folder, kept=kept, log=log)
+    made.begin(registry if isinstance(registry, str) else registry.address, is_away=False)
+    return made
 
 
 def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(tmp_path: Path) -> None:
@@ -269,57 +296,60 @@ def test_a_node_verifies_with_the_keys_in_its_folder_while_the_registry_is_away(
     with open_registry(place) as registry:
         manager = KeySet(registry)
         manager.turn()
-        with TicketKeys(registry, tmp_path, log=log) as followed:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / FILE).exists() or not followed.keys():
-                assert time.monotonic() < deadline, events
-                time.sleep(0.01)
+        with follow(registry, tmp_path, log=log) as followed:
             keys = dict(followed.keys())
+            assert keys, events
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
     away = _Away(place)
-    with TicketKeys(away, tmp_path, log=log) as followed:
+    with follow(away, tmp_path, log=log) as followed:
         assert followed.keys() == keys
     damaged = bytearray((tmp_path / FILE).read_bytes())
     damaged[10] ^= 1
     (tmp_path / FILE).write_bytes(damaged)
-    with TicketKeys(away, tmp_path, log=log) as followed:
+    with follow(away, tmp_path, log=log) as followed:
         assert followed.keys() == {}
-    assert any("damaged" in event for event in events)
+    assert any("is not used: it has" in event for event in events)
+    with follow(away, tmp_path, log=log, kept=False) as followed:
+        assert followed.keys() == {}
+        assert not (tmp_path / FILE).exists()
 
 
-def test_keys_that_could_not_be_kept_are_kept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep, attempts = TicketKeys._keep, 0
-
-    def full_at_first(self: TicketKeys, keys: Any) -> None:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 1:
-            raise OSError(28, "No space left on device")
-        keep(self, keys)
-
-    monkeypatch.setattr(TicketKeys, "_keep", full_at_first)
-    with open_registry(f"sqlite://{tmp_path}/registry.sqlite") as registry:
+def test_a_change_of_the_keys_is_not_lost_if_the_registry_goes_away_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_registry(f"sqlite://{tmp_path}/registry.sqlite") as registry, follow(registry, tmp_path) as followed:
+        assert followed.keys() == {}
         KeySet(registry).turn()
-        with TicketKeys(registry, tmp_path, log=lambda *_, **__: None) as followed:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / FILE).exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            assert followed.keys()
-    assert attempts == 2
+        with monkeypatch.context() as context:
+            context.setattr(registry, "range", _Away("").range)
+            followed._try_look()
+        assert followed.keys() == {}
+        followed._try_look()
+        assert len(followed.keys()) == 1
 
 
 def test_the_keys_of_another_registry_are_not_used(tmp_path: Path) -> None:
     with open_registry(f"sqlite://{tmp_path}/one.sqlite") as registry:
         KeySet(registry).turn()
-        with TicketKeys(registry, tmp_path, log=lambda *_, **__: None) as followed:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / FILE).exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        with follow(registry, tmp_path) as followed:
             assert followed.keys()
-    with TicketKeys(_Away(f"sqlite://{tmp_path}/two.sqlite"), tmp_path, log=lambda *_, **__: None) as followed:
+    with follow(_Away(f"sqlite://{tmp_path}/two.sqlite"), tmp_path) as followed:
         assert followed.keys() == {}
+
+
+def test_a_node_follows_the_keys_and_makes_no_file_for_a_registry_that_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "registry.sqlite"
+    with open_registry(place) as registry, follow(str(place), tmp_path) as followed:
+        assert followed.keys() == {}
+        followed.start()
+        KeySet(registry).turn()
+        eventually(lambda: len(followed.keys()) == 1)
+        keys = dict(followed.keys())
+    for file in tmp_path.glob("registry.sqlite*"):
+        file.unlink()
+    with follow(str(place), tmp_path) as followed:
+        assert followed.keys() == keys
+        assert not place.exists()  # which would be in the way of a backup
 
 
 def test_a_node_whose_clock_is_an_hour_wrong_says_so(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_lookups_count_for_the_cap(tmp_path: Path) -> None:
         until(lambda: server.tenants()[1]["throttled_us"] > 0 or server.seconds_above_cap(1) > 0, "lookups are free")
 
 
+def test_changes_are_charged_as_entries_of_a_list(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server, tenant=1)
+        begun = server.changes(1, 0, 0, 128)
+        for number in range(20):
+            peer.published(b"%d" % number, b"value")
+        before = server.tenants()[1]["work"]
+        assert len(server.changes(1, begun["life"], begun["next"], 128)["changes"]) == 20
+        assert server.tenants()[1]["work"] == before + 6 * 1024 + 20 * 2 * 1024
+
+
 def test_a_node_serves_keys_of_both_classes_and_charges_their_handshakes(tmp_path: Path) -> None:
     keys = {
         "bulk": Grant(SECRET, Right.READ, 1),

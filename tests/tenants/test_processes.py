@@ -13,10 +13,10 @@ import pytest
 
 from farpool.abc.registry import Delete, Registry
 from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.node.tenancy import FILE
 from farpool.cluster.registry import open_registry
 from farpool.cluster.store import Store
 from farpool.cluster.tenants.administration import TenantChange, list_tenants, remove_tenant, set_tenant
-from farpool.cluster.tenants.copy import FILE
 from farpool.errors import ConfigError
 from tests.members.registered import write
 from tests.nodes import eventually, stats

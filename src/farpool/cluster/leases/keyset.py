@@ -37,6 +37,7 @@ from farpool.cluster.leases.tickets import (
     key_id,
     sign,
 )
+from farpool.cluster.registry.records import decode_record, encode_record
 from farpool.errors import RegistryDamagedError, RegistryError
 
 __all__ = [
@@ -63,6 +64,7 @@ KEYS_READ_INTERVAL_MAX_S = 3600.0
 """Seconds after which a manager must have read the keys again before it signs. It is less than the margin, so nobody
 signs with a key whose record is about to go."""
 _FORMAT = 1
+_ADVICE = "delete it, and managers make a new key"
 _KEY_BYTES = 32
 _ATTEMPTS = 8
 _KEYS_MAX = 64
@@ -300,7 +302,7 @@ class KeySet:
             name = made.id.hex()
             record = KeyRecord(public=made.public.hex(), signs_from=plan.make)
             changes += [
-                Put(PUBLIC + name, msgspec.json.encode(record)),
+                Put(PUBLIC + name, encode_record(record)),
                 Put(PRIVATE + name, made.private.hex().encode()),
             ]
         changes += [Delete(PRIVATE + key) for key in plan.forget if PRIVATE + key in entries]
@@ -313,12 +315,9 @@ class KeySet:
 
 
 def _decoded(entry: Entry) -> KeyRecord:
-    try:
-        record = msgspec.json.decode(entry.value, type=KeyRecord)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise _damaged(entry, str(error)) from error
-    if record.format > _FORMAT or record.features:
-        raise _damaged(entry, f"it has format {record.format}, and a later release of farpool has written it")
+    record = decode_record(entry.key, entry.value, KeyRecord, known=_FORMAT, advice=_ADVICE)
+    if record.features:
+        raise _damaged(entry, f"it has features {record.features:#x}, and a later release of farpool has written it")
     return record
 
 
@@ -337,7 +336,7 @@ def _private_halves(entries: Iterable[Entry]) -> dict[str, SigningKey]:
 
 def _damaged(entry: Entry, what: str) -> RegistryDamagedError:
     return RegistryDamagedError(
-        f"the registry's entry {entry.key!r} is not a key for tickets: {what}; delete it, and managers make a new key",
+        f"the registry's entry {entry.key!r} is not a key for tickets: {what}; {_ADVICE}",
         key=entry.key,
     )
 

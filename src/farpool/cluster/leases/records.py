@@ -23,6 +23,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from farpool.cluster.registry.records import decode_record, encode_record
 from farpool.cluster.wire.access import LONGEST_NAME
 from farpool.errors import ConfigError, RegistryDamagedError
 
@@ -308,7 +309,7 @@ def order_key(member: str, lease: str, extent: int) -> str:
 
 def encode(record: Record) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
-    return msgspec.json.encode(record)
+    return encode_record(record)
 
 
 def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
@@ -319,19 +320,12 @@ def decode(key: str, value: bytes, kind: type[_Record]) -> _Record:
     RegistryDamagedError
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
-    try:
-        record = msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+    advice = "restore it from a backup, or end the leases that it belongs to and delete it"
+    record = decode_record(key, value, kind, known=_FORMAT, advice=advice)
+    if features := getattr(record, "features", 0):
         raise RegistryDamagedError(
-            f"the registry's entry {key!r} is not a {kind.__name__}: {error}; restore it from a backup, or end the "
-            "leases that it belongs to and delete it",
-            key=key,
-        ) from error
-    version, features = getattr(record, "format", _FORMAT), getattr(record, "features", 0)
-    if version > _FORMAT or features:
-        raise RegistryDamagedError(
-            f"the registry's entry {key!r} has format {version} and features {features:#x}, expected at most {_FORMAT} "
-            "and none; a later release of farpool has written it, so update this program",
+            f"the registry's entry {key!r} has features {features:#x}, expected none; a later release of farpool has "
+            "written it, so update this program",
             key=key,
         )
     return record

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from farpool.abc.registry import Entry
-from farpool.errors import RegistryDamagedError
+from farpool.cluster.registry.records import decode_record, encode_record
 
 __all__ = [
     "IDENTITIES",
@@ -132,7 +132,7 @@ def running_key(manager: str) -> str:
 
 def encode(record: Credential | ManagerRecord) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
-    return msgspec.json.encode(record)
+    return encode_record(record)
 
 
 def decode(entry: Entry, kind: type[_Record]) -> _Record:
@@ -143,17 +143,4 @@ def decode(entry: Entry, kind: type[_Record]) -> _Record:
     RegistryDamagedError
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
-    try:
-        record = msgspec.json.decode(entry.value, type=kind)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} is not a {kind.__name__}: {error}; delete it and make it again",
-            key=entry.key,
-        ) from error
-    if record.format > _FORMAT:
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}; a later "
-            "release of farpool has written it, so update this program",
-            key=entry.key,
-        )
-    return record
+    return decode_record(entry.key, entry.value, kind, known=_FORMAT, advice="delete it and make it again")

@@ -24,6 +24,7 @@ import msgspec
 
 from farpool.abc.membership import MemberInfo, MemberState
 from farpool.abc.registry import Entry
+from farpool.cluster.registry.records import decode_record, encode_record
 from farpool.cluster.wire.address import parse_address
 from farpool.errors import ConfigError, RegistryDamagedError
 
@@ -135,7 +136,7 @@ def removed_key(identity: bytes) -> str:
 
 def encode(record: MemberRecord | AliveRecord) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
-    return msgspec.json.encode(record)
+    return encode_record(record)
 
 
 def decode(entry: Entry, kind: type[_Record], *, any_format: bool = False) -> _Record:
@@ -155,22 +156,16 @@ def decode(entry: Entry, kind: type[_Record], *, any_format: bool = False) -> _R
     RegistryDamagedError
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
-    try:
-        record = msgspec.json.decode(entry.value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} is not a {kind.__name__}: {error}; remove the member with "
-            "'farpool members remove', and its node registers again",
-            key=entry.key,
-        ) from error
+    advice = "remove the member with 'farpool members remove', and its node registers again"
+    record = decode_record(entry.key, entry.value, kind, known=_FORMAT, advice=advice, any_format=any_format)
     if isinstance(record, MemberRecord):
         record = msgspec.structs.replace(record, addresses=tuple(filter(_is_known, record.addresses)))
-    if (record.format > _FORMAT and not any_format) or (isinstance(record, MemberRecord) and not record.addresses):
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}, with an "
-            "address of a node; a later release of farpool has written it, so update this program",
-            key=entry.key,
-        )
+        if not record.addresses:
+            raise RegistryDamagedError(
+                f"the registry's entry {entry.key!r} has no address of a kind that this farpool knows; a later release "
+                "of farpool has written it, so update this program",
+                key=entry.key,
+            )
     return record
 
 

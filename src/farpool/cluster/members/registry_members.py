@@ -19,6 +19,7 @@ from farpool.closing import Closing
 from farpool.cluster.members.entries import MemberEntries
 from farpool.cluster.members.records import MEMBERS, record_key
 from farpool.cluster.registry import open_registry
+from farpool.cluster.registry.location import is_missing_file
 from farpool.errors import (
     FarpoolWarning,
     RegistryAwayError,
@@ -284,8 +285,7 @@ class _Follower:
 
     def _open_again(self, where: str) -> None:
         """Open the registry that has taken the place of the one that was followed."""
-        path = self.address.removeprefix("sqlite://")
-        if path != self.address and not os.path.exists(path):
+        if is_missing_file(where):
             # Opening would make an empty file, which may be in the way of a backup that someone restores.
             raise RegistryAwayError(f"the file of the registry {self.address} is gone", registry=self.address)
         opened = open_registry(where, timeout=self._timeout)

@@ -32,8 +32,7 @@ list fits into the meta of a frame even with the longest keys."""
 LISTED_PINS_MAX = 128
 """Largest limit for a list of pins, which fits into the meta of a frame even with the longest keys and names."""
 _OPERATORS_TENANT = 0
-"""Tenant whose administrators run the node. Administrators of another tenant see and end only pins of that tenant."""
-
+"""Tenant whose administrators run the node. Administrators of another tenant are confined to it."""
 _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
 STATS_TENANTS_MAX = 500
@@ -53,7 +52,8 @@ _READING_RIGHTS = Right.READ | Right.ADMIN
 class Stats(msgspec.Struct, tag="stats", tag_field="call"):
     """Ask for the node's counters, and with `tenants` also for the counters of each tenant.
 
-    A client without the right admin gets no counters of tenants.
+    A client without the right admin gets no counters of tenants. An administrator of another tenant than 0 gets the
+    counters of that tenant alone.
     """
 
     tenants: bool = False
@@ -154,7 +154,7 @@ class EndLease(msgspec.Struct, tag="end_lease", tag_field="call"):
     """End the lease of any session, or all claims of an extent."""
 
     lease: _Lease
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    reason: _Reason
 
 
 _OfNode = Stats | Changes | SetState | Pins | EndPin
@@ -242,14 +242,8 @@ def make_call(
     check_right(call, client)
     files: PassedFiles | None = None
     match call:
-        case Stats():
-            result: dict[str, Any] = dict(stats())
-            if call.tenants and Right.ADMIN in client.rights:
-                result |= _tenants(server)
-        case Changes():
-            result = server.changes(client.tenant, call.life, call.since, call.limit)
-        case SetState() | Pins() | EndPin():
-            result = _administer(call, client, server)
+        case Stats() | Changes() | SetState() | Pins() | EndPin():
+            result = _of_node(call, client, server, stats)
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
@@ -277,18 +271,39 @@ def make_call(
     return result, files
 
 
+def _of_node(
+    call: _OfNode, client: Accepted, server: NodeServer, stats: Callable[[], dict[str, int | float]]
+) -> dict[str, Any]:
+    match call:
+        case Stats():
+            result: dict[str, Any] = dict(stats())
+            return result | (_tenants(client, server) if call.tenants and Right.ADMIN in client.rights else {})
+        case Changes():
+            return server.changes(client.tenant, call.life, call.since, call.limit)
+        case SetState() | Pins() | EndPin():
+            return _administer(call, client, server)
+
+
+def _administered(client: Accepted) -> int | None:
+    """Return the tenant to which an administrator is confined; None for no confinement."""
+    return None if client.tenant == _OPERATORS_TENANT else client.tenant
+
+
+def _check_administered(client: Accepted, tenant: int, what: str) -> None:
+    if tenant != client.tenant and _administered(client) is not None:
+        raise AccessDeniedError(f"the access key {client.key!r} may end only {what} of its tenant {client.tenant}")
+
+
 def _administer(call: SetState | Pins | EndPin, client: Accepted, server: NodeServer) -> dict[str, Any]:
-    is_operator = client.tenant == _OPERATORS_TENANT
     if isinstance(call, Pins):
-        pins = server.pins(None if is_operator else client.tenant, call.after, call.limit)
+        pins = server.pins(_administered(client), call.after, call.limit)
         return {"pins": pins, "next": pins[-1][:4] if len(pins) == call.limit else ()}
     if isinstance(call, EndPin):
-        if not is_operator and call.pin[0] != client.tenant:
-            raise AccessDeniedError(f"the access key {client.key!r} may end only pins of its tenant {client.tenant}")
+        _check_administered(client, call.pin[0], "pins")
         pin = server.end_pin(call.pin, call.serial, call.reason)
         log("pin ended", key=client.key, reason=call.reason, tenant=pin[0], session=pin[1], owner=pin[5], bytes=pin[7])
         return {"pin": pin}
-    if not is_operator:
+    if _administered(client) is not None:
         raise AccessDeniedError(
             f"the access key {client.key!r} is of tenant {client.tenant}, expected a key of tenant "
             f"{_OPERATORS_TENANT}, whose administrators run the node"
@@ -317,10 +332,11 @@ def _of_pool_leases(
             return _end_lease(call, client, server, exposures)
 
 
-def _tenants(server: NodeServer) -> dict[str, Any]:
+def _tenants(client: Accepted, server: NodeServer) -> dict[str, Any]:
     """Return the counters of the tenants that use most bytes, and the number of the others."""
-    found = server.tenants()
-    largest = sorted(found, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
+    found, only = server.tenants(), _administered(client)
+    shown = [tenant for tenant in found if only in (None, tenant)]
+    largest = sorted(shown, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
     counts = {tenant: {name: found[tenant][name] for name in _TENANT_COUNTS} for tenant in largest}
     return {"tenants": counts, "tenants_left_out": len(found) - len(largest)}
 
@@ -354,15 +370,11 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
     return msgspec.structs.asdict(exposed)
 
 
-def _holdings_of(client: Accepted, server: NodeServer) -> list[dict[str, Any]]:
-    """Return the leases and extents that an administrator may see: those of its tenant, or all for an operator."""
-    is_operator = client.tenant == _OPERATORS_TENANT
-    return [one for one in server.holdings() if is_operator or one["tenant"] == client.tenant]
-
-
 def _holdings(call: Holdings, client: Accepted, server: NodeServer) -> dict[str, Any]:
-    """Return a page of leases and extents. Entries with the same number are on the same page."""
-    found = sorted((one for one in _holdings_of(client, server) if one["lease"] > call.after), key=itemgetter("lease"))
+    """Return a page of the leases and extents. Entries with the same number are on the same page."""
+    only = _administered(client)
+    found = [one for one in server.holdings() if one["lease"] > call.after and only in (None, one["tenant"])]
+    found.sort(key=itemgetter("lease"))
     page = found[: call.limit]
     while len(page) < len(found) and found[len(page)]["lease"] == page[-1]["lease"]:
         page.append(found[len(page)])
@@ -374,10 +386,11 @@ def _holdings(call: Holdings, client: Accepted, server: NodeServer) -> dict[str,
 
 
 def _end_lease(call: EndLease, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
-    found = next((one for one in server.holdings() if one["lease"] == call.lease), None)
-    if found is not None and client.tenant not in (_OPERATORS_TENANT, found["tenant"]):
-        raise AccessDeniedError(f"the access key {client.key!r} may end only leases of its tenant {client.tenant}")
-    path = found["path"] if found is not None else ""
+    ending = next((one for one in server.holdings() if one["lease"] == call.lease), None)
+    path = ""
+    if ending is not None:
+        _check_administered(client, ending["tenant"], "leases")
+        path = ending["path"]
     freed, claims = server.end_holding(call.lease, f"{client.key or 'own user'}: {call.reason}")
     if exposures is not None and freed:
         exposures.withdraw(path)

@@ -41,6 +41,7 @@ from farpool.sizes import format_size
 if TYPE_CHECKING:
     from farpool.cluster.members.registration import Registration
     from farpool.cluster.node.tenancy import Tenancy
+    from farpool.cluster.node.ticket_keys import TicketKeys
     from farpool.cluster.tenants.follower import KnownPolicy
 
 __all__ = ["Node"]
@@ -409,10 +410,13 @@ class Node:
         server = self._server_in(folder)
         folder.settle()
         undo.callback(server.stop)
+        ticket_keys: TicketKeys | None = None
         if self._registration is not None:
             # Before the first connection: a policy that comes later would find the memory taken.
             self._tenancy = self._tenancy_of(server, folder, self._registration)
             undo.callback(self._tenancy.close)
+            ticket_keys = self._ticket_keys_of(folder, self._registration)
+            undo.callback(ticket_keys.close)
         server.follow_record(self._drains)
         # A reload waits for this, because the parts made here would keep the keys from before it.
         with self._using_keys:
@@ -423,7 +427,7 @@ class Node:
             instance = os.urandom(16)
             identity = Identity(self.name, instance, self.identity, self._capacity, host_id(), str(folder.socket_path))
             access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
-            claims = Claims(server, self.identity, self._ticket_keys(folder, undo))
+            claims = Claims(server, self.identity, None if ticket_keys is None else ticket_keys.keys)
             control = ControlService(server, self.stats, exposures, claims)
             undo.callback(control.close)
             listener = Listener([listening, local], access, server, control)
@@ -436,10 +440,12 @@ class Node:
             self._registration.ready(empty=server.stats()["objects"] == 0)
             # Even before the listener ends: programs then know that the node is down and does not only answer late.
             undo.callback(self._registration.close)
-        if self._tenancy is not None:
-            self._tenancy.start()
+        for following in (self._tenancy, ticket_keys):
+            if following is not None:
+                following.start()
 
     def _tenancy_of(self, server: NodeServer, folder: Folder, registration: Registration) -> Tenancy:
+        # Imported here, because most nodes have no registry and are to start at once.
         from farpool.cluster.node.tenancy import Tenancy
         from farpool.cluster.tenants.follower import part_of
 
@@ -454,6 +460,14 @@ class Node:
         )
         tenancy.begin(registration.address, is_away=registration.is_late)
         return tenancy
+
+    def _ticket_keys_of(self, folder: Folder, registration: Registration) -> TicketKeys:
+        from farpool.cluster.node.ticket_keys import TicketKeys
+
+        assert self._joining.registry is not None
+        ticket_keys = TicketKeys(self._joining.registry, folder.path, kept=not self._ephemeral, log=log)
+        ticket_keys.begin(registration.address, is_away=registration.is_late)
+        return ticket_keys
 
     def _registered_in(self, folder: Folder) -> Registration:
         media = {"dram": self._capacity}
@@ -477,15 +491,6 @@ class Node:
         if server is not None:
             server.follow_record(draining)
         log("the record says that this member drains" if draining else "the record says that this member is active")
-
-    def _ticket_keys(self, folder: Folder, undo: ExitStack) -> Callable[[], Mapping[bytes, bytes]] | None:
-        """Follow the keys of the pool's managers; None if the node joins no pool."""
-        if self._joining.registry is None:
-            return None
-        # Imported here, because most nodes have no registry and are to start at once.
-        from farpool.cluster.node.ticket_keys import TicketKeys
-
-        return undo.enter_context(TicketKeys(self._joining.registry, folder.path, log=log)).keys
 
     def _server_in(self, folder: Folder) -> NodeServer:
         path, nvme_capacity = self._nvme or ("", 0)

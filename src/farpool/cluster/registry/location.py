@@ -14,7 +14,14 @@ from farpool.errors import ConfigError
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["NODES_VARIABLES", "default_registry", "is_registry", "open_registry", "without_password"]
+__all__ = [
+    "NODES_VARIABLES",
+    "default_registry",
+    "is_missing_file",
+    "is_registry",
+    "open_registry",
+    "without_password",
+]
 
 NODES_VARIABLES = ("FARPOOL_NODES", "FARPOOL_POOL")
 """Environment variables that name nodes where a program names none; the first one that is set counts."""
@@ -35,6 +42,13 @@ def without_password(text: str) -> str:
     """Return a registry's address without its password, for errors, which end up in logs."""
     # To the last @, as a password may have one, and an address that is refused may have anything.
     return re.sub(r"(://[^/:]*):.*@", r"\1:…@", text, flags=re.DOTALL)
+
+
+def is_missing_file(text: str) -> bool:
+    """Return True if a registry's address names a file that does not exist."""
+    if text.startswith("etcd://"):
+        return False
+    return not os.path.exists(unquote(text.removeprefix("sqlite://")) if text.startswith("sqlite://") else text)
 
 
 def default_registry() -> str:

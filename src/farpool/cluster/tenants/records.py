@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from farpool.abc.registry import Entry
-from farpool.errors import RegistryDamagedError
+from farpool.cluster.registry.records import decode_record, encode_record
 
 __all__ = [
     "CAP_MIN_BYTES_PER_S",
@@ -174,7 +174,7 @@ def number_of(key: str) -> int | None:
 
 def encode(record: TenantPolicy | FleetPolicy) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
-    return msgspec.json.encode(record)
+    return encode_record(record)
 
 
 def decode(entry: Entry, kind: type[_Record]) -> _Record:
@@ -185,21 +185,9 @@ def decode(entry: Entry, kind: type[_Record]) -> _Record:
     RegistryDamagedError
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
-    try:
-        record = msgspec.json.decode(entry.value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
-        advice = (
-            "write it again with 'farpool tenants set'"
-            if kind is TenantPolicy
-            else "restore the registry from a backup, or delete the entry and write all policies again"
-        )
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} is not a {kind.__name__}: {error}; {advice}", key=entry.key
-        ) from error
-    if record.format > _FORMAT:
-        raise RegistryDamagedError(
-            f"the registry's entry {entry.key!r} has format {record.format}, expected at most {_FORMAT}; a later "
-            "release of farpool has written it, so update this program",
-            key=entry.key,
-        )
-    return record
+    advice = (
+        "write it again with 'farpool tenants set'"
+        if kind is TenantPolicy
+        else "restore the registry from a backup, or delete the entry and write all policies again"
+    )
+    return decode_record(entry.key, entry.value, kind, known=_FORMAT, advice=advice)
