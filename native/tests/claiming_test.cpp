@@ -69,7 +69,7 @@ public:
     void send(const std::string& bytes) {
         CHECK(::send(socket_.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
     }
-    // Receives what is there, at most 16 KiB; false once the node has closed the connection.
+    // Receives at most 16 KiB; false once the node has closed the connection.
     bool receive() {
         std::byte some[16384];
         const ssize_t got = ::recv(socket_.fd(), some, sizeof some, MSG_DONTWAIT);
@@ -121,7 +121,7 @@ public:
     }
 
     std::string payload;
-    std::string answer;  // what was received and is not of a reply that status() has returned
+    std::string answer;  // bytes received after the last reply that status() has returned
 
 private:
     Server& server_;

@@ -20,6 +20,7 @@ from farpool.cluster.leases.records import (
     TURNS,
     Extent,
     LeaseRequest,
+    MemberAccount,
     TenantAccount,
     account_key,
     check_request,
@@ -43,7 +44,7 @@ from farpool.cluster.leases.requests import (
     Resize,
     TenantLimits,
 )
-from farpool.cluster.leases.upkeep import GONE_S
+from farpool.cluster.leases.upkeep import FORGOTTEN_S, GONE_S
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import encode as encode_member
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError
@@ -395,7 +396,17 @@ def test_orders_to_a_member_that_was_removed_do_not_count_for_ever() -> None:
     assert pool.upkeep(manager) == 0
     pool.sleep(GONE_S + 1)
     assert pool.upkeep(manager) == 1
+    assert pool.upkeep(manager) == 0
     granted(pool.ask(manager, Grant(terms(4 * G)))[0])
+    # The order is still there for a node that comes back late, but not for ever.
+    (order,) = manager.book.view.orders(A)
+    assert (order.extent, order.bytes) == (1, 0)
+    pool.now += FORGOTTEN_S
+    assert pool.upkeep(manager) == 1
+    assert not list(manager.book.view.orders(A))
+    assert pool.registry.entries[account_key(A)].value == encode(
+        MemberAccount(lent={"dram": {}}, next=2, epoch=order.epoch)
+    )
 
 
 def test_a_member_that_lends_less_asks_for_no_more_than_it_needs() -> None:

@@ -399,6 +399,35 @@ def test_a_node_whose_clock_is_an_hour_wrong_says_so(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_a_node_that_has_forgotten_epochs_asks_for_a_new_ticket(tmp_path: Path) -> None:
+    key = SigningKey(os.urandom(32))
+    now = int(time.time() * 1000)
+    (tmp_path / f"forgotten-{now}").touch()
+    server = NodeServer(str(tmp_path), 1 << 20)
+    claims = Claims(server, b"m" * 16, lambda: {key.id: key.public})
+    client = Accepted("control", 1, "", Right.READ | Right.WRITE, 0)
+
+    def claim(issued_ms: int) -> None:
+        ticket = Ticket(
+            lease=LEASE,
+            tenant=0,
+            holder="",
+            epoch=1,
+            rights=3,
+            issued_ms=issued_ms,
+            expiry_ms=now + 3_600_000,
+            extents=(TicketExtent(b"m" * 16, 1, 4096),),
+        )
+        claims.claim(sign(ticket, key), client)
+
+    with pytest.raises(TicketError, match="forgotten epochs"):
+        claim(now - 3_600_000)
+    assert server.stats()["lent"] == 0
+    claim(now + 20_000)  # by a manager whose clock is a little ahead
+    claim(now - 3_600_000)  # the node knows the lease now
+    server.stop()
+
+
 class _Away(Registry):
     """A registry that never answers."""
 

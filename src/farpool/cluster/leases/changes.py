@@ -471,7 +471,10 @@ def _confirm(request: Confirm, draft: Draft) -> Outcome:
     draft.put(account_key(order.member), changed)
     draft.put(tenant_key(order.tenant), TenantAccount(lent=tenant.lent | {order.medium: used}))
     draft.take(order.medium, order.member, -order.bytes)
-    draft.delete(key)
+    if request.for_gone and order.bytes:
+        draft.put(key, msgspec.structs.replace(order, bytes=0))  # for the node, should it come back
+    else:
+        draft.delete(key)
     return Done((order,))
 
 

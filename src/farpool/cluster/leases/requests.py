@@ -178,7 +178,8 @@ class Confirm:
         Number of the extent.
     for_gone : bool
         True if the member was removed from the registry, so that nobody else confirms the order. Then this changes
-        nothing if the member is there again.
+        nothing if the member is there again. Otherwise the bytes no longer count. The order itself stays without bytes,
+        and the next such request deletes it.
     """
 
     member: str

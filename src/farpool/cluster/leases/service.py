@@ -96,6 +96,12 @@ class LeaseService(Closing):
     timeout : float
         Seconds that a call may take.
 
+    Attributes
+    ----------
+    upkeep_error : Exception or None
+        Error of the last attempt to end expired leases and to get memory back; None if it worked. While it does not
+        work, memory of programs that have ended stays lent.
+
     Raises
     ------
     RegistryError
@@ -113,6 +119,7 @@ class LeaseService(Closing):
         self._timeout = require_seconds(timeout, "timeout")
         self._registry, self._clock, self._policies = registry, clock or Clock(), policies
         self._has_ended = False
+        self.upkeep_error: Exception | None = None
         self.forked()
         self._engine.follow(timeout=timeout)
         self._start()
@@ -371,8 +378,11 @@ class LeaseService(Closing):
             # Also between requests that come all the time: otherwise no lease would expire on a busy manager.
             if self._clock.tick() >= upkeep_at:
                 done = 0
-                with suppress(Exception):
+                try:
                     done = self._engine.upkeep()
+                    self.upkeep_error = None
+                except Exception as error:
+                    self.upkeep_error = error
                 wait = _UPKEEP_INTERVAL_S if done < REQUESTS_MAX else _LOOK_INTERVAL_S
                 upkeep_at = self._clock.tick() + wait
         with suppress(RegistryError):

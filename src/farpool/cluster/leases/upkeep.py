@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
@@ -10,11 +9,13 @@ from farpool.cluster.leases.records import Extent, LeaseRecord
 from farpool.cluster.leases.requests import Confirm, Expire, Mark, Request, Take, TenantLimits
 from farpool.cluster.leases.view import View
 
-__all__ = ["GONE_S", "REQUESTS_MAX", "reclaim", "upkeep"]
+__all__ = ["FORGOTTEN_S", "GONE_S", "REQUESTS_MAX", "reclaim", "upkeep"]
 
 GONE_S = 3600.0
 """Seconds after which nobody waits any more for the node of a member that was removed from the registry. Otherwise its
 orders would count against its tenants for ever."""
+FORGOTTEN_S = 30 * 86_400.0
+"""Seconds after which such orders are deleted. Until then a node that comes back still has to carry them out."""
 REQUESTS_MAX = 90
 """Most requests at once, about two transactions. The next ones follow soon, after requests of programs."""
 
@@ -24,7 +25,7 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
 
     Leases that have expired end. Members that drain, or that lend less than they have lent, get memory back, and so do
     tenants whose guarantee is lent to others. At first the holders have the time that their leases state. Then their
-    extents are taken. Orders to members that were removed count as carried out after `GONE_S`.
+    extents are taken. Bytes of orders to members that were removed no longer count after `GONE_S`.
 
     Parameters
     ----------
@@ -40,7 +41,8 @@ def upkeep(view: View, now: float, tick: float, policies: Mapping[int, TenantLim
         requests.append(Take(lease, extents=tuple(extents)))
     requests += [
         Confirm(order.member, order.lease, order.extent, for_gone=True)
-        for order in itertools.islice(view.orders_of_gone(tick, GONE_S), max(0, REQUESTS_MAX - len(requests)))
+        for order in view.orders_of_gone(tick, GONE_S)
+        if order.bytes or order.issued + FORGOTTEN_S < now
     ]
     if len(requests) < REQUESTS_MAX:
         for member, medium, size in _shortages(view):

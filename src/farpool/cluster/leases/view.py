@@ -73,6 +73,7 @@ class View:
         self._deleted: OrderedDict[str, int] = OrderedDict()
         # Keys of orders by member, the first ones first.
         self._orders: dict[str, dict[str, None]] = {}
+        self._tenants: dict[int, TenantAccount] = {}
         self._members: set[str] = set()
         # For each member that has orders and no record, the time at which this manager first saw that.
         self._gone: dict[str, float] = {}
@@ -131,6 +132,10 @@ class View:
                 orders[key] = None
             if not orders:
                 del self._orders[member]
+        elif key.startswith(TENANT) and key.removeprefix(TENANT).isdecimal():
+            self._tenants.pop(int(key.removeprefix(TENANT)), None)
+            if isinstance(record, TenantAccount):
+                self._tenants[int(key.removeprefix(TENANT))] = record
         elif key.startswith(registered.RECORD):
             member = key.removeprefix(registered.RECORD)
             (self._members.discard if record is None else self._members.add)(member)
@@ -301,11 +306,7 @@ class View:
 
     def tenants(self) -> Mapping[int, TenantAccount]:
         """Return the accounts of all tenants that can be read."""
-        return {
-            int(key.removeprefix(TENANT)): record
-            for key, (_, record) in self._others.items()
-            if isinstance(record, TenantAccount) and key.removeprefix(TENANT).isdecimal()
-        }
+        return self._tenants
 
     def expired(self, now: float, tick: float, tolerance: float, limit: int) -> list[str]:
         """Return leases that have expired for longer than a tolerance, by the wall clock and by the own clock.
