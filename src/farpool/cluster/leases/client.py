@@ -6,15 +6,12 @@ the next one. It opens a connection for each request, because a program makes fe
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
 import secrets
-import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +22,7 @@ from farpool.checks import require_package
 from farpool.cluster.leases.location import SCHEME, PoolLocation
 from farpool.cluster.wire.access import AccessKey
 from farpool.cluster.wire.address import Address
-from farpool.cluster.wire.certificate import AUTHORITY, CERTIFICATE, PRIVATE_KEY, TLS_VARIABLE
+from farpool.cluster.wire.certificate import CERTIFICATE, TLS_VARIABLE
 from farpool.cluster.wire.private_file import read_file
 from farpool.errors import ConfigError, LeaseRefusedError, ManagerAwayError, ManagerError
 from farpool.sizes import format_size
@@ -43,7 +40,6 @@ __all__ = [
 
 TOKEN_VARIABLE = "FARPOOL_TOKEN"
 TOKEN_FILE_VARIABLE = "FARPOOL_TOKEN_FILE"
-_ANSWER_BYTES_MAX = 4 << 20
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _AWAY = frozenset({429, 500, 502, 503, 504})
@@ -288,6 +284,9 @@ class ManagerClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> tuple[int, bytes, str]:
         """Make a request at one manager after the other until one answers; return status, answer and manager."""
+        # Imported here, because most programs have no leases.
+        from farpool.cluster.leases.exchange import Exchange
+
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         managers = self._location.managers
@@ -297,7 +296,7 @@ class ManagerClient:
             manager = _shown(managers[index])
             # A manager that does not answer at all leaves time for the next one.
             share = (deadline - time.monotonic()) / min(2, len(managers))
-            exchange = _Exchange(managers[index], self._context(), time.monotonic() + share)
+            exchange = Exchange(managers[index], manager, time.monotonic() + share, is_secure=self._location.is_secure)
             try:
                 status, answer, headers = exchange.run(method, path, body, self._token)
                 if status not in _AWAY:
@@ -306,15 +305,9 @@ class ManagerClient:
                 uncertain = uncertain or status in (500, 502, 504)
                 why = f"{manager}: {_problem(answer).get('detail') or f'status {status}'}"
                 pause = max(pause, _seconds(headers.get("Retry-After")))
-            except ssl.SSLCertVerificationError as error:
-                raise ManagerError(
-                    f"{manager}: its certificate is not accepted: {error.verify_message}; let {TLS_VARIABLE} name a "
-                    f"folder whose {AUTHORITY} is of the authority that issued it",
-                    manager=manager,
-                ) from error
-            except (OSError, http.client.HTTPException) as error:
+            except OSError as error:
                 uncertain = uncertain or exchange.is_sent
-                why = f"{manager}: {_reason(error)}"
+                why = f"{manager}: {error.strerror or error or type(error).__name__}"
             if (attempt + 1) % len(managers) == 0:
                 left = deadline - time.monotonic()
                 if left <= pause:
@@ -331,66 +324,6 @@ class ManagerClient:
             status=status,
             uncertain=uncertain,
         )
-
-    def _context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a new connection, from the files as they are now; None without TLS."""
-        if not self._location.is_secure:
-            return None
-        folder = os.environ.get(TLS_VARIABLE, "")
-        try:
-            context = ssl.create_default_context(cafile=Path(folder, AUTHORITY) if folder else None)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            if folder:
-                read_file(Path(folder, PRIVATE_KEY), TLS_VARIABLE, private=True)
-                context.load_cert_chain(Path(folder, CERTIFICATE), Path(folder, PRIVATE_KEY))
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"{TLS_VARIABLE}: {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} in {folder} cannot be used: {error}",
-                setting=TLS_VARIABLE,
-            ) from error
-        return context
-
-
-class _Exchange:
-    """One request and its answer, over a connection of its own."""
-
-    def __init__(self, manager: Address, context: ssl.SSLContext | None, deadline: float) -> None:
-        self.is_sent = False
-        self._deadline = deadline
-        left = max(0.001, deadline - time.monotonic())
-        self._connection = (
-            http.client.HTTPConnection(manager.host, manager.port, timeout=left)
-            if context is None
-            else http.client.HTTPSConnection(manager.host, manager.port, timeout=left, context=context)
-        )
-
-    def run(self, method: str, path: str, body: Mapping[str, Any] | None, token: str) -> tuple[int, bytes, Message]:
-        """Make the request; return status, answer and headers."""
-        headers = {"Accept": "application/json", "Connection": "close"}
-        data = None
-        if body is not None:
-            data = msgspec.json.encode(body)
-            headers["Content-Type"] = "application/json"
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        try:
-            self._connection.connect()
-            self.is_sent = True
-            self._connection.request(method, path, data, headers)
-            response = self._connection.getresponse()
-            return response.status, self._read(response), response.headers
-        finally:
-            self._connection.close()
-
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
-        answer = bytearray()
-        while chunk := response.read1(1 << 16):
-            answer += chunk
-            if len(answer) > _ANSWER_BYTES_MAX:
-                raise OSError(f"it answers with more than {_ANSWER_BYTES_MAX} bytes")
-            if time.monotonic() > self._deadline:
-                raise TimeoutError("its answer did not end in time")
-        return bytes(answer)
 
 
 def client_token(environment: Mapping[str, str] = os.environ) -> str:
@@ -489,7 +422,3 @@ def _seconds(text: str | None) -> float:
         return min(_LONGEST_PAUSE_S, max(0.0, float(text or 0)))
     except ValueError:
         return 0.0
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
