@@ -369,8 +369,8 @@ class NodeServer:
     ) -> list[tuple[int, int, int, bool]]:
         """Let the session use the extents of a verified ticket for `seconds`, and make the missing ones. `extents` are pairs of
         number and bytes. Returns number, lease at this node, bytes, and True if it was made, of each. Either all are claimed or
-        none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; OSError where
-        there is no room.
+        none. TicketError where the epoch is late or the extents are others; QuotaExceededError as for `lend`; NodeFullError if the
+        node drains; OSError where there is no room.
         """
 
     def order(self, lease: bytes, epoch: int, action: str, extents: Sequence[int]) -> list[int]:
