@@ -121,8 +121,8 @@ def test_a_lease_is_granted_with_a_ticket_that_any_node_can_verify(pool: Pool) -
         again = client.post("/v1/leases", json=wanted).json()
         assert again["lease"]["extents"] == lease["extents"]
         pool.ticket(again)
-        other = client.post("/v1/leases", json={**wanted, "bytes": "1MiB"})
-        assert (other.status_code, other.json()["reason"]) == (409, "request")
+        other = client.post("/v1/leases", json={**wanted, "ttl": 50})
+        assert (other.status_code, other.json().get("reason")) == (409, "request"), other.text
         assert client.get(f"/v1/leases/{lease['id']}").json()["id"] == lease["id"]
         listed = client.get("/v1/leases").json()
         assert [one["id"] for one in listed["leases"]] == [lease["id"]]
