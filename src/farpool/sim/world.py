@@ -156,12 +156,17 @@ class World:
         require(is_done, "starves", f"{late} did not end within {_STEPS_END_S:g} s")
         self.scheduler.run(max(0.0, self.faults_end - self.scheduler.now))
         self.note("all", "programs have ended, and nothing goes wrong any more")
-        self.scheduler.run(_REST_S, lambda: not self.truth.leases and not self.truth.orders)
+        self.scheduler.run(_REST_S, self._rests)
         leases, orders = sorted(lease[:8] for lease in self.truth.leases), sorted(self.truth.orders)
         require(not leases and not orders, "rest", f"the leases {leases} and the orders {orders} have not ended")
         for member in self.members:
             member.check_extents()
             require(not member.extents, "rest", f"{member.name} has the extents {member.extents} without a lease")
+
+    def _rests(self) -> bool:
+        """Return True if no memory is lent, and all processes are up."""
+        is_free = not self.truth.leases and not self.truth.orders
+        return is_free and all(process.is_up for process in self.processes.values())
 
     # Faults
 
