@@ -243,9 +243,7 @@ def make_call(
     files: PassedFiles | None = None
     match call:
         case Stats():
-            result: dict[str, Any] = dict(stats())
-            if call.tenants and Right.ADMIN in client.rights:
-                result |= _tenants(server, client)
+            result: dict[str, Any] = dict(stats()) | (_tenants(server, client) if call.tenants else {})
         case Changes():
             result = server.changes(client.tenant, call.life, call.since, call.limit)
         case SetState() | Pins() | EndPin():
@@ -323,7 +321,9 @@ def _sees(client: Accepted, tenant: int) -> bool:
 
 
 def _tenants(server: NodeServer, client: Accepted) -> dict[str, Any]:
-    """Return the counters of the tenants that use most bytes, and the number of the others."""
+    """Return the counters of the tenants that use most bytes, and the number of the others, to an administrator."""
+    if Right.ADMIN not in client.rights:
+        return {}
     found = {tenant: counts for tenant, counts in server.tenants().items() if _sees(client, tenant)}
     largest = sorted(found, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
     counts = {tenant: {name: found[tenant][name] for name in _TENANT_COUNTS} for tenant in largest}
