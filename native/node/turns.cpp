@@ -230,14 +230,12 @@ void Turns::end_throttling(Tenant& tenant, Clock::time_point now) noexcept {
 Turns::Claim Turns::claim_of(Tenant& tenant, Clock::time_point now) const noexcept {
     tenant.guarantee_.refill(now);
     const bool is_behind = tenant.guarantee_.is_used() && tenant.guarantee_.level() > 0;
-    const bool by_guarantee = is_behind && owed_ < quantum;
-    const bool is_urgent = !tenant.urgent_.empty();
-    const bool may_be_early = is_urgent && (tenant.clock_ - clock_) * tenant.share_ <= static_cast<double>(ahead);
-    const bool may_be_urgent = is_behind ? by_guarantee && is_urgent : may_be_early && owed_ > -ahead;
-    const Reason reason = may_be_urgent  ? Reason::urgent
-                          : by_guarantee ? Reason::guarantee
-                          : may_be_early ? Reason::early
-                                         : Reason::share;
+    const bool may_be_early = (tenant.clock_ - clock_) * tenant.share_ <= static_cast<double>(ahead);
+    const bool is_urgent = !tenant.urgent_.empty() && (is_behind || may_be_early);
+    const Reason reason = is_urgent && (is_behind || owed_ > -ahead) ? Reason::urgent
+                          : is_behind && owed_ < quantum             ? Reason::guarantee
+                          : is_urgent                                ? Reason::early
+                                                                     : Reason::share;
     const double first = reason == Reason::guarantee ? -tenant.guarantee_.seconds() : tenant.clock_;
     return {reason, first, tenant.clock_, tenant.is_served_, tenant.entry_};
 }

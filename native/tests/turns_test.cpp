@@ -542,39 +542,6 @@ TEST("no tenant and no connection starves, also if guarantees are twice what the
     }
 }
 
-TEST("the latency class of a tenant with a guarantee above what the node can do starves no tenant") {
-    for (const bool has_bulk : {false, true}) {
-        Busy busy(6);
-        busy.turns.set_bandwidth({{1, {1.0, static_cast<std::uint64_t>(2 * capacity), 0}}}, busy.now);
-        std::vector<Turns::Seat> flood;
-        for (std::uint64_t number = 0; number < 50; ++number) {
-            flood.push_back(busy.turns.join(1, 10 + number, 1000 + number, true));
-        }
-        if (has_bulk) {
-            busy.add(1, 9, 4);
-        }
-        busy.add(2, 20, 1);
-        const std::uint64_t other_tenant = busy.numbers;
-        std::uint64_t all = 0, of_other = 0;
-        for (int turn = 0; turn < 20'000; ++turn) {
-            for (const Turns::Seat& seat : flood) {
-                busy.turns.want(*seat);
-            }
-            Turns::Flow* const next = busy.next();
-            const bool is_flood = next->name() >= 1000;
-            if (is_flood) {
-                busy.turns.rest(*next);
-            }
-            const std::uint64_t units = is_flood ? quantum / 4 : quantum;
-            busy.charge(*next, units);
-            all += units;
-            of_other += next->name() == other_tenant ? units : 0;
-        }
-        // Half of the part that goes by shares
-        CHECK(of_other * 2 * Turns::shared_part >= all - all / 10);
-    }
-}
-
 TEST("a small request of the latency class is next, before busy tenants, busy connections of its tenant and guarantees") {
     Busy busy(9);
     busy.turns.set_bandwidth({{3, {1.0, 100'000'000, 0}}}, busy.now);
