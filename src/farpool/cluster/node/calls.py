@@ -266,17 +266,8 @@ def make_call(
             result = server.changes(client.tenant, call.life, call.since, call.limit)
         case SetState() | Pins() | EndPin():
             result = _administer(call, client, server)
-        case Lend():
-            result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
-        case Release():
-            # We ask for the path first, because the data loop forgets the lease when it releases it.
-            path = server.lease_path(client.session, call.lease)
-            server.release(client.session, call.lease)
-            if exposures is not None:
-                exposures.withdraw(path)
-            result = {}
-        case Leases():
-            result = {"leases": server.leases(client.session)}
+        case Lend() | Release() | Leases():
+            result = _of_session(call, client, server, exposures)
         case AttachObjects():
             # The files are opened later, because only the caller knows whether the connection can pass them.
             files = partial(_objects, server, client)
@@ -293,6 +284,21 @@ def make_call(
         case _:
             result = _of_pool_leases(call, client, server, exposures, claims)
     return result, files
+
+
+def _of_session(
+    call: Lend | Release | Leases, client: Accepted, server: NodeServer, exposures: Exposures | None
+) -> dict[str, Any]:
+    if isinstance(call, Lend):
+        return {"lease": server.lend(client.session, client.tenant, call.bytes)}
+    if isinstance(call, Leases):
+        return {"leases": server.leases(client.session)}
+    # We ask for the path first, because the data loop forgets the lease when it releases it.
+    path = server.lease_path(client.session, call.lease)
+    server.release(client.session, call.lease)
+    if exposures is not None:
+        exposures.withdraw(path)
+    return {}
 
 
 def _administer(call: SetState | Pins | EndPin, client: Accepted, server: NodeServer) -> dict[str, Any]:
