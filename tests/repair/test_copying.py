@@ -57,7 +57,9 @@ def put(made: Channel, key: bytes, value: bytes, *, ttl_ms: int = 0, is_kept: bo
         assert ask(made, Op.TOUCH, TOUCH.pack(0, 1) + key).status == Status.DONE
 
 
-def ordered(target: Channel, source: RunningNode, key: bytes, identity: bytes = b"", **changes: Any) -> dict[str, Any]:
+def ordered(
+    target: Channel, source: RunningNode, key: bytes, /, identity: bytes = b"", **changes: Any
+) -> dict[str, Any]:
     arguments = {
         "key": key,
         "source": identity or bytes.fromhex(source.ready["identity"]),
@@ -154,7 +156,8 @@ def test_a_key_with_the_right_to_repair_acts_for_each_tenant(guarded: tuple[Runn
             assert ask(reader, Op.GET, b"k").payload == b"value"
     with channel(guarded[1], REPAIR) as own:
         assert own.call("list", deadline())["objects"] == []
-        assert set(own.call("stats", deadline(), tenants=True)["tenants"]) == {5}
+        tenants = own.call("stats", deadline(), tenants=True)["tenants"]
+        assert {number for number, counts in tenants.items() if counts["objects"]} == {5}
 
 
 def test_other_keys_neither_act_for_a_tenant_nor_order_copies(guarded: tuple[RunningNode, RunningNode]) -> None:

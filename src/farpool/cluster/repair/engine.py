@@ -99,7 +99,7 @@ class RepairEngine:
     roster : Roster
         The members.
     counts : Counts
-        What was done so far.
+        The work so far.
     """
 
     def __init__(self, redundancy: Redundancy, settings: Settings, nbytes_rate: Bucket, objects_rate: Bucket) -> None:
@@ -257,7 +257,7 @@ class RepairEngine:
             if self._settings.rebalances and all(member in found.holders for member in places):
                 self._note_surplus(Task(held, dict(found.holders)))
             return
-        # What was found before may be out of date.
+        # An earlier finding may be out of date.
         waited = self._waiting.remove(held.key)
         if held.key in self._waiting:
             return

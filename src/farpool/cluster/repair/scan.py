@@ -151,7 +151,7 @@ class Scan:
         for place, key in enumerate(check.keys):
             found = page.objects[key]
             if answers is None:
-                # For as long as it may come back, we believe that it has what belongs there.
+                # For as long as it may come back, we believe that its copies are there.
                 if self._roster.counts(check.member) and check.member in self._places(found):
                     found.holders[check.member] = found.held.is_kept
             elif (held := answers[place]) is not None:

@@ -167,7 +167,7 @@ class Repairs(Closing):
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Return what was done since this process may act, and what each loss would cost by the last scan."""
+        """Return the work since this process may act, and the cost of each loss by the last scan."""
         with self._lock:
             counts = self._engine.counts
             fields = {name: getattr(counts, name) for name in counts.__slots__ if name != "left"}
@@ -212,7 +212,7 @@ class Repairs(Closing):
         now = time.monotonic()
         with self._lock:
             if begins:
-                # What was known is out of date, and late outcomes belong to the former engine.
+                # All knowledge is out of date, and late outcomes belong to the former engine.
                 self._hands.close()
                 self._begin()
                 self._scan_at = now
