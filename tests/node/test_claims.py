@@ -263,7 +263,7 @@ def test_an_administrator_lists_and_ends_claims_and_leases_with_a_reason(pool: P
 
 
 def test_an_administrator_of_a_tenant_sees_and_ends_only_what_belongs_to_the_tenant(pool: Pool) -> None:
-    with pool.client("trainer", "control") as control:
+    with pool.client("trainer", "control") as control, pool.client("trainer", "data", control.session):
         lease = claimed(control, pool.ticket())
         with pool.client("stranger", "control") as other:
             assert other.call("holdings").result == {"holdings": [], "next": 0}
@@ -282,7 +282,7 @@ def follow(
 ) -> TicketKeys:
     """Follow the keys as a node does that has just started."""
     made = TicketKeys(registry, folder, kept=kept, log=log)
-    made.begin(registry if isinstance(registry, str) else registry.address, is_away=False)
+    made.begin("" if isinstance(registry, str) else registry.address, is_away=False)
     return made
 
 
