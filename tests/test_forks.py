@@ -56,6 +56,19 @@ def test_a_fork_inside_guarded_code_waits_for_no_one(monkeypatch: pytest.MonkeyP
         pass
 
 
+def test_the_thread_that_forks_may_run_guarded_code_before_and_after() -> None:
+    def fork() -> None:
+        guard._wait()
+        with guard:  # as garbage that is collected here may do
+            pass
+        guard._go_on()
+
+    thread = threading.Thread(target=fork, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_fork_goes_on_if_guarded_code_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_FORK_WAIT_S", 0.01)
     inside, end = threading.Event(), threading.Event()

@@ -61,12 +61,13 @@ class ForkGuard:
         """Begin in a forked child, where no other thread is left."""
         self._changed = threading.Condition()
         self._threads: dict[int, int] = {}  # by thread, how many blocks of guarded code it is in
-        self._forking = False
+        self._forker = 0  # the thread that forks, 0 for none
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
         with self._changed:
-            while self._forking and thread not in self._threads:
+            # The thread that forks does not wait for itself: garbage that is collected there may close a registry.
+            while self._forker not in (0, thread) and thread not in self._threads:
                 self._changed.wait()
             self._threads[thread] = self._threads.get(thread, 0) + 1
 
@@ -76,18 +77,19 @@ class ForkGuard:
             left = self._threads.pop(thread, 0) - 1
             if left > 0:
                 self._threads[thread] = left
-            elif self._forking:
+            elif self._forker:
                 self._changed.notify_all()
 
     def _wait(self) -> None:
+        thread = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking)
-            self._forking = True
-            self._changed.wait_for(lambda: not self._threads.keys() - {threading.get_ident()}, _FORK_WAIT_S)
+            self._changed.wait_for(lambda: not self._forker)
+            self._forker = thread
+            self._changed.wait_for(lambda: not self._threads.keys() - {thread}, _FORK_WAIT_S)
 
     def _go_on(self) -> None:
         with self._changed:
-            self._forking = False
+            self._forker = 0
             self._changed.notify_all()
 
 
