@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 
-def in_forked_child(act: Callable[[], None], seconds: float = 20.0) -> None:
+def in_forked_child(act: Callable[[], None], seconds: float = 60.0) -> None:
     """Run `act` in a fork of this process; fails with its traceback if it raises there, or does not end in time."""
     reading, writing = os.pipe()
     child = os.fork()

@@ -235,7 +235,7 @@ def test_a_forked_child_follows_the_registry_by_itself(registry: Registry, follo
         called = threading.Event()
         members.subscribe(called.set)
         write(registry, *joined(B))
-        assert called.wait(15)
+        assert called.wait(45)
         assert addresses(members) == {A, B}
         members.close()
 

@@ -85,6 +85,8 @@ CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
 _REVISION_MAX = 1 << 62
 _LAST_BYTE = b"\xff"  # above every byte of UTF-8
 _making = forks.ModuleLock()
+# SQLite has locks for its memory and its files that all connections of a process share.
+_calls = forks.ForkGuard()
 
 
 class SqliteRegistry(Registry):
@@ -233,13 +235,15 @@ class SqliteRegistry(Registry):
             if not self._closed and len(self._idle) < _IDLE_CONNECTIONS_MAX:
                 self._idle.append(connection)
                 return
-        connection.close()
+        with _calls:
+            connection.close()
 
     @contextlib.contextmanager
     def _errors(self, done: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            yield
+            with _calls:
+                yield
         except UnicodeDecodeError as error:  # SQLite quotes damaged text in its errors
             raise damaged(self.address, str(error)) from error
         except sqlite3.DatabaseError as error:
@@ -448,8 +452,9 @@ class SqliteRegistry(Registry):
     def close(self) -> None:
         with self._lock:
             idle, self._idle, self._closed = self._idle, [], True
-        for connection in idle:
-            connection.close()
+        with _calls:
+            for connection in idle:
+                connection.close()
 
 
 _PARENT_CONNECTIONS: list[sqlite3.Connection] = []
