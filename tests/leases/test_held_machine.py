@@ -163,7 +163,7 @@ class Program:
             return
         self.use_new()
         try:
-            answer = self.send(Resize(self.held.lease, 1, self.held.epoch, self.held.bytes + 2 * G))
+            answer = self.send(Resize(self.held.lease, 1, self.held.epoch, self.held.nbytes + 2 * G))
         except (AwayError, ValueError):
             return
         self.lose(self.held.granted(answer, self.pool.tick))

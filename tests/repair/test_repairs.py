@@ -62,7 +62,7 @@ def has(node: RunningNode, key: bytes) -> bool:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
-        fleet = Fleet(str(tmp_path / "registry"), stack)
+        fleet = Fleet(f"sqlite://{tmp_path}/registry", stack)
         with Store(fleet.place, replicas=2) as store:
             store.put_many((key, key * 10) for key in KEYS)
         fleet.service.start()

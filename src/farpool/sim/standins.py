@@ -62,7 +62,10 @@ class _Thread:
 
     def start(self) -> None:
         group = self._scheduler.running.group
-        self._task = self._scheduler.spawn(self._name, lambda: self._target(*self._args) and None, group)
+        self._task = self._scheduler.spawn(self._name, self._call, group)
+
+    def _call(self) -> None:
+        self._target(*self._args)
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_over

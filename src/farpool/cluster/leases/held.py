@@ -137,7 +137,7 @@ class HeldLease:
     # The present extents
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the extents that are used or will be."""
         return sum(one.bytes for each in (self._used, self._taken, self._spare) for one in each.values())
 

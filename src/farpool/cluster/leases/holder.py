@@ -76,6 +76,8 @@ class LeaseHolder(Closing):
         Seconds that a call for another thread may take.
     """
 
+    _thread: threading.Thread | None
+
     def __init__(
         self, client: ManagerClient, held: HeldLease, user: ExtentUser, *, owner: object, name: str, timeout: float
     ) -> None:
@@ -94,7 +96,7 @@ class LeaseHolder(Closing):
 
     def forked(self) -> None:
         """Begin without a thread in a forked child, because the lease stays with the parent."""
-        self._thread: threading.Thread | None = None
+        self._thread = None
         self._has_ended = False
         self._woken = threading.Event()
         # Protects the state. Never held during a call of a manager or a node.
@@ -126,7 +128,7 @@ class LeaseHolder(Closing):
         with self._calls:
             with self._lock:
                 taken = self._held.take()
-                epoch, wanted = self._held.epoch, self._held.bytes + size
+                epoch, wanted = self._held.epoch, self._held.nbytes + size
             if taken:  # of an earlier call, whose answer was lost
                 return taken
             sent = time.monotonic()

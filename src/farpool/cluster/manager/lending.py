@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from farpool.abc.registry import Registry
 from farpool.closing import Closing
@@ -24,7 +25,8 @@ _PAUSE_S = 1.0
 _TURN_INTERVAL_S = 60.0
 _TIMEOUT_S = 5.0
 _OPENING_S = 2.0
-_READ, _READ_AND_WRITE = 1, 3
+_READ: Final = 1
+_READ_AND_WRITE: Final = 3
 
 
 @dataclass(frozen=True, slots=True)

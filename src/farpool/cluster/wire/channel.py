@@ -51,7 +51,15 @@ Over fast networks a reply arrives within this time, and falling asleep and waki
 
 class _Dial(Protocol):
     def __call__(
-        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float, name: str
+        self,
+        address: Address,
+        purpose: Purpose,
+        *,
+        key: AccessKey | None,
+        session: int,
+        deadline: float,
+        name: str,
+        tenant: int | None = None,
     ) -> Dialled: ...
 
 
