@@ -10,7 +10,7 @@ import pytest
 
 from farpool.abc.membership import MemberState
 from farpool.cluster.leases.records import OrderRecord
-from farpool.cluster.manager.deliveries import GONE_S, STRAY_AGE_S, Deliveries, Held, Reach, Report, Visit
+from farpool.cluster.manager.deliveries import STRAY_AGE_S, Deliveries, Held, Reach, Report, Visit
 
 A, B, C = ("a" * 32, "b" * 32, "c" * 32)
 LEASE = "1" * 32
@@ -85,17 +85,13 @@ def test_an_order_that_is_refused_waits_and_the_others_of_the_member_do_not() ->
     assert (machine.delivered, machine.refused) == (2, 1)
 
 
-def test_the_orders_of_a_removed_member_end_without_it_and_of_a_damaged_one_wait() -> None:
+def test_the_orders_of_a_removed_member_and_of_a_damaged_one_wait_for_it() -> None:
     machine = deliveries()
     waiting = {A: [order(A, 1)], B: [order(B, 1)]}
     assert machine.due(waiting, {B: None}, 0.0) == []
-    assert machine.due(waiting, {B: None}, GONE_S - 0.1) == []
-    # It was back for a moment.
-    [visit] = machine.due(waiting, {A: AWAY, B: None}, GONE_S)
-    machine.ended(Report(A, error="it cannot be reached"), nothing, GONE_S)
-    assert machine.due(waiting, {B: None}, GONE_S + 30.0) == []
-    [visit] = machine.due(waiting, {B: None}, 2 * GONE_S + 30.0)
-    assert visit == Visit(A, orders=tuple(waiting[A]), is_gone=True)
+    assert machine.due(waiting, {B: None}, 86_400.0) == []
+    assert [one.member for one in machine.due(waiting, {A: UP, B: None}, 86_401.0)] == [A]
+    assert [one.member for one in machine.due(waiting, {A: UP, B: UP}, 86_402.0)] == [B]
 
 
 def test_a_manager_that_leads_no_longer_forgets_what_it_knew() -> None:
@@ -197,7 +193,7 @@ class World:
             machine.ended(self.carry_out(visit, faulty=faulty), nothing, self.now)
 
     def carry_out(self, visit: Visit, *, faulty: bool) -> Report:
-        if not visit.is_gone and not self.is_up[visit.member]:
+        if not self.is_up[visit.member]:
             return Report(visit.member, error="it cannot be reached")
         done: Sequence[OrderRecord] = visit.orders
         error, refused = "", {}
@@ -217,6 +213,7 @@ def test_every_order_is_carried_out_whatever_happens_before(seed: int) -> None:
     for _ in range(500):
         world.step(faulty=True)
     world.is_up = dict.fromkeys(world.members, True)
+    world.removed.clear()
     for _ in range(1000):  # longer than the longest pause
         world.step(faulty=False)
     assert not world.orders

@@ -147,10 +147,6 @@ class Deliverer(Closing):
         self._reports.put(report)
 
     def _visited(self, service: LeaseService, visit: Visit) -> Report:
-        if visit.is_gone:
-            log("member was removed, its extents count as freed", member=visit.member, extents=len(visit.orders))
-            service.confirm_all(visit.orders)
-            return Report(visit.member, delivered=len(visit.orders))
         error = "it has no address"
         for address in visit.addresses[:_ADDRESSES_MAX]:
             # This manager proves who it is as any client does, with its own key or certificate.

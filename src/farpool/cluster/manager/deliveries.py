@@ -2,7 +2,7 @@
 
 An *order* in the registry says that a node must free an extent. The leading manager takes it to the node, and confirms
 it in the registry. Orders stay in the registry until then, so a new leader goes on with the same ones. An order that
-comes twice does nothing.
+comes twice does nothing. Orders of a member that is not in the pool wait for it to come back (see `leases.upkeep`).
 
 A *stray* is an extent that a node has although no lease names it and no order for it waits. A node has one if its
 folder, or the registry, was restored from a copy. A stray ends once it has been one for some time and has no valid
@@ -18,11 +18,8 @@ from dataclasses import dataclass, field
 from farpool.abc.membership import MemberState
 from farpool.cluster.leases.records import OrderRecord
 
-__all__ = ["GONE_S", "STRAY_AGE_S", "Deliveries", "Held", "Reach", "Report", "Visit"]
+__all__ = ["STRAY_AGE_S", "Deliveries", "Held", "Reach", "Report", "Visit"]
 
-GONE_S = 60.0
-"""Seconds after which the orders of a member that was removed from the pool count as carried out. The pool lends
-nothing of it any more, and its extents are strays if it comes back."""
 STRAY_AGE_S = 3600.0
 """Seconds for which a stray must have been one before it ends."""
 _LOOK_INTERVAL_S = 300.0
@@ -78,8 +75,6 @@ class Visit:
         Extents to end, unless the registry has a lease or an order for them after all.
     looks : bool
         True to ask, at the end, which extents the node has.
-    is_gone : bool
-        True if the member is not in the pool any more: confirm the orders without it.
     """
 
     member: str
@@ -87,7 +82,6 @@ class Visit:
     orders: tuple[OrderRecord, ...] = ()
     strays: tuple[Held, ...] = ()
     looks: bool = False
-    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +119,6 @@ class _Member:
     visited_at: float = -1.0
     failures: int = 0
     retry_at: float = 0.0
-    gone_since: float | None = None
     # Since when each stray has been one, and what the node said of it last.
     strays: dict[tuple[str, int], tuple[float, Held]] = field(default_factory=dict)
 
@@ -220,28 +213,15 @@ class Deliveries:
             if member in self._visited:
                 continue
             orders = tuple(waiting.get(member, ()))[: self.orders_max]
-            visit = self._visit(member, known, orders, members.get(member), is_known=member in members, now=now)
+            visit = self._visit(member, known, orders, members.get(member), now)
             if visit is not None:
                 self._visited.add(member)
                 visits.append(visit)
         return visits
 
     def _visit(
-        self,
-        member: str,
-        known: _Member,
-        orders: tuple[OrderRecord, ...],
-        reach: Reach | None,
-        *,
-        is_known: bool,
-        now: float,
+        self, member: str, known: _Member, orders: tuple[OrderRecord, ...], reach: Reach | None, now: float
     ) -> Visit | None:
-        if not is_known:
-            if known.gone_since is None:
-                known.gone_since = now
-            is_over = now >= max(known.gone_since + GONE_S, known.retry_at)
-            return Visit(member, orders=orders, is_gone=True) if orders and is_over else None
-        known.gone_since = None
         if reach is None:
             return None
         before, known.reach = known.reach, reach
