@@ -58,7 +58,11 @@ def epochs_stay(patch: Patch) -> None:
 
 
 def epochs_begin_ahead(patch: Patch) -> None:
-    patch.setattr(changes, "_first_epoch", lambda draft: draft.view.revision + 5)
+    patch.setattr(changes, "_first_epoch", lambda draft: int(draft.moment.now * 2000))
+
+
+def epochs_begin_without_the_time(patch: Patch) -> None:
+    patch.setattr(changes, "_first_epoch", lambda draft: max(1, draft.view.epoch))
 
 
 def numbers_repeat(patch: Patch) -> None:
@@ -255,7 +259,8 @@ MUTANTS = (
     Mutant("members' records are no conditions", ("draining", "capacity"), without_conditions(RECORD)),
     Mutant("the burst entry is no condition", ("guarantee",), without_conditions(records.BURST)),
     Mutant("epochs stay when memory is taken", ("epoch", "rest"), epochs_stay),
-    Mutant("epochs begin above the revision", ("epoch",), epochs_begin_ahead),
+    Mutant("epochs begin above the time", ("epoch",), epochs_begin_ahead),
+    Mutant("epochs begin without the time", ("epoch",), epochs_begin_without_the_time),
     Mutant("extents get numbers again", ("lent twice", "account"), numbers_repeat),
     Mutant("confirmed orders stay", ("sums", "rest"), orders_are_kept),
     Mutant("ended leases stay", ("lent twice", "epoch"), ended_leases_are_kept),

@@ -10,7 +10,7 @@ import pytest
 
 from farpool.sim.plan import make_plan
 from farpool.sim.shrink import shrink
-from farpool.sim.world import run_plan
+from farpool.sim.simulation import run_plan
 from tests.sim.mutants import MUTANTS, Mutant
 
 STEPS = 100

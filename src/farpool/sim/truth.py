@@ -23,6 +23,7 @@ from farpool.cluster.leases.records import (
 )
 from farpool.cluster.leases.requests import TenantLimits
 from farpool.cluster.members.records import ALIVE, RECORD, MemberRecord
+from farpool.sim.plan import CLOCK_ERROR_MAX_S
 from farpool.sim.violation import require
 
 __all__ = ["Truth"]
@@ -145,7 +146,7 @@ class Truth:
                 require(age >= before.terms.ttl, "expiry", text)
             return
         self.leases[lease] = record
-        require(record.epoch <= revision, "epoch", f"lease {lease[:8]} has epoch {record.epoch} at revision {revision}")
+        self._check_epoch(record.epoch, revision, f"lease {lease[:8]}", is_new=before is None)
         floor = self._epochs.get(lease, 0)
         require(record.epoch >= floor, "epoch", f"the epoch of lease {lease[:8]} fell from {floor} to {record.epoch}")
         if before is None:
@@ -187,9 +188,19 @@ class Truth:
             return
         order = self.orders[key] = decode(key, value, OrderRecord)
         floor = self._epochs.get(order.lease, 0)
-        text = f"an order for lease {order.lease[:8]} has epoch {order.epoch}, after {floor}, at revision {revision}"
-        require(floor <= order.epoch <= revision, "epoch", text)
+        text = f"an order for lease {order.lease[:8]} has epoch {order.epoch}, after {floor}"
+        require(floor <= order.epoch, "epoch", text)
+        self._check_epoch(order.epoch, revision, f"an order for lease {order.lease[:8]}")
         self._epochs[order.lease] = order.epoch
+
+    def _check_epoch(self, epoch: int, revision: int, whose: str, *, is_new: bool = False) -> None:
+        """Check that an epoch follows from the time in milliseconds, by a clock that is wrong by an hour at most."""
+        at, error = self._clock() * 1000, CLOCK_ERROR_MAX_S * 1000
+        # Epochs that were raised several times within a millisecond are ahead of the time by less than the revision.
+        is_ahead = epoch > at + error + revision
+        require(not is_ahead, "epoch", f"{whose} has epoch {epoch} at {at:.0f} ms")
+        is_behind = is_new and epoch < int(at - error)
+        require(not is_behind, "epoch", f"{whose} begins with epoch {epoch} at {at:.0f} ms")
 
     def _change_account(self, member: str, account: MemberAccount) -> bool:
         """Enter a member's account; return True if the member has lent more."""
