@@ -63,7 +63,7 @@ class Manager(Process):
     def begin(self) -> None:
         """Begin without anything that the process knew before."""
         world = self._world
-        clock = Clock(self._now, lambda: world.scheduler.now, world.scheduler.sleep)
+        clock = Clock(self._now, world.scheduler.look, world.scheduler.sleep)
         chance = random.Random(f"{world.seed} {self.name} {self.starts}")
         registry = world.registry_for(self)
         self._engine = Engine(registry, clock, lambda: world.policies, _CALL_TIMEOUT_S, chance)
