@@ -1,0 +1,45 @@
+"""Runs the sides of a litmus test at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+PATIENCE_S = 60.0
+"""Seconds until a side that waits for another one gives up. Only ends waits; nothing is measured by it."""
+
+_T = TypeVar("_T")
+
+
+def together(*sides: Callable[[], Any]) -> list[Any]:
+    """Run functions in threads that begin at the same moment; return their results, or raise the first error."""
+    begin = threading.Barrier(len(sides))
+    results: list[Any] = [None] * len(sides)
+    errors: list[BaseException] = []
+
+    def run(place: int) -> None:
+        try:
+            begin.wait(PATIENCE_S)
+            results[place] = sides[place]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(sides))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+        assert not thread.is_alive(), "a side does not end"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def awaited(look: Callable[[], _T | None]) -> _T:
+    """Call a function until it returns something; return that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, "it was not seen in time"
+    return found
