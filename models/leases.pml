@@ -2,18 +2,18 @@
  * Leases of a pool: managers grant and end extents of one member with transactions of the registry, its node lends memory by
  * tickets and frees it by orders, and programs show any ticket that was ever signed, at any time.
  *
- * The model follows src/farpool/cluster/leases (changes.py: which entries a decision reads and writes), the deliverer of orders in
- * src/farpool/cluster/manager, and native/node/claiming.cpp (claims, and orders that are carried out).
+ * The model follows src/farpool/cluster/leases (changes.py: which entries a decision reads and writes), the deliverer of orders
+ * in src/farpool/cluster/manager, and native/node/claiming.cpp (claims, and orders that are carried out).
  *
  * Each `d_step` block is one transaction of the registry, or one step of the node under its lock. Between two of them any other
  * process may run for as long as it likes, so a manager may be killed anywhere, and another one goes on with what the registry
  * has. There is no clock: a lease may pass its expiry at any time, and no ticket and no order is ever too old to arrive. So the
  * model shows what epochs alone guarantee.
  *
- * Many managers: of managers that decide at the same time, those whose transactions succeed have read what is in the registry
- * at that moment. So one process (Managers) reads and writes in one step, and one slow manager (Slow) writes much later than it
- * has read. If an entry changes that the slow manager's transaction has a condition on, the transaction can only fail, and the
- * model drops the request at once.
+ * Many managers may decide at the same time. A transaction that succeeds has read what is in the registry at that moment, so one
+ * process (Managers) reads and writes in one step, for all of them. One slow manager (Slow) writes much later than it has read.
+ * If an entry changes that the slow manager's transaction has a condition on, the transaction can only fail, and the model drops
+ * the request at once.
  *
  * It leaves out: several members, bytes (each extent is one unit), members that were removed, and a registry that was restored
  * from a backup, for which epochs also contain the time.
@@ -74,7 +74,7 @@ byte claim[EXTENTS + 1];        /* the epoch of a session's claim */
 byte making = 0, making_epoch = 0;  /* a claim whose extent is being made */
 byte writing = 0;               /* an extent to which a write is under way */
 
-/* What has happened, for the invariants. */
+/* History, for the invariants. */
 bool was_made[EXTENTS + 1], answered[EXTENTS + 1];
 byte answered_epoch[LEASES + 1];
 
@@ -204,7 +204,7 @@ inline confirm(n, its_lent)
 
 #define CAN_CONFIRM(n) (ordered[n] && (answered[n] || defect == CONFIRM_BEFORE_ANSWER))
 
-/* Managers that decide by what is in the registry. */
+/* Managers that have read the registry as it is. */
 active proctype Managers()
 {
 end:

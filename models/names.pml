@@ -15,7 +15,7 @@
  */
 
 #define WRITERS 2
-#define NONE 0       /* no entry; nobody */
+#define NONE 0       /* no entry; no program */
 #define RECORDED 1   /* the version's entry is under publication/ */
 #define RELEASED 2   /* the version's entry is under released/ */
 
