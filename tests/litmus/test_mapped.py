@@ -9,7 +9,7 @@ import pytest
 
 from farpool import Store
 from farpool.cluster.node.process import RunningNode
-from tests.litmus.threads import awaited, together
+from tests.litmus.threads import awaited, need_all_memory, together
 
 KIB = 1024
 
@@ -31,12 +31,9 @@ def test_m1_bytes_that_a_program_has_pinned_never_change(stores: tuple[Store, St
         assert held.is_mapped
         assert writer.drop("m1")
         assert writer.put("m1", b"other" * KIB) == "stored"
-        for number in range(60):  # more than the node has, so that it needs all memory that it can get
-            writer.put(f"m1/{number}", bytes([number]) * 512 * KIB)
+        need_all_memory(writer)
         assert held.view == b"first" * KIB
         assert reader.get("m1") in (None, b"other" * KIB)
-    for number in range(60):
-        writer.drop(f"m1/{number}")
 
 
 def test_m2_a_mapped_reader_sees_each_put_and_drop_that_has_returned(stores: tuple[Store, Store]) -> None:

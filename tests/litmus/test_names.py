@@ -16,9 +16,13 @@ from farpool.cluster.node.process import RunningNode
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import NameHeldError, NameMovedError, RegistryAwayError
 from tests.litmus.conftest import Programs
-from tests.litmus.threads import PATIENCE_S, together
+from tests.litmus.threads import PATIENCE_S, need_all_memory, together
+
+in_one_way = pytest.mark.parametrize("programs", ["mapped"], indirect=True)
+"""The way to the objects changes nothing about names."""
 
 
+@in_one_way
 def test_n1_an_open_that_begins_after_a_publish_sees_that_version_or_a_later_one(programs: Programs) -> None:
     writer, first, second = programs(3)
     versions = 12
@@ -48,6 +52,7 @@ def test_n1_an_open_that_begins_after_a_publish_sees_that_version_or_a_later_one
     together(write, lambda: read(first), lambda: read(second))
 
 
+@in_one_way
 def test_n2_no_update_is_lost_if_each_writer_names_the_version_that_it_has_read(programs: Programs) -> None:
     stores = programs(2)
     stores[0].publish("n2", b"0")
@@ -84,6 +89,7 @@ def test_n3_a_version_stays_as_it_is_while_it_is_open_and_goes_after_that(node: 
             for value in (b"second", b"third"):
                 writer.publish("n3", value)
                 writer.sweep()
+                need_all_memory(store)
                 assert (opened.info.version, opened.read()) == (1, b"first")
             with writer.open("n3") as current:
                 assert current.read() == b"third"
@@ -143,6 +149,7 @@ def test_n4_without_the_registry_a_program_sees_the_last_version_that_it_knew_an
         assert (opened.info.version, opened.read(), opened.held) == (2, b"2", True)
 
 
+@in_one_way
 def test_n5_a_watch_reports_rising_versions_and_always_the_last_one(programs: Programs) -> None:
     writer, reader = programs(2)
     versions = 10
@@ -167,6 +174,7 @@ def test_n5_a_watch_reports_rising_versions_and_always_the_last_one(programs: Pr
     assert numbers == sorted(set(numbers))
 
 
+@in_one_way
 def test_n6_what_a_program_did_before_it_published_is_seen_by_each_reader_of_the_version(programs: Programs) -> None:
     writer, reader = programs(2)
     versions = 12

@@ -1,4 +1,4 @@
-"""Runs the sides of a litmus test at the same time."""
+"""Runs the sides of a litmus test at the same time, and makes nodes need their memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from farpool import Store
 
 PATIENCE_S = 60.0
 """Seconds until a side that waits for another one gives up. Only ends waits; nothing is measured by it."""
@@ -43,3 +45,11 @@ def awaited(look: Callable[[], _T | None]) -> _T:
     while (found := look()) is None:
         assert time.monotonic() < deadline, "it was not seen in time"
     return found
+
+
+def need_all_memory(store: Store) -> None:
+    """Put more than the node has, so that it evicts each object that it may evict, and take it away again."""
+    for number in range(80):
+        store.put(f"filler/{number}", bytes([number]) * (512 << 10), ttl=60)
+    for number in range(80):
+        store.drop(f"filler/{number}")
