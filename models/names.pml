@@ -28,7 +28,7 @@
 #define KEEP_AGAIN_SAME_MARK 6       /* a node gives no other mark to a copy that it keeps again */
 #define READER_IGNORES_MOVE 7        /* a reader holds a version without the condition that it is still the current one */
 #define OLDER_IGNORES_RELEASE 8      /* a reader holds an older version without the condition that no sweep has released it */
-#define RELEASE_IGNORES_HOLDS 9      /* a sweep ignores the holds that readers recorded before it moved the version's entry */
+#define RELEASE_IGNORES_HOLDS 9      /* a sweep ignores the holds of readers */
 #define WRITER_SKIPS_HOLD_CHECK 10   /* a writer that has read new marks does not ask the registry for its hold */
 #define DELETE_BEFORE_RELEASE 11     /* a sweep deletes a version's entry before the node has released its copy */
 #define PREVIOUS_NOT_HELD 12         /* a writer that moves the name gives no hold to the previous version */
