@@ -82,12 +82,11 @@ class Fleet:
                 "manager": (["repair", "admin"], 0),
                 "peer": (["repair"], 0),
                 **{name: (["read", "write", "publish"], tenant) for name, _, tenant in PROGRAMS},
-                **{f"auditor-{tenant}": (["read"], tenant) for tenant in (1, 2, 3)},
             },
         )
         self.managers_tls = self._certificates.client("manager")
         self._peer_tls = self._certificates.client("peer")
-        self.auditors = {tenant: self._certificates.client(f"auditor-{tenant}") for tenant in (1, 2, 3)}
+
         self.processes: dict[Role, list[ChaosProcess]] = {
             "etcd": [self._etcd(index) for index in range(COUNTS["etcd"])],
             "node": [self._node(index) for index in range(COUNTS["node"])],

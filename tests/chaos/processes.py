@@ -58,7 +58,7 @@ class ChaosProcess:
         self.output = logs / f"{name}.out"
         self._log = logs / f"{name}.log"
         self._command = list(command)
-        self._environment = dict(environment)
+        self.environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,7 +72,7 @@ class ChaosProcess:
         self.lives += 1
         with open(self._log, "ab") as log, open(self.output, "ab") as output:
             self._process = subprocess.Popen(
-                self.machine.command(words), stdout=output, stderr=log, env={**os.environ, **self._environment}
+                self.machine.command(words), stdout=output, stderr=log, env={**os.environ, **self.environment}
             )
 
     def wait_until_ready(self) -> None:

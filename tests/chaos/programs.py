@@ -124,7 +124,8 @@ class ObjectsProgram(Program):
             with self.journal.call("keep", CALL_S, key) as kept:
                 kept.value = str(store.touch(key, None, keep=True))
             if kept.is_done:
-                live.append(key)
+                if kept.value == "True":  # a full node may have evicted it before
+                    live.append(key)
                 return
             self.pause(0.1)
 
