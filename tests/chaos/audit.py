@@ -120,7 +120,7 @@ def copies_of(nodes: Mapping[str, str], tenant: int) -> Counter[str]:
         with _channel(address, tenant) as channel:
             while True:
                 answer = channel.call("list", time.monotonic() + CALL_S, after=after, prefix=b"")
-                for key, _, _, _, _, is_kept in answer["objects"]:
+                for key, *_, is_kept in answer["objects"]:
                     copies[key.decode(errors="replace")] += bool(is_kept)
                 after = answer["next"]
                 if not after:

@@ -30,7 +30,7 @@ PROGRAMS = (
 )
 """Name, kind and tenant of each program."""
 _NUMBERS: dict[Role, int] = {"etcd": 10, "node": 20, "manager": 30, "program": 40}
-_NODE_MIB, _NODE_DISK_MIB, _ETCD_DISK_MIB = 96, 128, 320
+_NODE_MIB, _NODE_DISK_MIB, _ETCD_DISK_MIB, _MANAGER_DISK_MIB = 96, 128, 320, 2
 _LEASE = "tenant=3&size=12MiB&ttl=30&reclaim_ms=60000"
 _RESULT = TypeVar("_RESULT")
 
@@ -67,10 +67,11 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.logs, self.journals = folder / "logs", folder / "journals"
-        for path in (self.logs, self.journals):
+        certificates = folder / "certificates"
+        for path in (self.logs, self.journals, certificates):
             path.mkdir(parents=True)
         self._disks = Path("/run/disks")
-        self._certificates = Certificates(folder / "certificates")
+        self._certificates = Certificates(certificates)
         self.machines: dict[Role, list[Machine]] = {
             role: [Machine(f"{role}{index}", _NUMBERS[role] + index) for index in range(COUNTS[role])]
             for role in COUNTS
@@ -157,7 +158,7 @@ class Fleet:
 
     def _manager(self, index: int) -> ChaosProcess:
         machine = self.machines["manager"][index]
-        disk = Disk(self._disks / machine.name, 1)
+        disk = Disk(self._disks / machine.name, _MANAGER_DISK_MIB)
         served = self._certificates.node(machine.name, hosts=(machine.address,))
         command = [sys.executable, "-m", "farpool", "manager", "--registry", self.place, "--json"]
         command += ["--listen", f"{machine.address}:7470", "--tls", str(served), "--repair-grace", "3"]

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from farpool import Store
 from farpool.cluster.members.administration import drain, undrain
+from farpool.cluster.registry import Registry
 from farpool.errors import FarpoolError
 from tests.chaos import checks
 from tests.chaos.audit import GrantsFollower, copies_of, held_by, identity_of
@@ -29,7 +32,7 @@ from tests.chaos.schedule import Strike, make_schedule
 
 __all__ = ["Run", "main"]
 
-_INSIDE = "--inside"
+_INSIDE, _FORGET = "--inside", "--forget"
 _WORKING = 5
 """A program works if it has ended so many calls of each kind."""
 
@@ -62,6 +65,9 @@ class Run:
         self._gone: set[str] = set()
         self._begin = 0.0
         self._follower: GrantsFollower | None = None
+        # One thread, so that each drain is over before its end begins. The registry may not answer just then.
+        self._drains = ThreadPoolExecutor(1, "chaos-drains")
+        self._draining: list[Future[object]] = []
 
     def carry_out(self) -> None:
         """Start the fleet, strike, mend, and check."""
@@ -106,6 +112,9 @@ class Run:
         for strike in list(self._open):
             self._mend(strike)
         self._look()
+        for administered in self._draining:
+            administered.result()
+        self._draining.clear()
 
     def _apply(self, strike: Strike) -> None:
         process = self._struck(strike)
@@ -121,7 +130,7 @@ class Run:
             process.may_end = strike.role == "etcd"  # it ends itself if it cannot write
             process.disk.fill()
         elif strike.kind == "drain":
-            persist(lambda: drain(self.fleet.registry, process.name), f"drain {process.name}")
+            self._administer(drain, process.name)
         else:
             assert process.disk is not None
             self._gone.add(identity_of(process.disk.folder / "node"))
@@ -145,7 +154,11 @@ class Run:
                 process.start()
             process.may_end = False
         else:
-            persist(lambda: undrain(self.fleet.registry, process.name), f"undrain {process.name}")
+            self._administer(undrain, process.name)
+
+    def _administer(self, act: Callable[[Registry, str], object], name: str) -> None:
+        what = f"{act.__name__} {name}"
+        self._draining.append(self._drains.submit(persist, lambda: act(self.fleet.registry, name), what))
 
     def _struck(self, strike: Strike) -> ChaosProcess:
         return self.fleet.processes[strike.role][strike.index]
@@ -319,20 +332,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31), help="seed of the faults")
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the schedule of faults")
     parser.add_argument("--logs", type=Path, help="new folder for logs and journals, which then stays")
-    parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
+    for option in (_INSIDE, _FORGET):
+        parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        return _run(given.seed, given.minutes, given.logs)
+        code = _run(given.seed, given.minutes, given.logs)
+        if code == 0 and given.forget:
+            shutil.rmtree(given.logs)
+        return code
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
     folder = given.logs or Path(tempfile.mkdtemp(prefix="farpool-chaos-"))
     words = ["--seed", str(given.seed), "--minutes", str(given.minutes), "--logs", str(folder), _INSIDE]
     print(f"seed {given.seed}, {given.minutes:g} minutes, logs in {folder}", flush=True)
-    code = subprocess.run(isolated([sys.executable, "-m", "tests.chaos.run", *words]), check=False).returncode
-    if code == 0 and given.logs is None:
-        shutil.rmtree(folder)
-    return code
+    words += [] if given.logs else [_FORGET]
+    command = isolated([sys.executable, "-m", "tests.chaos.run", *words])
+    # In place of this process, so that a signal which ends it ends the whole run.
+    os.execvp(command[0], command)
 
 
 def _run(seed: int, minutes: float, folder: Path) -> int:
@@ -342,6 +359,9 @@ def _run(seed: int, minutes: float, folder: Path) -> int:
     run = Run(fleet, seed, minutes * 60)
     try:
         run.carry_out()
+    except Exception as error:
+        traceback.print_exc()
+        run.violations.append(f"the run itself failed: {error}")
     finally:
         fleet.close()
     for text in run.violations:
