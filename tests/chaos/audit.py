@@ -15,7 +15,7 @@ from farpool.cluster.wire.channel import Channel
 from farpool.errors import FarpoolError
 from tests.chaos.grants import Grants
 
-__all__ = ["GrantsFollower", "copies_of", "held_by", "identity_of"]
+__all__ = ["GrantsFollower", "NodesAuditor", "copies_of", "held_by", "identity_of"]
 
 CALL_S = 5.0
 
@@ -71,6 +71,47 @@ class GrantsFollower:
     def _feed(self, entries: object, revision: int) -> None:
         with self.lock:
             self.grants.feed(entries, revision)  # type: ignore[arg-type]
+
+
+class NodesAuditor:
+    """A thread that asks the nodes which extents they have, again and again.
+
+    Parameters
+    ----------
+    nodes : mapping of str to Path
+        The folder of each node, by its address.
+    follower : GrantsFollower
+        The history of grants, which the answers must agree with.
+
+    Attributes
+    ----------
+    answers : int
+        Answers that were checked.
+    """
+
+    def __init__(self, nodes: Mapping[str, Path], follower: GrantsFollower) -> None:
+        self.answers = 0
+        self._nodes, self._follower = dict(nodes), follower
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chaos-auditor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_ending.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        while not self._is_ending.wait(1.0):
+            for address, folder in self._nodes.items():
+                # A node that is lost is another member afterwards, and one that is away is asked again later.
+                with contextlib.suppress(FarpoolError, FileNotFoundError):
+                    member, known = identity_of(folder), self._follower.grants.revision
+                    held = held_by(address)
+                    if identity_of(folder) == member:
+                        with self._follower.lock:
+                            self._follower.grants.check_held(member, held, known)
+                        self.answers += 1
 
 
 @contextlib.contextmanager

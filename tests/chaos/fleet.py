@@ -26,12 +26,13 @@ PROGRAMS = (
     ("objects-1", "objects", 1),
     ("objects-2", "objects", 2),
     ("names-1", "names", 1),
+    ("loans-2", "loans", 2),
     ("memory-3", "memory", 3),
 )
 """Name, kind and tenant of each program."""
 _NUMBERS: dict[Role, int] = {"etcd": 10, "node": 20, "manager": 30, "program": 40}
 _NODE_MIB, _NODE_DISK_MIB, _ETCD_DISK_MIB, _MANAGER_DISK_MIB = 96, 128, 320, 2
-_LEASE = "tenant=3&size=12MiB&ttl=30&reclaim_ms=60000"
+_LEASE = "ttl=30&reclaim_ms=60000"
 _RESULT = TypeVar("_RESULT")
 
 
@@ -107,6 +108,12 @@ class Fleet:
         pairs = zip(self.processes["node"], self.machines["node"], strict=True)
         return {process.name: f"tls://{machine.address}:7471" for process, machine in pairs}
 
+    @property
+    def node_folders(self) -> dict[str, Path]:
+        """Folders of the nodes by address."""
+        pairs = zip(self.nodes.values(), self.processes["node"], strict=True)
+        return {address: process.disk.folder / "node" for address, process in pairs if process.disk is not None}
+
     def start(self) -> None:
         """Start everything, and wait until all but the programs are ready."""
         for process in self.processes["etcd"]:
@@ -166,12 +173,12 @@ class Fleet:
         return ChaosProcess(machine.name, machine, command, self.logs, {"FARPOOL_TLS": str(self.managers_tls)}, disk)
 
     def _program(self, index: int) -> ChaosProcess:
-        name, kind, _ = PROGRAMS[index]
+        name, kind, tenant = PROGRAMS[index]
         machine = self.machines["program"][index]
         managers = ",".join(f"{one.address}:7470" for one in self.machines["manager"])
         environment = {
             "CHAOS_REGISTRY": self.place,
-            "CHAOS_POOL": f"farpool://{managers}?{_LEASE}",
+            "CHAOS_POOL": f"farpool://{managers}?tenant={tenant}&{_LEASE}",
             "FARPOOL_TLS": str(self._certificates.client(name)),
             "OMP_NUM_THREADS": "1",
         }

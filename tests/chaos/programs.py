@@ -36,6 +36,7 @@ NEEDED = {
     "objects": ("put", "get"),
     "names": ("publish", "open"),
     "memory": ("change", "compare"),
+    "loans": ("write", "read"),
 }
 """Calls with which each kind of program shows that it works."""
 _LIVE = 150
@@ -166,60 +167,27 @@ class _LeaseLostError(Exception):
     """The memory of a lease is gone."""
 
 
-class MemoryProgram(Program):
-    """Computes on tensors in leased memory and on plain copies of them, and compares all bits."""
+class LeasingProgram(Program):
+    """What programs with leased memory have in common."""
 
     def run(self) -> None:
         import torch  # noqa: F401 - its import takes longer than the calls below may take
 
         while not self.is_ending.is_set():
-            tier, pool = self._open_pool()
-            if tier is None or pool is None:
-                self.pause(0.5)
-                continue
+            tier = Leased(os.environ["CHAOS_POOL"], size=self.size(), transport="tcp", timeout=CALL_S)
             with contextlib.suppress(_LeaseLostError):
-                self._compute(tier, pool)
-            with self.journal.call("close", 2 * _POOL_S, tier.lease):
-                pool.close()
+                self.use(tier)
+            self.pause(0.2)
 
-    def _open_pool(self) -> tuple[Leased | None, Pool | None]:
-        tier, pool = Leased(os.environ["CHAOS_POOL"], transport="tcp", timeout=CALL_S), None
-        with self.journal.call("lease", 2 * _POOL_S) as call:
-            pool = Pool(_FAST, [tier], timeout=_POOL_S)
-            call.key = tier.lease
-        return tier, pool
+    def size(self) -> int:
+        """Return the bytes of the next lease."""
+        raise NotImplementedError
 
-    def _compute(self, tier: Leased, pool: Pool) -> None:
-        """Work with one lease, until the program ends or, sometimes, for a while."""
-        import torch
+    def use(self, tier: Leased) -> None:
+        """Open the tier, work in its memory, and close it."""
+        raise NotImplementedError
 
-        plain = [torch.full((_NUMBERS,), float(one)) for one in range(_TENSORS)]
-        paged = [
-            self._done("fill", tier, lambda one=one: pool.full((_NUMBERS,), float(one))) for one in range(_TENSORS)
-        ]
-        rounds = self.chance.choice((100, 1 << 30))
-        while rounds and not self.is_ending.is_set():
-            rounds -= 1
-            one, other = self.chance.sample(range(_TENSORS), 2)
-            if self.chance.random() < 0.5:
-                self._done("change", tier, partial(paged[one].add_, paged[other], alpha=0.25))
-                plain[one].add_(plain[other], alpha=0.25)
-            else:
-                self._compare(tier, paged, plain, one)
-            self.pause(0.03)
-        for one in range(_TENSORS):
-            self._compare(tier, paged, plain, one)
-        paged.clear()
-
-    def _compare(self, tier: Leased, paged: list[Tensor], plain: list[Tensor], one: int) -> None:
-        import torch
-
-        equal = self._done("compare", tier, partial(torch.equal, paged[one], plain[one]))
-        if not equal:
-            with self.journal.call("wrong", 0.0, tier.lease, f"tensor {one}"):
-                pass
-
-    def _done(self, do: str, tier: Leased, act: Callable[[], ResultT]) -> ResultT:
+    def until_done(self, do: str, tier: Leased, act: Callable[[], ResultT]) -> ResultT:
         """Return the result of an operation, which is tried until it works: an operation that failed changed nothing.
 
         Raises
@@ -243,8 +211,84 @@ class MemoryProgram(Program):
                 raise AssertionError(f"{do} still fails: {call.error}")
             self.pause(0.1)
 
+    def require(self, is_equal: bool, tier: Leased, what: str) -> None:
+        """Record a comparison that found other bits."""
+        if not is_equal:
+            with self.journal.call("wrong", 0.0, tier.lease, what):
+                pass
 
-KINDS = {"objects": ObjectsProgram, "names": NamesProgram, "memory": MemoryProgram}
+
+class MemoryProgram(LeasingProgram):
+    """Computes on tensors of a pool in leased memory and on plain copies of them, and compares all bits."""
+
+    def size(self) -> int:
+        return 12 << 20
+
+    def use(self, tier: Leased) -> None:
+        with self.journal.call("lease", 2 * _POOL_S) as call:
+            pool = Pool(_FAST, [tier], timeout=_POOL_S)
+            call.key = tier.lease
+        if call.error:
+            return
+        try:
+            self._compute(tier, pool)
+        finally:
+            with self.journal.call("close", 2 * _POOL_S, tier.lease):
+                pool.close()
+
+    def _compute(self, tier: Leased, pool: Pool) -> None:
+        """Work for a while, or until the program ends."""
+        import torch
+
+        plain = [torch.full((_NUMBERS,), float(one)) for one in range(_TENSORS)]
+        paged = [self.until_done("fill", tier, partial(pool.full, (_NUMBERS,), float(one))) for one in range(_TENSORS)]
+        for _ in range(self.chance.choice((50, 200, 1000))):
+            if self.is_ending.is_set():
+                break
+            one, other = self.chance.sample(range(_TENSORS), 2)
+            if self.chance.random() < 0.5:
+                self.until_done("change", tier, partial(paged[one].add_, paged[other], alpha=0.25))
+                plain[one].add_(plain[other], alpha=0.25)
+            else:
+                self._compare(tier, paged, plain, one)
+            self.pause(0.03)
+        for one in range(_TENSORS):
+            self._compare(tier, paged, plain, one)
+        paged.clear()
+
+    def _compare(self, tier: Leased, paged: list[Tensor], plain: list[Tensor], one: int) -> None:
+        import torch
+
+        is_equal = self.until_done("compare", tier, partial(torch.equal, paged[one], plain[one]))
+        self.require(is_equal, tier, f"tensor {one}")
+
+
+class LoansProgram(LeasingProgram):
+    """Takes leases of different sizes for a moment, writes all their bytes, reads them again, and ends them."""
+
+    def size(self) -> int:
+        return self.chance.randrange(1, 9) << 20
+
+    def use(self, tier: Leased) -> None:
+        with self.journal.call("lease", 2 * _POOL_S) as call:
+            tier.open()
+            call.key = tier.lease
+        if call.error:
+            return
+        try:
+            nbytes = tier.leased
+            extent, data = tier.reserve(nbytes), self.chance.randbytes(nbytes)
+            self.until_done("write", tier, partial(tier.write_from, extent, memoryview(data)))
+            self.pause(self.chance.uniform(0.0, 2.0))
+            found = bytearray(nbytes)
+            self.until_done("read", tier, partial(tier.read_into, extent, memoryview(found)))
+            self.require(found == data, tier, f"{nbytes} bytes")
+        finally:
+            with self.journal.call("close", 2 * _POOL_S, tier.lease):
+                tier.close()
+
+
+KINDS = {"objects": ObjectsProgram, "names": NamesProgram, "memory": MemoryProgram, "loans": LoansProgram}
 
 
 def main(kind: str, path: str, life: str) -> None:

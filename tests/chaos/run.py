@@ -22,7 +22,7 @@ from farpool.cluster.members.administration import drain, undrain
 from farpool.cluster.registry import Registry
 from farpool.errors import FarpoolError
 from tests.chaos import checks
-from tests.chaos.audit import GrantsFollower, copies_of, held_by, identity_of
+from tests.chaos.audit import GrantsFollower, NodesAuditor, copies_of, held_by, identity_of
 from tests.chaos.fleet import PATIENCE_S, PROGRAMS, Fleet, persist
 from tests.chaos.journal import Call, read_calls
 from tests.chaos.machines import isolated, make_switch, why_not
@@ -74,6 +74,7 @@ class Run:
         self.fleet.start()
         self._follower = GrantsFollower(self.fleet.registry)
         self._until_working(time.monotonic(), "the programs did not begin to work")
+        auditor = NodesAuditor(self.fleet.node_folders, self._follower)
         self._strike_all()
         self._mend_all()
         healed = time.monotonic()
@@ -81,6 +82,8 @@ class Run:
         if self._until_working(healed, "recovery: not all programs work again"):
             self._until_copied()
         self._end_programs()
+        auditor.close()
+        self._say(f"the extents of nodes were checked {auditor.answers} times")
         self._check()
 
     # Strikes

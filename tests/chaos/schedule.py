@@ -11,7 +11,7 @@ __all__ = ["COUNTS", "KINDS", "LONGEST_S", "Kind", "Role", "Strike", "make_sched
 Role = Literal["etcd", "node", "manager", "program"]
 Kind = Literal["kill", "stop", "cut-near", "cut-far", "fill", "drain", "lose"]
 
-COUNTS: dict[Role, int] = {"etcd": 3, "node": 5, "manager": 3, "program": 4}
+COUNTS: dict[Role, int] = {"etcd": 3, "node": 5, "manager": 3, "program": 5}
 """Processes of each role."""
 KINDS: dict[Role, tuple[Kind, ...]] = {
     "etcd": ("kill", "stop", "cut-near", "cut-far", "fill"),
