@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from farpool.abc.registry import Entry
 from farpool.cluster.registry import Registry
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
@@ -68,9 +69,9 @@ class GrantsFollower:
             except FarpoolError:
                 time.sleep(0.2)  # most members of etcd are away
 
-    def _feed(self, entries: object, revision: int) -> None:
+    def _feed(self, entries: Sequence[Entry], revision: int) -> None:
         with self.lock:
-            self.grants.feed(entries, revision)  # type: ignore[arg-type]
+            self.grants.feed(entries, revision)
 
 
 class NodesAuditor:

@@ -39,6 +39,10 @@ class ChaosProcess:
     ----------
     lives : int
         Number of starts.
+    environment : dict
+        The environment variables.
+    output : Path
+        File with its standard output.
     may_end : bool
         True while it is no fault if the process ends by itself.
     """
