@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import secrets
 import shutil
 import subprocess
@@ -59,7 +58,6 @@ class Run:
         self.fleet = fleet
         self.violations: list[str] = []
         self._schedule = make_schedule(seed, seconds)
-        self._chance = random.Random(f"{seed} ends")
         self._open: list[Strike] = []
         self._stopped: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._gone: set[str] = set()
