@@ -76,7 +76,11 @@ class ChaosProcess:
         self.lives += 1
         with open(self._log, "ab") as log, open(self.output, "ab") as output:
             self._process = subprocess.Popen(
-                self.machine.command(words), stdout=output, stderr=log, env={**os.environ, **self.environment}
+                self.machine.command(words),
+                stdout=output,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,  # a signal for the run is none for its processes
             )
 
     def wait_until_ready(self) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,7 @@ class Run:
             self._say(str(strike))
             self._open.append(strike)
             self._apply(strike)
+        self._mend_until(max(strike.end for strike in self._schedule))
 
     def _mend_until(self, second: float) -> None:
         """Wait until a second of the run, and mend in time what was struck."""
@@ -354,6 +356,9 @@ def main() -> int:
 
 
 def _run(seed: int, minutes: float, folder: Path) -> int:
+    # The first process of a namespace ignores signals that it does not handle.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(130))
     make_switch()
     fleet = Fleet(folder)
     os.environ["FARPOOL_TLS"] = str(fleet.managers_tls)
