@@ -119,6 +119,11 @@ class ChaosProcess:
         if self.code is None:
             os.kill(self._process.pid, signal.SIGCONT)
 
+    @property
+    def log(self) -> str:
+        """Its log, of all its lives."""
+        return self._log.read_text(errors="replace")
+
     def tail(self) -> str:
         """Return the end of its log."""
-        return self._log.read_text(errors="replace")[-3000:]
+        return self.log[-3000:]

@@ -240,6 +240,10 @@ class Run:
         self.violations += checks.check_deadlines(everything, self._stopped, last)
         self.violations += checks.check_errors(everything)
         self.violations += checks.check_names(everything)
+        for process in self.fleet.all:
+            _, found, trace = process.log.partition("Traceback")
+            if found:
+                self._note(f"error: the log of {process.name} has a traceback: {found}{trace[:2000]}")
         self._check_grants(everything)
         self._tell(everything)
 
