@@ -63,6 +63,8 @@ class Run:
         self._stopped: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._gone: set[str] = set()
         self._begin = 0.0
+        self._is_thin = False
+        """True from the loss of a node on, until all copies have been made again."""
         self._follower: GrantsFollower | None = None
         # One thread, so that each drain is over before its end begins. The registry may not answer just then.
         self._drains = ThreadPoolExecutor(1, "chaos-drains")
@@ -91,25 +93,37 @@ class Run:
         self._begin = time.monotonic()
         for strike in self._schedule:
             self._mend_until(strike.begin)
-            if strike.kind == "lose":
-                # Two copies survive one loss, so the pool must have made them again since the one before.
-                self._mend_all()
-                began = time.monotonic()
-                self._until_copied()
-                self._begin += time.monotonic() - began
+            if strike.kind == "lose" or (strike.role == "node" and self._is_thin):
+                self._await_copies(is_loss=strike.kind == "lose")
             self._say(str(strike))
             self._open.append(strike)
             self._apply(strike)
         self._mend_until(max(strike.end for strike in self._schedule))
 
+    def _await_copies(self, *, is_loss: bool) -> None:
+        """Wait until all objects have their copies. The time does not count as time of the run.
+
+        Two copies survive the loss of one node. Until the copies of that node were made again, an object may have one
+        copy, and a store that cannot ask the node with this copy finds nothing.
+        """
+        if is_loss:
+            self._mend_all()
+        began = time.monotonic()
+        self._until_copied()
+        self._begin += time.monotonic() - began
+        self._is_thin = is_loss
+
     def _mend_until(self, second: float) -> None:
         """Wait until a second of the run, and mend in time what was struck."""
         while self._second() < second:
-            for strike in sorted(self._open, key=lambda one: one.end):
-                if strike.end <= self._second():
-                    self._mend(strike)
+            self._mend_due()
             self._look()
             time.sleep(0.05)
+
+    def _mend_due(self) -> None:
+        for strike in sorted(self._open, key=lambda one: one.end):
+            if strike.end <= self._second():
+                self._mend(strike)
 
     def _mend_all(self) -> None:
         for strike in list(self._open):
@@ -180,6 +194,7 @@ class Run:
         """Wait until a condition has no objection; note it otherwise."""
         deadline = time.monotonic() + PATIENCE_S
         while (objection := condition()) and time.monotonic() < deadline:
+            self._mend_due()
             self._look()
             time.sleep(0.5)
         if objection:
@@ -241,9 +256,8 @@ class Run:
         self.violations += checks.check_errors(everything)
         self.violations += checks.check_names(everything)
         for process in self.fleet.all:
-            _, found, trace = process.log.partition("Traceback")
-            if found:
-                self._note(f"error: the log of {process.name} has a traceback: {found}{trace[:2000]}")
+            if (at := process.log.find("Traceback")) >= 0:
+                self._note(f"error: the log of {process.name} has a traceback: {process.log[at : at + 2000]}")
         self._check_grants(everything)
         self._tell(everything)
 
