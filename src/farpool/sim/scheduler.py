@@ -20,8 +20,8 @@ __all__ = ["EVENTS_MAX", "LOOKS_MAX", "Event", "Killed", "Reply", "Scheduler", "
 EVENTS_MAX = 100_000
 """Most events of a run. Programs that would need more keep each other from their work."""
 LOOKS_MAX = 10_000
-"""Most looks at the time between two events. A task that looks more often waits for something without letting time
-pass, and would do so for ever."""
+"""Most looks at the time between two events. A task that looks more often waits for something that only the
+time can bring, and does not let it pass."""
 _Value = TypeVar("_Value")
 
 
