@@ -18,7 +18,7 @@ MEMORY_MAX_MB = 1024
 DEPTH_MAX = 10_000
 PATIENCE_S = 280.0
 CASES = {"leases": [{"CAPACITY": "1"}, {"CAPACITY": "2"}], "names": [{}]}
-"""Settings with which each model must be right. Its defects are built into the last one."""
+"""Settings with which each model must be right. Each of its defects is found with one of them."""
 LEAST_STATES = {"leases": 25_000, "names": 1_000_000}
 
 pytestmark = [
@@ -96,9 +96,9 @@ def test_each_order_of_steps_keeps_the_promises(checkers: dict[str, Path], name:
 
 @pytest.mark.parametrize(("name", "defect"), MUTANTS)
 def test_each_defect_is_found(checkers: dict[str, Path], name: str, defect: str) -> None:
-    settings = {**CASES[name][-1], "DEFECT": str(defects(name)[defect])}
-    output = check(checkers[name], settings)
-    assert "assertion violated" in output, output
+    number = str(defects(name)[defect])
+    outputs = (check(checkers[name], {**settings, "DEFECT": number}) for settings in CASES[name])
+    assert any("assertion violated" in output for output in outputs)
 
 
 def test_each_defect_has_a_number_of_its_own_and_is_in_the_model() -> None:
