@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from farpool.errors import IncompatibleError
 
-__all__ = ["FEATURES", "FEATURES_BITS", "NAME_CHARACTERS_MAX", "Feature", "Features"]
+__all__ = ["FEATURES", "FEATURES_BITS", "NAME_CHARACTERS_MAX", "RETENTION", "Feature", "Features"]
 
 FEATURES_BITS = 63
 """Number of bits for features: each of them fits into a signed integer of 64 bits in every language."""
@@ -126,8 +126,10 @@ class Features:
         return tuple(one.name for one in self._features if bits >> one.bit & 1)
 
 
-FEATURES = Features()
-"""The features of this release: none so far. A line is added here for each one, and never taken away."""
+RETENTION = Feature(0, "retention", "0.1.0")
+"""Operations ``retain`` and ``end_session``, and priorities in puts."""
+FEATURES = Features([RETENTION])
+"""The features of this release. A line is added here for each one, and never taken away."""
 
 
 def _listed(names: Iterable[str]) -> str:
