@@ -13,9 +13,11 @@ from farpool.checks import require_package
 from farpool.cli.node import announce
 from farpool.cli.registry import Where
 from farpool.cluster.wire.address import parse_address
+from farpool.errors import ConfigError
 from farpool.sizes import parse_rate
 
 if TYPE_CHECKING:
+    from farpool.abc.redundancy import Redundancy
     from farpool.cluster.manager.records import ManagerRecord
 
 __all__ = ["Audit", "ManagerListen", "TokenRequired", "manager", "require_manager"]

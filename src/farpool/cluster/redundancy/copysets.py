@@ -111,7 +111,7 @@ class _Rings:
         for identity in self._after(ring, first):
             if len(found) == count:
                 break
-            if spreads and (value := self._labels[identity]) in values:
+            if spreads and self._labels[identity] in values:
                 passed.append(identity)
                 continue
             values.add(self._labels[identity])

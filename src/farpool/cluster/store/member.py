@@ -254,10 +254,10 @@ class Member:
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )
 
-    def has(self, feature: Feature) -> bool:
-        """Return True if the node had a feature of the protocol at the last contact with it."""
+    def lacks(self, feature: Feature) -> bool:
+        """Return True if the node did not have a feature at the last contact with it; False before any contact."""
         welcome = self.channel.welcome
-        return welcome is not None and bool(welcome.features >> feature.bit & 1)
+        return welcome is not None and not welcome.features >> feature.bit & 1
 
     def leave(self) -> None:
         """Stop probing the node, because it is no member any more. Its connections stay open for calls and pins."""

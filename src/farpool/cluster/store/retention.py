@@ -69,7 +69,7 @@ def retain(
     list of int or Exception
         For each object, the number of nodes that have done it; the error of a node if no other node has.
     """
-    members = [member for member in cluster.reachable(deadline).met if member.has(RETENTION)]
+    members = [member for member in cluster.reachable(deadline).met if not member.lacks(RETENTION)]
     word = RETAIN.pack(session, priority | (RETAIN_RAISES if raises else 0))
     asks = [Ask(member, Op.RETAIN, word + key) for key in keys for member in members]
     answers = cluster.ask(asks, deadline)
@@ -95,7 +95,7 @@ def end_session(cluster: Cluster, session: int, deadline: float) -> tuple[int, E
         not answer, or None.
     """
     view = cluster.reachable(deadline)
-    asks = [Ask(member, Op.END_SESSION, ENDED.pack(session)) for member in view.met if member.has(RETENTION)]
+    asks = [Ask(member, Op.END_SESSION, ENDED.pack(session)) for member in view.met if not member.lacks(RETENTION)]
     ended, failed = 0, next((member.absence() for member in view.strangers), None)
     for ask, given in zip(asks, cluster.ask(asks, deadline), strict=True):
         answer = decoded(ask, given)
