@@ -10,7 +10,7 @@ from farpool.cluster.repair.copying import Copied, Outcome, copying
 from farpool.cluster.store import AsyncStore, PutOutcome, Store
 from farpool.cluster.store.retention import session_number
 from farpool.cluster.wire.features import FEATURES
-from farpool.cluster.wire.frames import RETAIN, Op, Status
+from farpool.cluster.wire.frames import ENDED, RETAIN, Op, Status
 from farpool.errors import AccessDeniedError, ConfigError, NodeError
 from tests.node.nodes import Peer
 from tests.store.local_nodes import MIB, LocalNode, Nodes, store_over
@@ -230,6 +230,19 @@ def test_a_malformed_request_is_refused_with_what_was_expected(local: Nodes) -> 
         reply = peer.ask(op, meta)
         assert reply.status == Status.BAD_REQUEST
         assert reply.meta.startswith(b"expected")
+
+
+def test_a_session_is_a_session_of_one_tenant(local: Nodes) -> None:
+    (node,) = local()
+    assert node.server is not None
+    first, second = Peer(node.server, tenant=0), Peer(node.server, tenant=2, session=9)
+    for peer in (first, second):
+        peer.published(b"key", b"payload")
+        assert peer.ask(Op.RETAIN, RETAIN.pack(77, 3) + b"key").status == Status.DONE
+    assert second.ask(Op.RETAIN, RETAIN.pack(77, 3) + b"no key").status == Status.MISSING
+    assert ENDED.unpack(second.ask(Op.END_SESSION, ENDED.pack(77)).meta) == (1,)
+    assert stats(node)["retained_objects"] == 1
+    assert ENDED.unpack(first.ask(Op.END_SESSION, ENDED.pack(77)).meta) == (1,)
 
 
 def test_all_programs_know_a_session_by_the_same_number() -> None:
