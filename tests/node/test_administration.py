@@ -79,9 +79,7 @@ def test_objects_of_a_draining_node_change_and_of_a_read_only_one_do_not(server:
         peer.ask(Op.TOUCH, bytes(16) + b"two", serial=MARK_OF_NONE),
     ):
         assert refused.status == Status.DENIED
-        assert (
-            reason(refused.meta) == "the node is read-only: its objects cannot be changed or dropped"
-        )
+        assert reason(refused.meta) == "the node is read-only: its objects cannot be changed or dropped"
     assert peer.get(b"two").status == Status.DONE
     # An epoch makes objects unreadable that must not be read any more, whatever the state.
     assert peer.rotate(1)[1] == 1
