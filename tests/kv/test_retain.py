@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+import farpool
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.store import Store
 from farpool.errors import ConfigError
-from farpool.kv import BlockCache, Reason
+from farpool.kv import BlockCache, PoolObjects, Reason
 from farpool.kv.cache import PrefixCache
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer
+from tests.kv.test_blocks import blocks
 from tests.kv.test_keys import NAMESPACE
 from tests.kv.test_prefix import BLOCK, TOKENS, check, save_steps, target
 from tests.nodes import PATIENCE, stats
@@ -66,3 +68,13 @@ def test_a_node_that_is_away_is_a_reason_and_no_error() -> None:
     with BlockCache(["tcp://127.0.0.1:9"], NAMESPACE, timeout=0.2) as cache:
         assert cache.retain([b"k" * 64], 1) == [Reason.NODE_AWAY]
         assert cache.end_session("s") == 0
+
+
+def test_a_pool_of_this_process_has_no_priorities_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with farpool.Pool(fast="4MiB") as pool, BlockCache(PoolObjects(pool, "2MiB"), NAMESPACE) as cache:
+        keys, values = blocks(cache, 1)
+        assert cache.save(keys, values) == [None]
+        assert cache.retain(keys, 1, session="s") == [Reason.FAILED]
+        assert "values in a pool of this process have no priority; use nodes" in caplog.text
+        assert cache.end_session("s") == 0
+        assert cache.lookup(keys).found == [True]
