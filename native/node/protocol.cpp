@@ -313,8 +313,8 @@ void Protocol::answer_touch() {
 }
 
 void Protocol::answer_retain() {
-    constexpr std::size_t fixed = 2 * sizeof(std::uint64_t);
-    const std::string_view key = key_or_refuse(rights::publish, fixed, "a session, a priority, and a key");
+    constexpr std::size_t fixed = 3 * sizeof(std::uint64_t);
+    const std::string_view key = key_or_refuse(rights::publish, fixed, "a session, a priority, its time, and a key");
     if (key.empty() || !may_change()) {
         return;
     }
@@ -323,7 +323,8 @@ void Protocol::answer_retain() {
     if (priority > Retention::priority_max) {
         return reply(Status::bad_request, 0, "expected a priority from 0 to 7, and perhaps 256, behind the session");
     }
-    const Retained retained{static_cast<std::uint8_t>(priority), number_at<std::uint64_t>(input_.meta(), 0)};
+    const Retained retained{static_cast<std::uint8_t>(priority), number_at<std::uint64_t>(input_.meta(), 0),
+                            end_of(number_at<std::uint64_t>(input_.meta(), 2 * sizeof(std::uint64_t)))};
     const bool raises = (word & retain_raises) != 0;
     reply(is_behind() ? Status::missing : client_.objects.retain(key, retained, raises));
 }

@@ -768,6 +768,28 @@ TEST("a put of a present object raises its priority, and only retaining it lower
     CHECK(objects.retain("no key", {7, 0}) == Status::missing);
 }
 
+TEST("a priority ends with its time, and the object stays") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    StoppedClock clock(1'700'000'000'000);
+    CHECK(put(objects, "key", 1000) == Status::done);
+    CHECK(objects.retain("key", {5, 3, StoppedClock::now + 1000}) == Status::done);
+    objects.sweep(100);
+    CHECK_EQUAL(objects.find("key", false).head.flags, 5u << farpool::priority_shift | farpool::has_session);
+    StoppedClock::now += 1000;
+    CHECK_EQUAL(objects.find("key", false).head.flags, 0u);
+    CHECK_EQUAL(objects.counts().retained, 1u);
+    objects.sweep(100);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+    CHECK(objects.find("key", false).status == Status::done);
+    CHECK_EQUAL(objects.end_session(3), 0u);
+    CHECK(objects.retain("key", {2}) == Status::done);
+    StoppedClock::now += 1'000'000;
+    objects.sweep(100);
+    CHECK_EQUAL(objects.counts().retained, 1u);
+}
+
 TEST("retention stays with an object that is kept, let go, pinned or expires, and ends with the object") {
     const Folder folder;
     Budget budget{16 * mib};

@@ -121,7 +121,7 @@ KEY_AND_MORE = {
     Op.DROP: b"",
     Op.PIN: TTL.pack(0),
     Op.TOUCH: TOUCH.pack(0, 0),
-    Op.RETAIN: RETAIN.pack(0, 1),
+    Op.RETAIN: RETAIN.pack(0, 1, 0),
     Op.PUT: HEAD.pack(0, 1, 0, 1, 0, 0, 0),
     Op.PREPARE: OFFSET.pack(10) + HEAD.pack(0, 1, 0, 1, 0, 0, 0),
 }
@@ -130,7 +130,7 @@ BAD_METAS = [
     *((op, before + b"x" * 257) for op, before in KEY_AND_MORE.items()),
     *((op, before[:-1]) for op, before in KEY_AND_MORE.items() if before),
     (Op.TOUCH, TOUCH.pack(0, 9) + b"key"),
-    (Op.RETAIN, RETAIN.pack(0, 8) + b"key"),
+    (Op.RETAIN, RETAIN.pack(0, 8, 0) + b"key"),
     (Op.END_SESSION, b"short"),
     (Op.COMMIT, b"short"),
     (Op.UNPIN, b"short"),

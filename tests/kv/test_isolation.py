@@ -71,7 +71,7 @@ class Client:
             "put if absent": (self.put, self.take_back),
             "pin": (self.pin, self.unpin),
             "touch": (lambda keys: ask.touch(keys[0], 10**6), nothing),
-            "retain": (lambda keys: ask.ask(Op.RETAIN, RETAIN.pack(1, 1) + keys[0]), nothing),
+            "retain": (lambda keys: ask.ask(Op.RETAIN, RETAIN.pack(1, 1, 0) + keys[0]), nothing),
             "mapped lookup": (lambda keys: self.reader.lookup(keys), nothing),
             "mapped read": (lambda keys: self.reader.get(keys[0]), nothing),
             "lookup of a mapped cache": (lambda keys: self.cache.lookup(keys), nothing),

@@ -74,7 +74,7 @@ def test_objects_of_a_draining_node_change_and_of_a_read_only_one_do_not(server:
     for refused in (
         peer.ask(Op.DROP, b"two"),
         peer.ask(Op.DEMOTE, b"two"),
-        peer.ask(Op.RETAIN, bytes(16) + b"two"),
+        peer.ask(Op.RETAIN, bytes(24) + b"two"),
         peer.ask(Op.END_SESSION, bytes(8)),
         peer.ask(Op.TOUCH, bytes(16) + b"two", serial=MARK_OF_NONE),
     ):

@@ -340,7 +340,7 @@ REQUESTS = {
     Op.DROP: (Right.PUBLISH, b"key"),
     Op.DEMOTE: (Right.PUBLISH, b"key"),
     Op.TOUCH: (Right.PUBLISH, bytes(16) + b"key"),
-    Op.RETAIN: (Right.PUBLISH, bytes(16) + b"key"),
+    Op.RETAIN: (Right.PUBLISH, bytes(24) + b"key"),
     Op.END_SESSION: (Right.PUBLISH, bytes(8)),
     Op.PIN: (Right.READ, bytes(8) + b"key"),
     Op.PREPARE: (Right.PUBLISH, bytes(8) + PLAIN + b"key"),

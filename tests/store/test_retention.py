@@ -13,6 +13,7 @@ from farpool.cluster.wire.features import FEATURES
 from farpool.cluster.wire.frames import ENDED, RETAIN, Op, Status
 from farpool.errors import AccessDeniedError, ConfigError, NodeError
 from tests.node.nodes import Peer
+from tests.nodes import eventually
 from tests.store.local_nodes import MIB, LocalNode, Nodes, store_over
 
 VALUE = bytes(100_000)
@@ -120,6 +121,19 @@ def test_retaining_replaces_priority_and_session_and_a_put_only_raises_them(loca
         assert store.retain([], 3) == []
 
 
+def test_a_priority_may_end_before_its_value(local: Nodes) -> None:
+    (node,) = local()
+    with store_over([node]) as store:
+        store.put_many({"short": VALUE, "long": VALUE})
+        assert store.retain(["short"], 5, session="s", ttl=0.001) == [1]
+        assert store.retain(["long"], 5, session="s", ttl=3600) == [1]
+        eventually(lambda: stats(node)["retained_objects"] == 1)
+        assert [priority(store, key) for key in ("short", "long")] == [0, 5]
+        fill(store)
+        assert store.lookup(["short", "long"]).found == [False, True]
+        assert store.end_session("s") == 1
+
+
 def test_a_time_to_live_ends_a_retained_value(local: Nodes) -> None:
     (node,) = local()
     with store_over([node]) as store:
@@ -136,14 +150,14 @@ def test_the_best_effort_calls_retain_and_end_as_well(local: Nodes) -> None:
     with store_over(nodes, 2) as store:
         calls = store.best_effort()
         store.put("k", VALUE)
-        assert list(calls.retain_many([b"k", b"none"], 3, "s", 10.0)) == [2, 0]
+        assert list(calls.retain_many([b"k", b"none"], 3, "s", 0, 10.0)) == [2, 0]
         assert calls.end_session("s", 10.0) == 2
         nodes[0].rights = nodes[1].rights = 1
         for node in nodes:
             node.kill()
             node.restart()
         with store_over(nodes, 2) as reader:
-            (denied,) = reader.best_effort().retain_many([b"k"], 3, "s", 10.0)
+            (denied,) = reader.best_effort().retain_many([b"k"], 3, "s", 0, 10.0)
             assert isinstance(denied, AccessDeniedError)
             with pytest.raises(AccessDeniedError):
                 reader.retain(["k"], 3)
@@ -212,6 +226,7 @@ def test_a_wrong_priority_is_refused_before_anything_is_sent(local: Nodes, wrong
             lambda: store.put("k", b"", session="s"),
             lambda: store.retain(["k"], 1, session="s" * 257),
             lambda: store.end_session(""),
+            lambda: store.retain(["k"], 1, ttl=-1.0),
         ):
             with pytest.raises(ConfigError):
                 call()
@@ -222,9 +237,9 @@ def test_a_malformed_request_is_refused_with_what_was_expected(local: Nodes) -> 
     (node,) = local()
     peer = peer_of(node)
     for op, meta in (
-        (Op.RETAIN, RETAIN.pack(0, 8) + b"k"),
-        (Op.RETAIN, RETAIN.pack(0, 512) + b"k"),
-        (Op.RETAIN, RETAIN.pack(0, 1)),
+        (Op.RETAIN, RETAIN.pack(0, 8, 0) + b"k"),
+        (Op.RETAIN, RETAIN.pack(0, 512, 0) + b"k"),
+        (Op.RETAIN, RETAIN.pack(0, 1, 0)),
         (Op.END_SESSION, b"short"),
     ):
         reply = peer.ask(op, meta)
@@ -238,8 +253,8 @@ def test_a_session_is_a_session_of_one_tenant(local: Nodes) -> None:
     first, second = Peer(node.server, tenant=0), Peer(node.server, tenant=2, session=9)
     for peer in (first, second):
         peer.published(b"key", b"payload")
-        assert peer.ask(Op.RETAIN, RETAIN.pack(77, 3) + b"key").status == Status.DONE
-    assert second.ask(Op.RETAIN, RETAIN.pack(77, 3) + b"no key").status == Status.MISSING
+        assert peer.ask(Op.RETAIN, RETAIN.pack(77, 3, 0) + b"key").status == Status.DONE
+    assert second.ask(Op.RETAIN, RETAIN.pack(77, 3, 0) + b"no key").status == Status.MISSING
     assert ENDED.unpack(second.ask(Op.END_SESSION, ENDED.pack(77)).meta) == (1,)
     assert stats(node)["retained_objects"] == 1
     assert ENDED.unpack(first.ask(Op.END_SESSION, ENDED.pack(77)).meta) == (1,)

@@ -116,7 +116,7 @@ Found Catalogue::find(std::string_view key, bool visit) {
 // Answers a put of a key that already has an object; this counts as a use. The higher priority stays.
 Found Catalogue::present(std::uint32_t slot, std::uint64_t expiry, std::uint8_t priority) {
     if (priority > entries_.priority(slot)) {
-        entries_.set_retained(slot, {priority, 0});
+        entries_.set_retained(slot, {priority});
     }
     index_->set_expiry(slot, extended(index_->at(slot).expiry, expiry));
     entries_.visit(slot);
@@ -231,7 +231,7 @@ Found Catalogue::commit(std::uint64_t offset, std::uint64_t serial, std::uint32_
     // A put during a rotation belongs to the new epoch.
     found.serial = entries_.epochs().is_outdated(serial) ? index_->next_serial() : serial;
     entries_.enter(prepared.header, prepared.key, {found.serial, offset, prepared.expiry, hash, prepared.units},
-                   {prepared.priority, 0});
+                   {prepared.priority});
     entries_.journal().add(Change::stored, found.serial, prepared.key, prepared.header.nbytes, prepared.expiry,
                            prepared.header.copies);
     return found;

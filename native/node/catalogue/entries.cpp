@@ -63,7 +63,7 @@ Found Entries::found_at(std::uint32_t slot) const {
     found.crc = header.payload_crc;
     found.pins = references_.count(entry.offset);
     found.visited = entry.blocks != 0 && queues_.was_visited(slot);
-    const Retained retained = this->retained(slot);
+    const Retained retained = queues_.retention().has_lapsed(slot) ? Retained{} : this->retained(slot);
     const std::uint32_t flags = (is_kept(entry) ? kept_object : 0) | (retained.session != 0 ? has_session : 0) |
                                 std::uint32_t{retained.priority} << priority_shift;
     found.head = {left_until(entry.expiry), header.copies,     header.kind, header.parts,
@@ -311,6 +311,8 @@ void Entries::sweep(std::size_t slots) {
         sweep_at_ = sweep_at_ + 1 < used ? sweep_at_ + 1 : 0;
         if (index_.is_live(sweep_at_) && is_over(index_.at(sweep_at_))) {
             remove_over(sweep_at_);
+        } else if (queues_.retention().has_lapsed(sweep_at_)) {
+            set_retained(sweep_at_, {});
         }
     }
 }

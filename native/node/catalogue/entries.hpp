@@ -108,7 +108,7 @@ public:
 
     // True if the object has expired or is of an earlier epoch.
     bool is_over(const Index::Entry& entry) const { return epochs_.is_outdated(entry.serial) || has_expired(entry.expiry); }
-    // Checks the next `slots` slots and removes the objects that are over.
+    // Checks the next `slots` slots, removes the objects that are over, and ends priorities whose time is over.
     void sweep(std::size_t slots);
     void rotate(std::uint32_t epoch) {
         epochs_.begin(epoch, index_, {index_.size(), counts_.payload_bytes});

@@ -9,7 +9,7 @@ Retained Retention::of(std::uint32_t slot) const {
         return {};
     }
     const Object& object = objects_[slot];
-    return {object.priority, object.number == 0 ? 0 : sessions_.at(object.number).session};
+    return {object.priority, object.number == 0 ? 0 : sessions_.at(object.number).session, object.until};
 }
 
 void Retention::set(std::uint32_t slot, const Retained& retained) {
@@ -27,7 +27,7 @@ void Retention::set(std::uint32_t slot, const Retained& retained) {
         return;
     }
     const std::uint32_t number = retained.session == 0 ? 0 : number_of(retained.session);
-    objects_[slot] = {number, retained.priority};
+    objects_[slot] = {number, retained.priority, retained.until};
     if (number != 0) {
         sessions_.at(number).objects.push(slot);
     }

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "policy/slot_list.hpp"
 
 namespace farpool {
@@ -21,6 +22,7 @@ namespace farpool {
 struct Retained {
     std::uint8_t priority = 0;  // 0: the object is not retained, and has no session
     std::uint64_t session = 0;  // 0: none
+    std::uint64_t until = 0;    // when the priority ends, in ms since 1970; 0 for no end
 };
 
 // Takes no memory until the first object is retained.
@@ -34,6 +36,10 @@ public:
 
     std::uint8_t priority(std::uint32_t slot) const { return slot < objects_.size() ? objects_[slot].priority : 0; }
     Retained of(std::uint32_t slot) const;
+    // True if the time of the object's priority is over.
+    bool has_lapsed(std::uint32_t slot) const {
+        return priority(slot) > 0 && objects_[slot].until != 0 && objects_[slot].until <= now_milliseconds();
+    }
     // Replaces what is known of the object in a slot.
     void set(std::uint32_t slot, const Retained& retained);
 
@@ -51,6 +57,7 @@ private:
     struct Object {
         std::uint32_t number = 0;  // of its session here; 0 for none
         std::uint8_t priority = 0;
+        std::uint64_t until = 0;
     };
     struct Session {
         std::uint64_t session;

@@ -393,6 +393,7 @@ class BlockCache(Closing):
         priority: int,
         *,
         session: str | bytes | None = None,
+        ttl: float | None = None,
         request: Requests = "",
         timeout: float | None = None,
     ) -> list[Reason | None]:
@@ -406,6 +407,8 @@ class BlockCache(Closing):
             0 to 7; replaces the priority that a block has. 0 for a block that is not retained.
         session : str, bytes or None
             Name of what needs the blocks, such as a conversation; replaces the session that a block has.
+        ttl : float or None
+            Seconds after which the priority ends; the blocks stay. None for no end.
         timeout : float or None
             Seconds that the call may take; None for the cache's own timeout.
 
@@ -418,12 +421,14 @@ class BlockCache(Closing):
         Raises
         ------
         ConfigError
-            The priority or the session's name is wrong, or a key is empty or longer than 256 bytes.
+            The priority, the session's name or the time is wrong, or a key is empty or longer than 256 bytes.
         """
         began = time.monotonic()
-        keys, level = as_keys(keys), checked_priority(priority)
+        keys, level, ttl_ms = as_keys(keys), checked_priority(priority), ttl_of(ttl)
         session_number(session)  # checks the name, which `ask` would report as a failure of each block
-        answers = self._pieces.ask(keys, timeout, lambda calls, left: calls.retain_many(keys, level, session, left))
+        answers = self._pieces.ask(
+            keys, timeout, lambda calls, left: calls.retain_many(keys, level, session, ttl_ms, left)
+        )
         outcomes = [reason_of(answer or None) for answer in answers]
         self._tally.ended("retain", request, len(keys), outcomes, began)
         return outcomes

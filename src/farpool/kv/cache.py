@@ -529,6 +529,7 @@ class PrefixCache(Closing, OldCalls):
         priority: int,
         *,
         session: str | bytes | None = None,
+        ttl: float | None = None,
         salt: bytes | str = b"",
         request: str = "",
     ) -> int:
@@ -546,16 +547,18 @@ class PrefixCache(Closing, OldCalls):
         session : str, bytes or None
             Name of what needs the KV, such as a conversation; replaces the session that a block has. `end_session` then
             ends the priority of all its blocks.
+        ttl : float or None
+            Seconds after which the priority ends; the KV stays. None for no end.
         salt, request
             As in `Prompt`.
 
         Raises
         ------
         ConfigError
-            The priority or the session's name is wrong.
+            The priority, the session's name or the time is wrong.
         """
         keys, *_ = self._sequence(tokens, salt)
-        return self._blocks.retain(keys, priority, session=session, request=request).count(None)
+        return self._blocks.retain(keys, priority, session=session, ttl=ttl, request=request).count(None)
 
     def end_session(self, session: str | bytes) -> int:
         """End a session of `retain`, for KV of all weights. Its KV stays until nodes evict it.

@@ -194,7 +194,7 @@ class PoolObjects:
         return self._each(self._demote, zip(keys, strict=True), timeout)
 
     def retain_many(
-        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, timeout: float
+        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, ttl_ms: int, timeout: float
     ) -> Sequence[int | Exception]:
         """Return an error for each key, because a pool has no priorities: it evicts what costs least to compute."""
         return [ConfigError("values in a pool of this process have no priority; use nodes", setting="priority")] * len(

@@ -167,9 +167,11 @@ class AsyncStore:
         """Asynchronous `Store.touch_many`."""
         return await self._call(self._store.touch_many, keys, ttl, keep=keep, seen=seen)
 
-    async def retain(self, keys: Iterable[Key], priority: int, *, session: Key | None = None) -> list[int]:
+    async def retain(
+        self, keys: Iterable[Key], priority: int, *, session: Key | None = None, ttl: float | None = None
+    ) -> list[int]:
         """Asynchronous `Store.retain`."""
-        return await self._call(self._store.retain, keys, priority, session=session)
+        return await self._call(self._store.retain, keys, priority, session=session, ttl=ttl)
 
     async def end_session(self, session: Key) -> int:
         """Asynchronous `Store.end_session`."""

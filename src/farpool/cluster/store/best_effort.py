@@ -243,7 +243,7 @@ class BestEffort:
         )
 
     def retain_many(
-        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, timeout: float
+        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, ttl_ms: int, timeout: float
     ) -> Sequence[int | Exception]:
         """Give values a priority and a session, on all nodes that can be reached; see `Store.retain`.
 
@@ -255,6 +255,8 @@ class BestEffort:
             0 to 7; replaces the priority that a value has.
         session : str, bytes or None
             Name of the session; replaces the session that a value has.
+        ttl_ms : int
+            Milliseconds after which the priority ends; 0 for no end.
         timeout : float
             Seconds that the call may take.
 
@@ -270,7 +272,7 @@ class BestEffort:
         """
         level, number = checked_priority(priority), session_number(session)
         return self._attempt(
-            len(keys), timeout, lambda cluster, deadline: retain(cluster, keys, level, number, deadline)
+            len(keys), timeout, lambda cluster, deadline: retain(cluster, keys, level, number, deadline, ttl_ms=ttl_ms)
         )
 
     def end_session(self, session: str | bytes, timeout: float) -> int | Exception:

@@ -45,7 +45,14 @@ def session_number(session: str | bytes | None) -> int:
 
 
 def retain(
-    cluster: Cluster, keys: Sequence[bytes], priority: int, session: int, deadline: float, *, raises: bool = False
+    cluster: Cluster,
+    keys: Sequence[bytes],
+    priority: int,
+    session: int,
+    deadline: float,
+    *,
+    ttl_ms: int = 0,
+    raises: bool = False,
 ) -> list[int | Exception]:
     """Give objects a priority and a session on all nodes that have them. Each node is asked once.
 
@@ -61,6 +68,8 @@ def retain(
         Number of the session; 0 for none.
     deadline : float
         Time of `time.monotonic` at which the call ends.
+    ttl_ms : int
+        Milliseconds after which the priority ends; 0 for no end.
     raises : bool
         True to leave objects as they are whose priority is higher now.
 
@@ -70,7 +79,7 @@ def retain(
         For each object, the number of nodes that have done it; the error of a node if no other node has.
     """
     members = [member for member in cluster.reachable(deadline).met if not member.lacks(RETENTION)]
-    word = RETAIN.pack(session, priority | (RETAIN_RAISES if raises else 0))
+    word = RETAIN.pack(session, priority | (RETAIN_RAISES if raises else 0), ttl_ms)
     asks = [Ask(member, Op.RETAIN, word + key) for key in keys for member in members]
     answers = cluster.ask(asks, deadline)
     return [

@@ -440,7 +440,9 @@ class Store(Closing):
         metas = [arguments + as_key(key) for key in keys]
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
-    def retain(self, keys: Iterable[Key], priority: int, *, session: Key | None = None) -> list[int]:
+    def retain(
+        self, keys: Iterable[Key], priority: int, *, session: Key | None = None, ttl: float | None = None
+    ) -> list[int]:
         """Let nodes evict values later than values of a lower priority; return how many copies each value has.
 
         A node evicts the values of the lowest priority that it has, and of these the ones that are needed least. So
@@ -455,7 +457,9 @@ class Store(Closing):
             0 to 7; replaces the value's priority. 0 is the priority of a value that is not retained.
         session : str, bytes or None
             Name of what needs the values, such as a conversation; replaces the value's session. When any program of the
-            tenant calls `end_session`, the values lose their priority. None: the priority holds until it is changed.
+            tenant calls `end_session`, the values lose their priority. None: no session ends it.
+        ttl : float or None
+            Seconds after which the priority ends; the values stay. None for no end.
 
         Returns
         -------
@@ -465,13 +469,13 @@ class Store(Closing):
         Raises
         ------
         ConfigError
-            The priority or the session's name is wrong.
+            The priority, the session's name or the time is wrong.
         NodeError
             No node could be asked, or the nodes refuse.
         """
         cluster, checked = self._open(), as_keys(keys)
-        number = session_number(session)
-        return results(retain(cluster, checked, checked_priority(priority), number, cluster.deadline()), checked)
+        level, number, ttl_ms = checked_priority(priority), session_number(session), ttl_of(ttl)
+        return results(retain(cluster, checked, level, number, cluster.deadline(), ttl_ms=ttl_ms), checked)
 
     def end_session(self, session: Key) -> int:
         """End a session of `put` or `retain`: its values are no longer retained. They stay until nodes evict them.

@@ -110,8 +110,9 @@ TOUCH = struct.Struct("<QB7x")
 
 The code is 0 (do not change whether the object is kept), 1 (keep the object) or 2 (stop keeping it).
 """
-RETAIN = struct.Struct("<QQ")
-"""Start of a ``retain`` request, before the key: number of the session (0: none), and the priority, 0 to 7."""
+RETAIN = struct.Struct("<QQQ")
+"""Start of a ``retain`` request, before the key: number of the session (0: none), the priority (0 to 7), and the
+milliseconds for which it holds (0: no end)."""
 RETAIN_RAISES = 256
 """Added to the priority in a ``retain`` request: an object whose priority is higher stays as it is."""
 ENDED = struct.Struct("<Q")
