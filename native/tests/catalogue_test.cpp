@@ -572,8 +572,6 @@ TEST("an object that was let go expires when its time is over, whatever it was b
     CHECK(objects.find("key", false).head.ttl_ms > StoppedClock::now);
 }
 
-int main() { return farpool::testing::run(); }
-
 TEST("memory that holes have kept for long goes back to the system, a part at a time, and comes again when it is needed") {
     const Folder folder;
     Budget budget{16 * mib};
@@ -817,3 +815,5 @@ TEST("retention stays with an object that is kept, let go, pinned or expires, an
     objects.sweep(100);
     CHECK_EQUAL(objects.counts().retained, 0u);
 }
+
+int main() { return farpool::testing::run(); }

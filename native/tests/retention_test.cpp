@@ -80,3 +80,5 @@ TEST("random changes, ends of sessions and releases leave what a map has") {
     }
     CHECK_EQUAL(retention.sessions(), sessions.size());
 }
+
+int main() { return farpool::testing::run(); }

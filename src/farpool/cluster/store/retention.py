@@ -105,7 +105,8 @@ def end_session(cluster: Cluster, session: int, deadline: float) -> tuple[int, E
     """
     view = cluster.reachable(deadline)
     asks = [Ask(member, Op.END_SESSION, ENDED.pack(session)) for member in view.met if not member.lacks(RETENTION)]
-    ended, failed = 0, next((member.absence() for member in view.strangers), None)
+    ended = 0
+    failed: Exception | None = next((member.absence() for member in view.strangers), None)
     for ask, given in zip(asks, cluster.ask(asks, deadline), strict=True):
         answer = decoded(ask, given)
         if isinstance(answer, Exception):
