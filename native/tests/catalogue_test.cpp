@@ -730,7 +730,7 @@ TEST("the end of a session takes the priority of its objects and of no others, a
     objects.sweep(6000);
     CHECK_EQUAL(objects.counts().retained, 3u);
     CHECK_EQUAL(objects.find("its 17", false).head.flags, 0u);
-    CHECK_EQUAL(objects.find("later 0", false).head.flags, 5u << farpool::priority_shift | farpool::has_session);
+    CHECK_EQUAL(objects.find("later 0", false).head.flags, 5u << farpool::priority_shift | farpool::priority_ends);
     CHECK_EQUAL(objects.find("nobody's 0", false).head.flags, 5u << farpool::priority_shift);
     CHECK_EQUAL(objects.end_session(11), 1u);
     CHECK_EQUAL(objects.end_session(11), 0u);
@@ -774,7 +774,7 @@ TEST("a priority ends with its time, and the object stays") {
     CHECK(put(objects, "key", 1000) == Status::done);
     CHECK(objects.retain("key", {5, 3, StoppedClock::now + 1000}) == Status::done);
     objects.sweep(100);
-    CHECK_EQUAL(objects.find("key", false).head.flags, 5u << farpool::priority_shift | farpool::has_session);
+    CHECK_EQUAL(objects.find("key", false).head.flags, 5u << farpool::priority_shift | farpool::priority_ends);
     StoppedClock::now += 1000;
     CHECK_EQUAL(objects.find("key", false).head.flags, 0u);
     CHECK_EQUAL(objects.counts().retained, 1u);

@@ -118,7 +118,7 @@ TEST("objects move to a medium and back with their priority, and none of a highe
     CHECK_EQUAL(objects.counts().retained, 10u);
     CHECK(objects.copy_to_ram(objects.find("3", false)).is_mapped_by_readers);
     CHECK_EQUAL(objects.counts().retained, 10u);
-    CHECK_EQUAL(objects.find("3", false).head.flags, 4u << farpool::priority_shift | farpool::has_session);
+    CHECK_EQUAL(objects.find("3", false).head.flags, 4u << farpool::priority_shift | farpool::priority_ends);
     CHECK_EQUAL(objects.end_session(9), 10u);
     CHECK_EQUAL(objects.counts().retained, 0u);
     for (int number = 100; number < 200; ++number) {

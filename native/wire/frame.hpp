@@ -94,8 +94,8 @@ static_assert(sizeof(ObjectHead) == 32);
 constexpr std::uint32_t kept_object = 1;
 // ObjectHead::flags, in a put: a copy of another node's object, refused if the key was just dropped or a later epoch has begun.
 constexpr std::uint32_t copied_object = 2;
-// ObjectHead::flags, in replies: a session retains the object.
-constexpr std::uint32_t has_session = 8;
+// ObjectHead::flags, in replies: the priority ends with a session, or at a time.
+constexpr std::uint32_t priority_ends = 8;
 // ObjectHead::flags, in puts and replies: the object's priority, from 0 to 7.
 constexpr std::uint32_t priority_shift = 8;
 constexpr std::uint32_t priority_mask = 7;

@@ -204,14 +204,17 @@ def test_a_node_that_is_away_is_named_when_a_session_ends(local: Nodes) -> None:
         assert stats(nodes[0])["retained_objects"] == 0
 
 
-def test_a_copy_of_a_session_s_object_is_not_retained_and_others_keep_their_priority(local: Nodes) -> None:
+def test_a_copy_whose_priority_would_not_end_is_not_retained_and_others_keep_their_priority(local: Nodes) -> None:
     first, second = local(2)
     with store_over([first]) as source, store_over([second]) as target:
         source.put("of a session", VALUE, priority=3, session="s")
         source.put("of none", VALUE, priority=3)
-        for key in ("of a session", "of none"):
+        source.put("for an hour", VALUE)
+        assert source.retain(["for an hour"], 3, ttl=3600) == [1]
+        for key in ("of a session", "of none", "for an hour"):
             assert copied(key.encode(), peer_of(first), peer_of(second)).outcome is Outcome.DONE
         assert priority(target, "of a session") == 0
+        assert priority(target, "for an hour") == 0
         assert priority(target, "of none") == 3
 
 

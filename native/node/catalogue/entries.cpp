@@ -64,8 +64,9 @@ Found Entries::found_at(std::uint32_t slot) const {
     found.pins = references_.count(entry.offset);
     found.visited = entry.blocks != 0 && queues_.was_visited(slot);
     const Retained retained = queues_.retention().has_lapsed(slot) ? Retained{} : this->retained(slot);
-    const std::uint32_t flags = (is_kept(entry) ? kept_object : 0) | (retained.session != 0 ? has_session : 0) |
-                                std::uint32_t{retained.priority} << priority_shift;
+    const bool ends = retained.session != 0 || retained.until != 0;
+    const std::uint32_t flags =
+        (is_kept(entry) ? kept_object : 0) | (ends ? priority_ends : 0) | std::uint32_t{retained.priority} << priority_shift;
     found.head = {left_until(entry.expiry), header.copies,     header.kind, header.parts,
                   header.recompute_us,      header.name_space, flags,       epochs_.epoch()};
     return found;

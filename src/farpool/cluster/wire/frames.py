@@ -21,7 +21,6 @@ __all__ = [
     "COMMIT",
     "COPIED",
     "ENDED",
-    "HAS_SESSION",
     "HEAD",
     "HEADER_BYTES",
     "KEPT",
@@ -32,6 +31,7 @@ __all__ = [
     "OFFSET",
     "PLACE",
     "PRESENT",
+    "PRIORITY_ENDS",
     "PRIORITY_SHIFT",
     "RETAIN",
     "RETAIN_RAISES",
@@ -93,14 +93,14 @@ class Op(IntEnum):
 
 HEAD = struct.Struct("<QBBHIQQ")
 """Head of an object (its properties on the wire): milliseconds to live (0: no end), copies, class, parts, recompute
-cost (us), namespace, and flags (`KEPT`, `COPIED`, `HAS_SESSION`, and the priority). The upper half of the flags is the
-tenant's epoch on the storing node."""
+cost (us), namespace, and flags (`KEPT`, `COPIED`, `PRIORITY_ENDS`, and the priority). The upper half of the flags is
+the tenant's epoch on the storing node."""
 KEPT = 1
 """Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
 """Flag of a head in a ``put``: the object is a copy from another node. If its key was just dropped, it is refused."""
-HAS_SESSION = 8
-"""Flag of a head in a reply: a session retains the object."""
+PRIORITY_ENDS = 8
+"""Flag of a head in a reply: the priority ends with a session, or at a time."""
 PRIORITY_SHIFT = 8
 """Place of the priority (3 bits) in the flags of a head. Nodes without the feature `RETENTION` ignore these bits."""
 TTL = struct.Struct("<Q")
