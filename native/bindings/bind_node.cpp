@@ -75,6 +75,9 @@ nb::dict as_dict(const Server::Stats& stats) {
     made["nvme_used"] = stats.shelf_used;
     made["nvme_leaving"] = stats.leaving;
     made["nvme_objects"] = stats.shelved;
+    made["retained_objects"] = stats.retained;
+    made["retained_bytes"] = stats.retained_bytes;
+    made["retained_evictions"] = stats.retained_evictions;
     made["demotions"] = stats.demotions;
     made["promotions"] = stats.promotions;
     made["connections"] = stats.connections;

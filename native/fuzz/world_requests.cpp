@@ -121,7 +121,7 @@ void World::request_on_key(Client& client) {
 
 // A frame of any operation, with lengths and numbers that may be right.
 Frame World::random_frame() {
-    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(14);
+    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(16);
     // Keep no object, because no client could let it go once its key is unknown.
     Frame frame{make_header(static_cast<Op>(op) == Op::touch ? Op::pin : static_cast<Op>(op)), {}, {}};
     const std::uint64_t numbers = dice_.below(4);

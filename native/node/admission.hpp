@@ -25,7 +25,7 @@ public:
         return allows_changes() ? "the node is draining: it takes no new objects and leases"
                                 : "the node is read-only: it takes no new objects and leases";
     }
-    static constexpr const char* unchangeable = "the node is read-only: its objects cannot be dropped, touched or demoted";
+    static constexpr const char* unchangeable = "the node is read-only: its objects cannot be changed or dropped";
 
 private:
     NodeState ordered_ = NodeState::active;

@@ -141,6 +141,10 @@ void Protocol::answer() {
             return answer_drop();
         case Op::touch:
             return answer_touch();
+        case Op::retain:
+            return answer_retain();
+        case Op::end_session:
+            return answer_end_session();
         case Op::pin:
             return answer_pin();
         case Op::unpin:
@@ -306,6 +310,35 @@ void Protocol::answer_touch() {
     const Touched touched =
         client_.objects.touch(key, number_at<std::uint64_t>(input_.meta(), 0), static_cast<Keep>(keep), input_.header().serial);
     reply(touched.status, touched.mark, touched.status == Status::busy ? Sessions::beyond_share : "");
+}
+
+void Protocol::answer_retain() {
+    constexpr std::size_t fixed = 3 * sizeof(std::uint64_t);
+    const std::string_view key = key_or_refuse(rights::publish, fixed, "a session, a priority, its time, and a key");
+    if (key.empty() || !may_change()) {
+        return;
+    }
+    const auto word = number_at<std::uint64_t>(input_.meta(), sizeof(std::uint64_t));
+    const std::uint64_t priority = word & ~retain_raises;
+    if (priority > Retention::priority_max) {
+        return reply(Status::bad_request, 0, "expected a priority from 0 to 7, and perhaps 256, behind the session");
+    }
+    const Retained retained{static_cast<std::uint8_t>(priority), number_at<std::uint64_t>(input_.meta(), 0),
+                            end_of(number_at<std::uint64_t>(input_.meta(), 2 * sizeof(std::uint64_t)))};
+    const bool raises = (word & retain_raises) != 0;
+    reply(is_behind() ? Status::missing : client_.objects.retain(key, retained, raises));
+}
+
+void Protocol::answer_end_session() {
+    if (!may(rights::publish) || !may_change()) {
+        return;
+    }
+    if (input_.meta().size() != sizeof(std::uint64_t)) {
+        return reply(Status::bad_request, 0, "expected a session");
+    }
+    const std::size_t objects = client_.objects.end_session(number_at<std::uint64_t>(input_.meta(), 0));
+    services_.turn.spend(work::key * objects);
+    reply(Status::done, 0, packed(std::uint64_t{objects}));
 }
 
 void Protocol::answer_lookup() {

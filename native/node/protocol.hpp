@@ -98,6 +98,8 @@ private:
     void answer_drop();
     void answer_demote();
     void answer_touch();
+    void answer_retain();
+    void answer_end_session();
     void answer_lookup();
     void go_on_with_lookup();
     void answer_rotate();

@@ -480,6 +480,9 @@ Server::Stats Server::stats() {
         stats.expired += counts.expired;
         stats.shelved += counts.shelved;
         stats.demotions += counts.demotions;
+        stats.retained += counts.retained;
+        stats.retained_bytes += counts.retained_bytes;
+        stats.retained_evictions += counts.retained_evictions;
         stats.promotions += counts.promotions;
         stats.adopted += counts.adopted;
         stats.index_bytes += objects->overhead_nbytes();

@@ -572,8 +572,6 @@ TEST("an object that was let go expires when its time is over, whatever it was b
     CHECK(objects.find("key", false).head.ttl_ms > StoppedClock::now);
 }
 
-int main() { return farpool::testing::run(); }
-
 TEST("memory that holes have kept for long goes back to the system, a part at a time, and comes again when it is needed") {
     const Folder folder;
     Budget budget{16 * mib};
@@ -626,3 +624,196 @@ TEST("memory of holes that were used in one of the last rounds stays") {
     }
     CHECK(objects.taken() >= 8 * mib - mib && objects.taken() <= full - mib);
 }
+
+namespace {
+
+Status put_retained(Catalogue& objects, const std::string& key, std::uint64_t nbytes, std::uint32_t priority,
+                    std::uint64_t session = 0) {
+    ObjectHead head{};
+    head.flags = priority << farpool::priority_shift;
+    const Found place = objects.prepare(key, nbytes, head);
+    const Status status = place.status == Status::done ? objects.commit(place.offset, place.serial, 0).status : place.status;
+    if (session != 0) {
+        CHECK(objects.retain(key, {static_cast<std::uint8_t>(priority), session}, true) == Status::done);
+    }
+    return status;
+}
+
+// How many of the objects `prefix`0, `prefix`1, ... are there.
+int present(Catalogue& objects, const std::string& prefix, int count) {
+    int found = 0;
+    for (int number = 0; number < count; ++number) {
+        found += objects.find(prefix + std::to_string(number), false).status == Status::done ? 1 : 0;
+    }
+    return found;
+}
+
+}  // namespace
+
+TEST("objects of a lower priority are evicted first, whatever was used since") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    for (int number = 0; number < 40; ++number) {
+        CHECK(put_retained(objects, "low " + std::to_string(number), 100'000, 1) == Status::done);
+        CHECK(put_retained(objects, "high " + std::to_string(number), 100'000, 7) == Status::done);
+    }
+    for (int number = 0; number < 1000; ++number) {  // each is used once more before the next one comes
+        CHECK(put(objects, "ordinary " + std::to_string(number), 100'000) == Status::done);
+        CHECK(objects.find("ordinary " + std::to_string(number), true).status == Status::done);
+    }
+    CHECK_EQUAL(present(objects, "low ", 40), 40);
+    CHECK_EQUAL(present(objects, "high ", 40), 40);
+    CHECK_EQUAL(objects.counts().retained, 80u);
+    CHECK_EQUAL(objects.counts().retained_bytes, 8'000'000u);
+    CHECK_EQUAL(objects.counts().retained_evictions, 0u);
+    for (int number = 0; number < 100; ++number) {
+        CHECK(put_retained(objects, "more " + std::to_string(number), 100'000, 7) == Status::done);
+    }
+    CHECK_EQUAL(present(objects, "high ", 40), 40);
+    CHECK_EQUAL(present(objects, "more ", 100), 100);
+    CHECK(present(objects, "low ", 40) < 40);  // no ordinary one was left
+    CHECK_EQUAL(present(objects, "ordinary ", 1000), 0);
+    CHECK(objects.counts().retained_evictions > 0u);
+}
+
+TEST("a tenant full of objects of the highest priority still takes objects of every priority and size") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    for (int number = 0; number < 400; ++number) {  // 2.5 times what fits
+        CHECK(put_retained(objects, "first " + std::to_string(number), 100'000, 7, 1) == Status::done);
+    }
+    CHECK_EQUAL(objects.size(), objects.counts().retained);
+    CHECK(put(objects, "ordinary", 100'000) == Status::done);
+    CHECK(objects.find("ordinary", false).status == Status::done);
+    CHECK(put(objects, "large", 12 * mib) == Status::done);  // most retained objects go for it
+    CHECK(objects.find("large", false).status == Status::done);
+    CHECK(put_retained(objects, "high", 100'000, 7) == Status::done);
+    CHECK(budget.used() <= budget.limit());
+    const std::uint64_t before = objects.counts().retained;
+    CHECK(put(objects, "whole", 15 * mib) == Status::done);
+    CHECK(objects.counts().retained < before);
+}
+
+TEST("of the lowest priority present the least recent object is evicted") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    for (int number = 0; number < 30; ++number) {
+        CHECK(put_retained(objects, "old " + std::to_string(number), 100'000, 3) == Status::done);
+    }
+    for (int number = 0; number < 130; ++number) {
+        CHECK(put_retained(objects, "new " + std::to_string(number), 100'000, 3) == Status::done);
+        CHECK(objects.find("new " + std::to_string(number), true).status == Status::done);
+    }
+    for (int number = 0; number < 15; ++number) {
+        CHECK(put_retained(objects, "next " + std::to_string(number), 100'000, 3) == Status::done);
+    }
+    CHECK(present(objects, "old ", 30) < 30);
+    CHECK(present(objects, "new ", 130) > 120);
+}
+
+TEST("the end of a session takes the priority of its objects and of no others, also if they are many") {
+    const Folder folder;
+    Budget budget{64 * mib};
+    Catalogue objects = opened(folder, budget);
+    for (int number = 0; number < 6000; ++number) {
+        CHECK(put_retained(objects, "its " + std::to_string(number), 1000, 5, 11) == Status::done);
+    }
+    CHECK(put_retained(objects, "other's 0", 1000, 5, 12) == Status::done);
+    CHECK(put_retained(objects, "nobody's 0", 1000, 5) == Status::done);
+    CHECK_EQUAL(objects.end_session(99), 0u);
+    CHECK_EQUAL(objects.end_session(11), 6000u);
+    CHECK(objects.counts().retained > 2u && objects.counts().retained < 6002u);  // it is done in steps
+    CHECK(put_retained(objects, "later 0", 1000, 5, 11) == Status::done);        // a session that begins again is another one
+    objects.sweep(6000);
+    CHECK_EQUAL(objects.counts().retained, 3u);
+    CHECK_EQUAL(objects.find("its 17", false).head.flags, 0u);
+    CHECK_EQUAL(objects.find("later 0", false).head.flags, 5u << farpool::priority_shift | farpool::priority_ends);
+    CHECK_EQUAL(objects.find("nobody's 0", false).head.flags, 5u << farpool::priority_shift);
+    CHECK_EQUAL(objects.end_session(11), 1u);
+    CHECK_EQUAL(objects.end_session(11), 0u);
+    CHECK_EQUAL(objects.counts().retained, 2u);
+    CHECK(objects.remove("other's 0") == Status::done);
+    CHECK_EQUAL(objects.end_session(12), 0u);
+    CHECK_EQUAL(objects.counts().retained_bytes, 1000u);
+}
+
+TEST("a put of a present object raises its priority, and only retaining it lowers that") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    const auto priority = [&] { return objects.find("key", false).head.flags >> farpool::priority_shift; };
+    CHECK(put_retained(objects, "key", 1000, 2, 21) == Status::done);
+    CHECK(put(objects, "key", 1000) == Status::present);
+    CHECK_EQUAL(priority(), 2u);
+    CHECK(put_retained(objects, "key", 1000, 4, 22) == Status::present);
+    CHECK_EQUAL(priority(), 4u);
+    CHECK_EQUAL(objects.end_session(21), 0u);
+    CHECK(put_retained(objects, "key", 1000, 4) == Status::present);
+    CHECK(put_retained(objects, "key", 1000, 4, 23) == Status::present);  // of the same priority, the later session counts
+    CHECK_EQUAL(objects.end_session(22), 0u);
+    CHECK(put_retained(objects, "key", 1000, 3, 24) == Status::present);
+    CHECK_EQUAL(objects.end_session(24), 0u);
+    CHECK(objects.retain("key", {1, 23}) == Status::done);
+    CHECK_EQUAL(priority(), 1u);
+    CHECK_EQUAL(objects.end_session(23), 1u);
+    CHECK_EQUAL(priority(), 0u);
+    CHECK(objects.retain("key", {7, 0}) == Status::done);
+    CHECK(objects.retain("key", {}) == Status::done);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+    CHECK(objects.retain("no key", {7, 0}) == Status::missing);
+}
+
+TEST("a priority ends with its time, and the object stays") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    StoppedClock clock(1'700'000'000'000);
+    CHECK(put(objects, "key", 1000) == Status::done);
+    CHECK(objects.retain("key", {5, 3, StoppedClock::now + 1000}) == Status::done);
+    objects.sweep(100);
+    CHECK_EQUAL(objects.find("key", false).head.flags, 5u << farpool::priority_shift | farpool::priority_ends);
+    StoppedClock::now += 1000;
+    CHECK_EQUAL(objects.find("key", false).head.flags, 0u);
+    CHECK_EQUAL(objects.counts().retained, 1u);
+    objects.sweep(100);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+    CHECK(objects.find("key", false).status == Status::done);
+    CHECK_EQUAL(objects.end_session(3), 0u);
+    CHECK(objects.retain("key", {2}) == Status::done);
+    StoppedClock::now += 1'000'000;
+    objects.sweep(100);
+    CHECK_EQUAL(objects.counts().retained, 1u);
+}
+
+TEST("retention stays with an object that is kept, let go, pinned or expires, and ends with the object") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Catalogue objects = opened(folder, budget);
+    CHECK(put_retained(objects, "key", 1000, 3, 5) == Status::done);
+    CHECK(objects.touch("key", 0, Keep::keep).status == Status::done);
+    CHECK(objects.retain("key", {6, 5}) == Status::done);
+    CHECK(objects.touch("key", 0, Keep::let_go).status == Status::done);
+    CHECK_EQUAL(objects.find("key", false).head.flags >> farpool::priority_shift, 6u);
+    const Found pinned = objects.find("key", true);
+    objects.pin(pinned);
+    CHECK(objects.remove("key") == Status::done);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+    CHECK(put(objects, "key", 1000) == Status::done);
+    objects.unpin(pinned.offset);
+    CHECK_EQUAL(objects.find("key", false).head.flags, 0u);
+    StoppedClock clock(1'700'000'000'000);
+    ObjectHead head{};
+    head.ttl_ms = 1000;
+    head.flags = 7u << farpool::priority_shift;
+    const Found place = objects.prepare("short", 1000, head);
+    CHECK(objects.commit(place.offset, place.serial, 0).status == Status::done);
+    CHECK_EQUAL(objects.counts().retained, 1u);
+    StoppedClock::now += 2000;
+    objects.sweep(100);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+}
+
+int main() { return farpool::testing::run(); }

@@ -96,6 +96,42 @@ Found checked(Catalogue& objects, int number, std::size_t nbytes = 100'000) {
 
 }  // namespace
 
+TEST("objects move to a medium and back with their priority, and none of a higher priority leaves the medium for others") {
+    const Folder folder;
+    Budget budget{4 * mib};
+    Device device(mib);  // for ten objects
+    DeviceMedium medium(device);
+    std::string note;
+    Catalogue objects(folder.path(), 0, budget, &medium, true, note);
+    for (int number = 0; number < 10; ++number) {
+        CHECK(put(objects, number) == Status::done);
+        CHECK(objects.retain(std::to_string(number), {4, 9}) == Status::done);
+        CHECK(objects.demote(objects.find(std::to_string(number), false)) == Status::done);
+    }
+    for (int number = 10; number < 100; ++number) {
+        CHECK(put(objects, number) == Status::done);
+    }
+    for (int number = 0; number < 10; ++number) {
+        CHECK(!checked(objects, number).is_mapped_by_readers);
+    }
+    CHECK_EQUAL(objects.counts().demotions, 10u);  // ordinary objects were evicted and not moved
+    CHECK_EQUAL(objects.counts().retained, 10u);
+    CHECK(objects.copy_to_ram(objects.find("3", false)).is_mapped_by_readers);
+    CHECK_EQUAL(objects.counts().retained, 10u);
+    CHECK_EQUAL(objects.find("3", false).head.flags, 4u << farpool::priority_shift | farpool::priority_ends);
+    CHECK_EQUAL(objects.end_session(9), 10u);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+    for (int number = 100; number < 200; ++number) {
+        CHECK(put(objects, number) == Status::done);
+    }
+    CHECK(objects.counts().demotions > 10u);
+    int left = 0;
+    for (int number = 0; number < 10; ++number) {
+        left += checked(objects, number).status == Status::done ? 1 : 0;
+    }
+    CHECK(left < 10);
+}
+
 TEST("payloads move to a new kind of medium when memory is needed, and the oldest are evicted when it is full, too") {
     const Folder folder;
     Budget budget{4 * mib};

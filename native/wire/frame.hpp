@@ -27,6 +27,8 @@ enum class Op : std::uint8_t {
     lookup = 27,
     area = 28,
     demote = 29,
+    retain = 30,
+    end_session = 31,
     read = 32,
     write = 33,
     ping = 48,
@@ -92,6 +94,13 @@ static_assert(sizeof(ObjectHead) == 32);
 constexpr std::uint32_t kept_object = 1;
 // ObjectHead::flags, in a put: a copy of another node's object, refused if the key was just dropped or a later epoch has begun.
 constexpr std::uint32_t copied_object = 2;
+// ObjectHead::flags, in replies: the priority ends with a session, or at a time.
+constexpr std::uint32_t priority_ends = 8;
+// ObjectHead::flags, in puts and replies: the object's priority, from 0 to 7.
+constexpr std::uint32_t priority_shift = 8;
+constexpr std::uint32_t priority_mask = 7;
+// Added to the priority in a retain request: the object keeps a higher priority, with its session.
+constexpr std::uint64_t retain_raises = 256;
 
 // Place of the next bytes of a payload in the publish area, from the end of its header.
 struct AreaPart {

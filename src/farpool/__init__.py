@@ -18,7 +18,7 @@ from farpool._native import tls_available
 from farpool.cluster.members import RegistryMembers, StaticMembers
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
-from farpool.cluster.redundancy import Copies
+from farpool.cluster.redundancy import Copies, Copysets
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -93,6 +93,7 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "Copies",
+    "Copysets",
     "Dram",
     "Event",
     "FarpoolError",

@@ -21,7 +21,7 @@ from farpool.cluster.store import PutOutcome, Store
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Transport
 from farpool.cluster.wire.dial import dial
-from farpool.cluster.wire.frames import HEAD, LOOKUP, OFFSET, TOUCH, TTL, Op, Status
+from farpool.cluster.wire.frames import HEAD, LOOKUP, OFFSET, RETAIN, TOUCH, TTL, Op, Status
 from farpool.errors import (
     AccessDeniedError,
     ConfigError,
@@ -121,6 +121,7 @@ KEY_AND_MORE = {
     Op.DROP: b"",
     Op.PIN: TTL.pack(0),
     Op.TOUCH: TOUCH.pack(0, 0),
+    Op.RETAIN: RETAIN.pack(0, 1, 0),
     Op.PUT: HEAD.pack(0, 1, 0, 1, 0, 0, 0),
     Op.PREPARE: OFFSET.pack(10) + HEAD.pack(0, 1, 0, 1, 0, 0, 0),
 }
@@ -129,6 +130,8 @@ BAD_METAS = [
     *((op, before + b"x" * 257) for op, before in KEY_AND_MORE.items()),
     *((op, before[:-1]) for op, before in KEY_AND_MORE.items() if before),
     (Op.TOUCH, TOUCH.pack(0, 9) + b"key"),
+    (Op.RETAIN, RETAIN.pack(0, 8, 0) + b"key"),
+    (Op.END_SESSION, b"short"),
     (Op.COMMIT, b"short"),
     (Op.UNPIN, b"short"),
     (Op.LOOKUP, b""),

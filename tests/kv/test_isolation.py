@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farpool import Store
-from farpool.cluster.wire.frames import Op
+from farpool.cluster.wire.frames import RETAIN, Op
 from farpool.kv import BlockCache, Reason, block_key
 from farpool.kv.header import pack_header
 from tests.attacks.foreign_keys import OWNER, THIEF, searches
@@ -71,6 +71,7 @@ class Client:
             "put if absent": (self.put, self.take_back),
             "pin": (self.pin, self.unpin),
             "touch": (lambda keys: ask.touch(keys[0], 10**6), nothing),
+            "retain": (lambda keys: ask.ask(Op.RETAIN, RETAIN.pack(1, 1, 0) + keys[0]), nothing),
             "mapped lookup": (lambda keys: self.reader.lookup(keys), nothing),
             "mapped read": (lambda keys: self.reader.get(keys[0]), nothing),
             "lookup of a mapped cache": (lambda keys: self.cache.lookup(keys), nothing),

@@ -74,10 +74,12 @@ def test_objects_of_a_draining_node_change_and_of_a_read_only_one_do_not(server:
     for refused in (
         peer.ask(Op.DROP, b"two"),
         peer.ask(Op.DEMOTE, b"two"),
+        peer.ask(Op.RETAIN, bytes(24) + b"two"),
+        peer.ask(Op.END_SESSION, bytes(8)),
         peer.ask(Op.TOUCH, bytes(16) + b"two", serial=MARK_OF_NONE),
     ):
         assert refused.status == Status.DENIED
-        assert reason(refused.meta) == "the node is read-only: its objects cannot be dropped, touched or demoted"
+        assert reason(refused.meta) == "the node is read-only: its objects cannot be changed or dropped"
     assert peer.get(b"two").status == Status.DONE
     # An epoch makes objects unreadable that must not be read any more, whatever the state.
     assert peer.rotate(1)[1] == 1

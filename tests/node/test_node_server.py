@@ -340,6 +340,8 @@ REQUESTS = {
     Op.DROP: (Right.PUBLISH, b"key"),
     Op.DEMOTE: (Right.PUBLISH, b"key"),
     Op.TOUCH: (Right.PUBLISH, bytes(16) + b"key"),
+    Op.RETAIN: (Right.PUBLISH, bytes(24) + b"key"),
+    Op.END_SESSION: (Right.PUBLISH, bytes(8)),
     Op.PIN: (Right.READ, bytes(8) + b"key"),
     Op.PREPARE: (Right.PUBLISH, bytes(8) + PLAIN + b"key"),
     Op.LOOKUP: (Right.READ, lookup_meta([b"key"])),
@@ -363,7 +365,7 @@ def test_tenants_do_not_see_each_other(server: _native.NodeServer, peer: Peer) -
     assert server.objects_paths(0) != server.objects_paths(2)
 
 
-@pytest.mark.parametrize("op", [op for op in REQUESTS if op not in (Op.LOOKUP, Op.READ, Op.WRITE)])
+@pytest.mark.parametrize("op", [op for op in REQUESTS if op not in (Op.LOOKUP, Op.READ, Op.WRITE, Op.END_SESSION)])
 def test_keys_have_1_to_256_bytes(peer: Peer, op: Op) -> None:
     fixed = REQUESTS[op][1].removesuffix(b"key")
     assert peer.ask(op, fixed).status == Status.BAD_REQUEST
@@ -372,7 +374,7 @@ def test_keys_have_1_to_256_bytes(peer: Peer, op: Op) -> None:
 
 
 def test_an_unknown_operation_is_a_bad_request_that_says_so(peer: Peer) -> None:
-    for op in (31, 200):
+    for op in (47, 200):
         reply = peer.ask(op)
         assert reply.status == Status.BAD_REQUEST
         assert b"does not know" in reply.meta

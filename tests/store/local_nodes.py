@@ -20,6 +20,7 @@ from farpool.abc.redundancy import Redundancy
 from farpool.cluster.members import StaticMembers
 from farpool.cluster.redundancy import Copies
 from farpool.cluster.store import Store
+from farpool.cluster.wire.features import FEATURES
 from farpool.cluster.wire.frames import Right
 from farpool.errors import NodeError, NodeTimeoutError
 from tests.net.live_node import object_files, opened
@@ -39,6 +40,7 @@ class LocalNode:
         self.name = f"tcp://node{number}:7471"
         self.mapped = mapped
         self.rights = _ALL
+        self.features = FEATURES.bits
         self._folder = folder
         self._capacity = capacity
         self._lives = itertools.count()
@@ -72,7 +74,11 @@ class LocalNode:
         server.start()
         # Before `server`: a store's probe that sees the new server must not take it for the node before.
         self.contact = SimpleNamespace(
-            identity=self.identity, id=os.urandom(16), largest=self._capacity, rights=Right(self.rights)
+            identity=self.identity,
+            id=os.urandom(16),
+            largest=self._capacity,
+            rights=Right(self.rights),
+            features=self.features,
         )
         self.server = server
 

@@ -10,12 +10,15 @@ import os
 import runpy
 import sys
 
-from farpool.cluster.wire.features import Feature, Features
+from farpool.cluster.wire.features import FEATURES, Feature, Features
 from farpool.cluster.wire.handshake import ClientHandshake, NodeHandshake
 
 required_by = os.environ.get("LATER_REQUIRED_BY", "")
 later = Features(
-    [Feature(40, "later", "9.0", client_requires=required_by == "client", node_requires=required_by == "node")]
+    [
+        *FEATURES,
+        Feature(40, "later", "9.0", client_requires=required_by == "client", node_requires=required_by == "node"),
+    ]
 )
 for half in (ClientHandshake, NodeHandshake):
     defaults = half.__init__.__kwdefaults__

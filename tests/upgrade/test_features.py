@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.nodes import eventually, stats
+from farpool.cluster.store import PutOutcome, Store
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.errors import IncompatibleError
+from tests.nodes import PATIENCE, eventually, stats
 from tests.upgrade.releases import Program, Releases
 
 LATER = Path(__file__).parent / "later.py"
@@ -110,3 +115,29 @@ def incompatible(metrics: str) -> float:
         text = page.read().decode()
     name = "farpool_node_incompatible_connections_total{"
     return float(next(line for line in text.splitlines() if line.startswith(name)).rpartition(" ")[2])
+
+
+def test_nodes_of_the_previous_release_store_values_with_a_priority_and_are_asked_for_nothing_new(
+    releases: Releases,
+) -> None:
+    with releases.node("old") as older, releases.node("new") as newer:
+        with Store(older.address, newer.address, replicas=2, timeout=PATIENCE) as store:
+            for key in KEYS:
+                assert store.put(key, key.encode(), priority=3, session="s") is PutOutcome.STORED
+            assert store.put("plain", b"plain", priority=7, ttl=PATIENCE) is PutOutcome.STORED
+            assert store.retain(KEYS, 5, session="s") == [1] * len(KEYS)  # only the newer one
+            assert store.end_session("s") == len(KEYS)
+            assert store.get_many(KEYS) == [key.encode() for key in KEYS]
+        with Store(older.address, timeout=PATIENCE) as store:
+            assert store.get_many([*KEYS, "plain"]) == [*[key.encode() for key in KEYS], b"plain"]
+            assert store.retain(["plain"], 1) == [0]
+
+
+def test_a_ticket_is_not_shown_to_a_node_of_the_previous_release(releases: Releases) -> None:
+    with releases.node("old") as older:
+        channel = Channel(parse_address(older.address))
+        try:
+            with pytest.raises(IncompatibleError, match="does not have the feature 'claims' of the protocol"):
+                channel.claim(b"FPT1", time.monotonic() + PATIENCE)
+        finally:
+            channel.close()

@@ -113,8 +113,11 @@ Found Catalogue::find(std::string_view key, bool visit) {
     return found;
 }
 
-// Answers a put of a key that already has an object; this counts as a use.
-Found Catalogue::present(std::uint32_t slot, std::uint64_t expiry) {
+// Answers a put of a key that already has an object; this counts as a use. The higher priority stays.
+Found Catalogue::present(std::uint32_t slot, std::uint64_t expiry, std::uint8_t priority) {
+    if (priority > entries_.priority(slot)) {
+        entries_.set_retained(slot, {priority});
+    }
     index_->set_expiry(slot, extended(index_->at(slot).expiry, expiry));
     entries_.visit(slot);
     Found found = entries_.found_at(slot);
@@ -129,9 +132,10 @@ bool Catalogue::is_refused(bool copied, std::uint32_t epoch, std::uint64_t hash)
 
 Found Catalogue::prepare(std::string_view key, std::uint64_t nbytes, const ObjectHead& head, Arrival arrival) {
     const std::uint64_t expiry = end_of(head.ttl_ms);
+    const auto priority = static_cast<std::uint8_t>(head.flags >> priority_shift & priority_mask);
     const std::uint64_t hash = index_->hash(key);
     if (const std::uint32_t slot = entries_.find(key, hash); slot != Index::none) {
-        return present(slot, expiry);
+        return present(slot, expiry, priority);
     }
     Found prepared{};
     const bool copied = (head.flags & copied_object) != 0;
@@ -167,8 +171,8 @@ Found Catalogue::prepare(std::string_view key, std::uint64_t nbytes, const Objec
     prepared.serial = index_->next_serial();
     prepared.offset = *offset;
     prepared.payload = *offset + payload_at(key.size());
-    preparations_.emplace(*offset,
-                          Preparation{std::string(key), prepared.serial, expiry, units, taken, header, copied, head.epoch});
+    preparations_.emplace(
+        *offset, Preparation{std::string(key), prepared.serial, expiry, units, taken, header, copied, head.epoch, priority});
     return prepared;
 }
 
@@ -211,7 +215,7 @@ Found Catalogue::commit(std::uint64_t offset, std::uint64_t serial, std::uint32_
     const std::uint64_t hash = index_->hash(prepared.key);
     if (const std::uint32_t first = entries_.find(prepared.key, hash); first != Index::none) {
         free_prepared(offset, prepared);
-        return present(first, prepared.expiry);
+        return present(first, prepared.expiry, prepared.priority);
     }
     if (is_refused(prepared.copied, prepared.epoch, hash)) {
         free_prepared(offset, prepared);
@@ -226,7 +230,8 @@ Found Catalogue::commit(std::uint64_t offset, std::uint64_t serial, std::uint32_
     found.status = Status::done;
     // A put during a rotation belongs to the new epoch.
     found.serial = entries_.epochs().is_outdated(serial) ? index_->next_serial() : serial;
-    entries_.enter(prepared.header, prepared.key, {found.serial, offset, prepared.expiry, hash, prepared.units});
+    entries_.enter(prepared.header, prepared.key, {found.serial, offset, prepared.expiry, hash, prepared.units},
+                   {prepared.priority});
     entries_.journal().add(Change::stored, found.serial, prepared.key, prepared.header.nbytes, prepared.expiry,
                            prepared.header.copies);
     return found;
@@ -284,6 +289,20 @@ Touched Catalogue::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, 
     }
     entries_.visit(slot);
     return {Status::done, mark_of(serial, now)};
+}
+
+Status Catalogue::retain(std::string_view key, const Retained& retained, bool raises) {
+    const std::uint32_t slot = entries_.find(key, index_->hash(key));
+    if (slot == Index::none) {
+        return Status::missing;
+    }
+    if (!raises || retained.priority >= entries_.priority(slot)) {
+        entries_.set_retained(slot, retained);
+    }
+    if (retained.priority > 0) {
+        entries_.visit(slot);
+    }
+    return Status::done;
 }
 
 void Catalogue::rotate(std::uint32_t epoch) {

@@ -77,6 +77,10 @@ public:
     // result is `unknown`, because another program has kept, released or extended the object since; but a kept object may
     // always be kept again.
     Touched touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, std::uint64_t seen = 0);
+    // Gives an object another priority and another session (retention.hpp). If `raises`, not if its priority is higher now.
+    Status retain(std::string_view key, const Retained& retained, bool raises = false);
+    // Ends a session: all objects that it retains lose their priority. Returns their number.
+    std::size_t end_session(std::uint64_t session) { return entries_.end_session(session); }
 
     std::uint32_t epoch() const noexcept { return entries_.epochs().epoch(); }
     const Rotated& begun() const noexcept { return entries_.epochs().begun(); }
@@ -162,11 +166,12 @@ private:
         ObjectHeader header;
         bool copied;          // from another node
         std::uint32_t epoch;  // on that node
+        std::uint8_t priority;
     };
 
     Catalogue(ObjectPaths paths, std::uint32_t tenant, Budget& budget, Medium* lower, ObjectFiles files, std::string& note);
     void leave_old_file(std::string& note);
-    Found present(std::uint32_t slot, std::uint64_t expiry);
+    Found present(std::uint32_t slot, std::uint64_t expiry, std::uint8_t priority);
     bool is_refused(bool copied, std::uint32_t epoch, std::uint64_t hash) const;
     void free_prepared(std::uint64_t offset, const Preparation& prepared);
 

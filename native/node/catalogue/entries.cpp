@@ -10,6 +10,13 @@
 
 namespace farpool {
 
+namespace {
+
+// Objects of an ended session that lose their priority at once. The node serves nothing else until that is done.
+constexpr std::size_t ended_at_once_max = 4096;
+
+}  // namespace
+
 Entries::Entries(std::uint32_t tenant, Room& room, Index& index, Media& media)
     : tenant_(tenant),
       room_(room),
@@ -56,9 +63,12 @@ Found Entries::found_at(std::uint32_t slot) const {
     found.crc = header.payload_crc;
     found.pins = references_.count(entry.offset);
     found.visited = entry.blocks != 0 && queues_.was_visited(slot);
-    found.head = {
-        left_until(entry.expiry),         header.copies,  header.kind, header.parts, header.recompute_us, header.name_space,
-        is_kept(entry) ? kept_object : 0, epochs_.epoch()};
+    const Retained retained = queues_.retention().has_lapsed(slot) ? Retained{} : this->retained(slot);
+    const bool ends = retained.session != 0 || retained.until != 0;
+    const std::uint32_t flags =
+        (is_kept(entry) ? kept_object : 0) | (ends ? priority_ends : 0) | std::uint32_t{retained.priority} << priority_shift;
+    found.head = {left_until(entry.expiry), header.copies,     header.kind, header.parts,
+                  header.recompute_us,      header.name_space, flags,       epochs_.epoch()};
     return found;
 }
 
@@ -85,7 +95,8 @@ void Entries::charge_tables() {
     room_.set_tables(backed - std::min(backed, Visits::backing_slots));
 }
 
-std::uint32_t Entries::enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry) {
+std::uint32_t Entries::enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry,
+                             const Retained& retained) {
     ObjectHeader header = settings;  // not in the segment, where publishers may write
     header.key_nbytes = static_cast<std::uint16_t>(key.size());
     header.serial = entry.serial;
@@ -99,6 +110,9 @@ std::uint32_t Entries::enter(const ObjectHeader& settings, std::string_view key,
     std::memcpy(extent, &header, sizeof header);
     std::memcpy(extent + sizeof header, key.data(), key.size());
     const std::uint32_t slot = index_.add(entry);
+    if (retained.priority > 0) {
+        queues_.retention().set(slot, retained);
+    }
     set_up(slot, header);
     return slot;
 }
@@ -112,6 +126,7 @@ void Entries::set_up(std::uint32_t slot, const ObjectHeader& header) {
     epochs_.add(entry.serial, header.nbytes);
     counts_.payload_bytes += header.nbytes;
     counts_.shelved += entry.blocks != 0 ? 1 : 0;
+    count_retained(slot, true);
 }
 
 void Entries::enqueue(std::uint32_t slot, const Index::Entry& entry) {
@@ -161,9 +176,11 @@ void Entries::remove(std::uint32_t slot) {
     records_.remove(slot);
     counts_.payload_bytes -= nbytes;
     counts_.shelved -= entry.blocks != 0 ? 1 : 0;
+    count_retained(slot, false);
     room_.leave(entry.units, is_fixed(entry), is_firm(entry) && !references_.is_pinned(entry.offset));
     index_.remove(slot);
     queues_.remove(slot, entry, policy::Leaving::deleted);
+    queues_.retention().set(slot, {});
     if (!references_.mark_gone(entry.offset)) {
         media_.release_units(entry.offset, entry.units);
         media_.release_blocks(entry.block, entry.blocks);
@@ -195,6 +212,42 @@ void Entries::set_expiry(std::uint32_t slot, std::uint64_t word) {
     const Index::Entry after = index_.at(slot);
     room_.enter(after.units, is_fixed(after), is_firm(after));
     enqueue(slot, after);
+}
+
+void Entries::count_retained(std::uint32_t slot, bool more) {
+    if (priority(slot) > 0) {
+        const std::uint64_t nbytes = records_.payload_nbytes(slot);
+        counts_.retained += more ? 1 : ~std::uint64_t{0};
+        counts_.retained_bytes += more ? nbytes : 0 - nbytes;
+    }
+}
+
+void Entries::set_retained(std::uint32_t slot, const Retained& retained) {
+    if (retained.priority == priority(slot)) {  // the object keeps its place, and what the queue has learnt about it
+        return queues_.retention().set(slot, retained);
+    }
+    const Index::Entry entry = index_.at(slot);
+    queues_.remove(slot, entry, policy::Leaving::deleted);
+    count_retained(slot, false);
+    queues_.retention().set(slot, retained);
+    count_retained(slot, true);
+    enqueue(slot, entry);
+}
+
+std::size_t Entries::end_session(std::uint64_t session) {
+    const std::size_t objects = queues_.retention().end(session);
+    release_ended(ended_at_once_max);
+    return objects;
+}
+
+void Entries::release_ended(std::size_t objects) {
+    for (; objects > 0; --objects) {
+        const policy::Slot slot = queues_.retention().next_ended();
+        if (slot == policy::no_slot) {
+            return;
+        }
+        set_retained(slot, {});
+    }
 }
 
 void Entries::retain(std::uint64_t offset, std::uint32_t slot) {
@@ -253,11 +306,14 @@ bool Entries::may_send(const Found& found, std::uint64_t nbytes, std::uint64_t n
 }
 
 void Entries::sweep(std::size_t slots) {
+    release_ended(slots);
     const std::uint32_t used = index_.slots_used();
     for (std::size_t step = 0; step < std::min<std::size_t>(slots, used); ++step) {
         sweep_at_ = sweep_at_ + 1 < used ? sweep_at_ + 1 : 0;
         if (index_.is_live(sweep_at_) && is_over(index_.at(sweep_at_))) {
             remove_over(sweep_at_);
+        } else if (queues_.retention().has_lapsed(sweep_at_)) {
+            set_retained(sweep_at_, {});
         }
     }
 }

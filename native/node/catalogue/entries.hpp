@@ -51,9 +51,12 @@ public:
         std::uint64_t shelved = 0;        // objects in the lower medium
         std::uint64_t demotions = 0;
         std::uint64_t promotions = 0;
-        std::uint64_t searches = 0;  // keys that were searched in the index
-        std::uint64_t gets = 0;      // objects that connections requested
-        std::uint64_t hits = 0;      // requested objects that were found
+        std::uint64_t retained = 0;            // objects with a priority above 0
+        std::uint64_t retained_bytes = 0;      // of their payloads
+        std::uint64_t retained_evictions = 0;  // part of `evictions`
+        std::uint64_t searches = 0;            // keys that were searched in the index
+        std::uint64_t gets = 0;                // objects that connections requested
+        std::uint64_t hits = 0;                // requested objects that were found
     };
 
     Entries(std::uint32_t tenant, Room& room, Index& index, Media& media);
@@ -66,7 +69,8 @@ public:
     // Makes room in the index for one more entry and for its mark of visits; false if there is none.
     bool reserve_slot();
     // Writes the record of an extent and enters it into the index. Call reserve_slot() first.
-    std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
+    std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry,
+                        const Retained& retained = {});
     // Enters the object in a slot of an earlier start; false if it is not intact.
     bool adopt(std::uint32_t slot);
     // Removes an object from the index, and releases its memory unless it has references. For an object that stays at another
@@ -75,10 +79,17 @@ public:
     // Removes an object that is gone with that, and tells the readers of the journal why.
     void remove(std::uint32_t slot, Change why);
     void evict(std::uint32_t slot, Change why = Change::evicted) {
+        counts_.retained_evictions += priority(slot) > 0 ? 1 : 0;
         remove(slot, why);
         ++counts_.evictions;
     }
     void set_expiry(std::uint32_t slot, std::uint64_t word);
+
+    std::uint8_t priority(std::uint32_t slot) const { return queues_.retention().priority(slot); }
+    Retained retained(std::uint32_t slot) const { return queues_.retention().of(slot); }
+    void set_retained(std::uint32_t slot, const Retained& retained);
+    // Ends a session that retains objects, and returns their number. sweep() does what is left to do with many objects.
+    std::size_t end_session(std::uint64_t session);
 
     // Add a reference to an object, and pin it: a program releases a pin, and the node releases a reference after its reply.
     void retain(std::uint64_t offset, std::uint32_t slot);
@@ -97,7 +108,7 @@ public:
 
     // True if the object has expired or is of an earlier epoch.
     bool is_over(const Index::Entry& entry) const { return epochs_.is_outdated(entry.serial) || has_expired(entry.expiry); }
-    // Checks the next `slots` slots and removes the objects that are over.
+    // Checks the next `slots` slots, removes the objects that are over, and ends priorities whose time is over.
     void sweep(std::size_t slots);
     void rotate(std::uint32_t epoch) {
         epochs_.begin(epoch, index_, {index_.size(), counts_.payload_bytes});
@@ -125,6 +136,8 @@ private:
     bool is_firm(const Index::Entry& entry) const { return is_kept(entry) || references_.is_pinned(entry.offset); }
     bool fits(const ObjectHeader& header, const Index::Entry& entry) const;
     void enqueue(std::uint32_t slot, const Index::Entry& entry);
+    void count_retained(std::uint32_t slot, bool more);
+    void release_ended(std::size_t objects);
     void remove_over(std::uint32_t slot);
     void set_up(std::uint32_t slot, const ObjectHeader& header);
     void charge_tables();

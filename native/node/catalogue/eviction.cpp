@@ -67,19 +67,24 @@ bool Eviction::evict_one(bool at_once) {
 
 bool Eviction::evict_from_bucket(std::uint64_t hash) {
     const Index& index = entries_.index();
-    const std::vector<std::uint32_t> members = index.bucket(index.bucket_of_hash(hash));
-    const auto oldest =
-        std::find_if(members.rbegin(), members.rend(), [&](std::uint32_t slot) { return !entries_.is_fixed(index.at(slot)); });
-    if (oldest == members.rend()) {
+    std::uint32_t victim = Index::none;
+    for (const std::uint32_t slot : index.bucket(index.bucket_of_hash(hash))) {  // the oldest is the last
+        if (!entries_.is_fixed(index.at(slot)) &&
+            (victim == Index::none || entries_.priority(slot) <= entries_.priority(victim))) {
+            victim = slot;
+        }
+    }
+    if (victim == Index::none) {
         return false;
     }
-    entries_.evict(*oldest);
+    entries_.evict(victim);
     return true;
 }
 
 // Evicts one object and then its neighbours above, until they leave a hole of so many units or one of them is in use. Otherwise
-// a large object would wait until chance had emptied one place. We do not evict a neighbour that was used lately or is worth
-// more than most. We move none of them to the lower medium, because their places would not be empty before it has them.
+// a large object would wait until chance had emptied one place. We do not evict a neighbour of a higher priority, and none that
+// was used lately or is worth more than most. We move none of them to the lower medium, because their places would not be empty
+// before it has them.
 void Eviction::evict_around(std::uint32_t units) {
     const Index& index = entries_.index();
     const Queues& queues = entries_.queues();
@@ -90,6 +95,7 @@ void Eviction::evict_around(std::uint32_t units) {
     if (slot == policy::no_slot) {
         return;
     }
+    const std::uint8_t priority = entries_.priority(slot);
     for (;;) {
         const Index::Entry entry = index.at(slot);
         entries_.evict(slot);
@@ -103,18 +109,19 @@ void Eviction::evict_around(std::uint32_t units) {
             return;
         }
         const Index::Entry next = index.at(slot);
-        if (next.offset != gap.end || entries_.is_fixed(next) || queues.would_pass(slot, next) ||
-            (next.blocks != 0 && queues.has_any_in_ram())) {
+        if (next.offset != gap.end || entries_.is_fixed(next) || entries_.priority(slot) > priority ||
+            queues.would_pass(slot, next) || (next.blocks != 0 && queues.has_any_in_ram())) {
             return;
         }
     }
 }
 
-std::optional<std::uint32_t> Eviction::alloc_blocks(std::uint32_t blocks) {
+// Takes blocks in the lower medium for an object of a priority. Evicts no object of a higher priority for it.
+std::optional<std::uint32_t> Eviction::alloc_blocks(std::uint32_t blocks, std::uint8_t priority) {
     std::optional<std::uint64_t> first = media_.lower().alloc(blocks);
     while (!first) {
         const policy::Slot victim = entries_.queues().victim_in_lower(entries_.in_use());
-        if (victim == policy::no_slot) {
+        if (victim == policy::no_slot || entries_.priority(victim) > priority) {
             return std::nullopt;
         }
         entries_.evict(victim);
@@ -134,7 +141,7 @@ bool Eviction::demote(std::uint32_t slot) {
         return false;
     }
     const std::uint32_t blocks = media_.lower().units(nbytes);
-    const std::optional<std::uint32_t> block = alloc_blocks(blocks);
+    const std::optional<std::uint32_t> block = alloc_blocks(blocks, entries_.priority(slot));
     if (!block) {
         return false;
     }
@@ -190,7 +197,8 @@ void Eviction::finish_demote(std::uint64_t offset, bool ok) {
         ObjectHeader header = records.header(slot);
         header.nbytes = records.payload_nbytes(slot);
         const std::string key(records.key(slot));
-        entries_.enter(header, key, {entry.serial, to.offset, entry.expiry, entry.hash, to.units, to.block, to.blocks});
+        entries_.enter(header, key, {entry.serial, to.offset, entry.expiry, entry.hash, to.units, to.block, to.blocks},
+                       entries_.retained(slot));
         entries_.remove(slot);
     } else {
         if (slot != Index::none) {
@@ -223,7 +231,8 @@ std::optional<Found> Eviction::promote(std::uint64_t offset, const std::byte* pa
     ObjectHeader header = records.header(slot);
     header.nbytes = nbytes;
     media_.ram().put(*place + payload_at(key.size()), {payload, nbytes}, [](bool) {});  // done when it returns
-    const std::uint32_t moved = entries_.enter(header, key, {entry.serial, *place, entry.expiry, entry.hash, units});
+    const std::uint32_t moved =
+        entries_.enter(header, key, {entry.serial, *place, entry.expiry, entry.hash, units}, entries_.retained(slot));
     entries_.remove(slot);
     ++entries_.counts().promotions;
     return entries_.found_at(moved);

@@ -34,7 +34,7 @@ private:
     bool demote(std::uint32_t slot);
     void finish_demote(std::uint64_t offset, bool ok);
     void evict_around(std::uint32_t units);
-    std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks);
+    std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks, std::uint8_t priority);
 
     Room& room_;
     Media& media_;

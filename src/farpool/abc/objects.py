@@ -174,6 +174,17 @@ class ObjectCalls(Protocol):
     def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
         """Move values to a lower tier, where reads still find them; return the outcomes, None if a key has no value."""
 
+    def retain_many(
+        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, ttl_ms: int, timeout: float
+    ) -> Sequence[int | Exception]:
+        """Give values a priority and a session (`farpool.Store.retain`); return the number of copies that have it.
+
+        The priority ends after `ttl_ms` milliseconds, or never if that is 0.
+        """
+
+    def end_session(self, session: str | bytes, timeout: float) -> int | Exception:
+        """End a session, whose values are no longer retained; return the number of copies that it has retained."""
+
 
 class Objects(Protocol):
     """Immutable values under keys, as a cache needs them: a `farpool.Store`, or `farpool.kv.PoolObjects`."""

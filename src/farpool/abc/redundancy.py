@@ -37,9 +37,15 @@ class Described(Protocol):
     ----------
     info : MemberInfo
         The member's entry in the list of members, with its labels.
+    identity : bytes
+        The identity of the member's node, also if its entry does not give it.
     """
 
     info: MemberInfo
+
+    @property
+    def identity(self) -> bytes:
+        """Return the identity of the member's node."""
 
 
 MemberT = TypeVar("MemberT", bound=Described)
@@ -76,8 +82,24 @@ class Redundancy(ABC):
         -------
         sequence
             The member for part 0, for part 1, and so on; shorter than `parts` only if there are too few members. If a
-            member refuses its part, the store offers that part to the other members, in the order of `members`.
+            member refuses its part, the store offers that part to the next members of `order`.
         """
+
+    def order(self, key: bytes, members: Sequence[MemberT]) -> Sequence[MemberT]:
+        """Return all members in the order in which they are offered parts of an object.
+
+        Parameters
+        ----------
+        key, members
+            As in `place`.
+
+        Returns
+        -------
+        sequence
+            The members of `place`, and then the others; by default in the order of `members`.
+        """
+        chosen = self.place(key, members)
+        return [*chosen, *[member for member in members if member not in chosen]]
 
     @abstractmethod
     def enough(self, acknowledged: int) -> bool:

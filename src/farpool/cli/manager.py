@@ -13,9 +13,11 @@ from farpool.checks import require_package
 from farpool.cli.node import announce
 from farpool.cli.registry import Where
 from farpool.cluster.wire.address import parse_address
+from farpool.errors import ConfigError
 from farpool.sizes import parse_rate
 
 if TYPE_CHECKING:
+    from farpool.abc.redundancy import Redundancy
     from farpool.cluster.manager.records import ManagerRecord
 
 __all__ = ["Audit", "ManagerListen", "TokenRequired", "manager", "require_manager"]
@@ -53,6 +55,14 @@ RepairGrace = Annotated[
     float,
     typer.Option(metavar="SECONDS", min=0, help="Time for which a node may be silent before its copies count as lost."),
 ]
+RepairCopysets = Annotated[
+    str,
+    typer.Option(
+        "--copysets",
+        metavar="RINGS[:LABEL]",
+        help="Put copies on few groups of nodes, as programs with Copysets(..., RINGS, spread=LABEL) do.",
+    ),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time limit for a request to the registry.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
@@ -66,6 +76,7 @@ def manager(
     ttl: Ttl = 3.0,
     repair_rate: RepairRate = "100MB",
     repair_grace: RepairGrace = 30.0,
+    copysets: RepairCopysets = "",
     timeout: Timeout = 3.0,
     json: Json = False,
 ) -> None:
@@ -86,7 +97,9 @@ def manager(
     repair = None
     if repair_rate != "0":
         rate = parse_rate(repair_rate, "--repair-rate")
-        repair = RepairPolicy(nbytes_rate=rate, settings=Settings(grace=repair_grace))
+        repair = RepairPolicy(
+            nbytes_rate=rate, settings=Settings(grace=repair_grace), redundancy=_redundancy_of(copysets)
+        )
 
     def ready(record: ManagerRecord) -> None:
         announce(_ready_line(record, opened.address, file, json=json))
@@ -95,6 +108,21 @@ def manager(
     file = audit or default_audit(listening.socket.getsockname()[1])
     with listening.socket, open_registry(registry, timeout=timeout) as opened:
         serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, repair=repair, ready=ready)
+
+
+def _redundancy_of(copysets: str) -> Redundancy:
+    """Return the redundancy that `--copysets` names. Objects have as many copies as their publishers asked for."""
+    from farpool.cluster.redundancy import Copies, Copysets
+
+    if not copysets:
+        return Copies(1)
+    rings, _, label = copysets.partition(":")
+    if not rings.isdecimal():
+        raise ConfigError(
+            f"--copysets is {copysets!r}, expected a number of rings, and perhaps a label, such as 2 or 2:rack",
+            setting="--copysets",
+        )
+    return Copysets(2, int(rings), spread=label)
 
 
 def require_manager(command: str) -> None:

@@ -19,7 +19,8 @@ from farpool.abc.objects import About, Demotion
 from farpool.checks import require_seconds, require_whole
 from farpool.closing import Closing
 from farpool.cluster.store import Store
-from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, ttl_of
+from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_targets, ttl_of
+from farpool.cluster.store.retention import checked_priority, session_number
 from farpool.errors import ConfigError, FarpoolError
 from farpool.kv.background import Threads
 from farpool.kv.block_format import BlockFormat
@@ -385,6 +386,61 @@ class BlockCache(Closing):
         if pins:
             with contextlib.suppress(FarpoolError, OSError):
                 self._link.calls().release_many(pins, self._timeout)
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        priority: int,
+        *,
+        session: str | bytes | None = None,
+        ttl: float | None = None,
+        request: Requests = "",
+        timeout: float | None = None,
+    ) -> list[Reason | None]:
+        """Give blocks a priority: nodes evict blocks of a lower priority first; see `farpool.Store.retain`.
+
+        Parameters
+        ----------
+        keys, request
+            As in `lookup`.
+        priority : int
+            0 to 7; replaces the priority that a block has. 0 for a block that is not retained.
+        session : str, bytes or None
+            Name of what needs the blocks, such as a conversation; replaces the session that a block has.
+        ttl : float or None
+            Seconds after which the priority ends; the blocks stay. None for no end.
+        timeout : float or None
+            Seconds that the call may take; None for the cache's own timeout.
+
+        Returns
+        -------
+        list of Reason or None
+            For each block None if it has the priority now, otherwise the reason why not. For nodes of an earlier
+            release, the reason is `Reason.ABSENT`.
+
+        Raises
+        ------
+        ConfigError
+            The priority, the session's name or the time is wrong, or a key is empty or longer than 256 bytes.
+        """
+        began = time.monotonic()
+        keys, level, ttl_ms = as_keys(keys), checked_priority(priority), ttl_of(ttl)
+        session_number(session)  # checks the name, which `ask` would report as a failure of each block
+        answers = self._pieces.ask(
+            keys, timeout, lambda calls, left: calls.retain_many(keys, level, session, ttl_ms, left)
+        )
+        outcomes = [reason_of(answer or None) for answer in answers]
+        self._tally.ended("retain", request, len(keys), outcomes, began)
+        return outcomes
+
+    def end_session(self, session: str | bytes, *, timeout: float | None = None) -> int:
+        """End a session of `retain`: its blocks are no longer retained; see `farpool.Store.end_session`.
+
+        Return the number of copies of blocks that the session has retained, on the nodes that answered; 0 if a node
+        could not be asked. Blocks on such a node lose their priority when the node restarts, or at another call.
+        """
+        (ended,) = self._pieces.ask([as_key(session)], timeout, lambda calls, left: [calls.end_session(session, left)])
+        return ended if isinstance(ended, int) else 0
 
     def drop(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
         """Remove blocks from all nodes that can be reached; return how many blocks were stored on such a node."""

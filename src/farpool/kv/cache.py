@@ -523,6 +523,50 @@ class PrefixCache(Closing, OldCalls):
         keys, owner, _ = self._sequence(tokens, salt)
         self._blocks.unpin(keys, owner=owner)
 
+    def retain(
+        self,
+        tokens: Sequence[int],
+        priority: int,
+        *,
+        session: str | bytes | None = None,
+        ttl: float | None = None,
+        salt: bytes | str = b"",
+        request: str = "",
+    ) -> int:
+        """Let nodes evict the KV of a prefix later than KV of a lower priority; return how many blocks are retained.
+
+        Unlike a pin, a priority does not hold KV in memory in any case: if KV of the highest priority fills the
+        tenant's share, nodes evict from it what is needed least. So no prefix has to be released for others to proceed.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The prefix, saved already. Blocks that it shares with other sequences are retained, too.
+        priority : int
+            0 to 7; replaces the priority that a block has. 0 for KV that is not retained, as after `save`.
+        session : str, bytes or None
+            Name of what needs the KV, such as a conversation; replaces the session that a block has. `end_session` then
+            ends the priority of all its blocks.
+        ttl : float or None
+            Seconds after which the priority ends; the KV stays. None for no end.
+        salt, request
+            As in `Prompt`.
+
+        Raises
+        ------
+        ConfigError
+            The priority, the session's name or the time is wrong.
+        """
+        keys, *_ = self._sequence(tokens, salt)
+        return self._blocks.retain(keys, priority, session=session, ttl=ttl, request=request).count(None)
+
+    def end_session(self, session: str | bytes) -> int:
+        """End a session of `retain`, for KV of all weights. Its KV stays until nodes evict it.
+
+        Return the number of copies of blocks that the session has retained; 0 if a node could not be asked.
+        """
+        return self._blocks.end_session(session)
+
     def _sequence(self, tokens: Sequence[int], salt: bytes | str) -> tuple[list[bytes], bytes, list[bytes]]:
         return self._shape.sequence(self._current.namespace, tokens, salt)
 

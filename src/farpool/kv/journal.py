@@ -43,8 +43,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     request : str
         The engine's name of the request; empty if it gave none.
     step : str
-        ``lookup``, ``load``, ``save``, ``demote``, ``pin``, ``decision``, or ``compare``, which explains why nothing
-        was found.
+        ``lookup``, ``load``, ``save``, ``demote``, ``pin``, ``retain``, ``decision``, or ``compare``, which explains
+        why nothing was found.
     blocks : int
         Number of blocks in this step.
     done : int

@@ -193,6 +193,18 @@ class PoolObjects:
         """Move values from the pool's fast tier to the tiers below; return, for each key, the outcome or the error."""
         return self._each(self._demote, zip(keys, strict=True), timeout)
 
+    def retain_many(
+        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, ttl_ms: int, timeout: float
+    ) -> Sequence[int | Exception]:
+        """Return an error for each key, because a pool has no priorities: it evicts what costs least to compute."""
+        return [ConfigError("values in a pool of this process have no priority; use nodes", setting="priority")] * len(
+            keys
+        )
+
+    def end_session(self, session: str | bytes, timeout: float) -> int | Exception:
+        """Return 0, because no session retains a value of a pool."""
+        return 0
+
     # ---- one value -----------------------------------------------------------------------------------------------
 
     def _each(self, call: Callable[..., T], items: Iterable[tuple[Any, ...]], timeout: float) -> list[T | Exception]:

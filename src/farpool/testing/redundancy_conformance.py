@@ -25,7 +25,8 @@ _VALUES = [b"", b"x", bytes(range(256)) * 40 + b"end"]
 
 class _Member:
     def __init__(self, number: int) -> None:
-        self.info = MemberInfo((f"tcp://node{number}:7471",), labels={"rack": f"r{number % 3}"})
+        self.identity = number.to_bytes(16, "little")
+        self.info = MemberInfo((f"tcp://node{number}:7471",), self.identity, labels={"rack": f"r{number % 3}"})
 
 
 class RedundancyConformance:

@@ -174,7 +174,7 @@ def _shown(status: dict[str, Any]) -> dict[str, Any]:
     exposure = status["exposure"]
     if exposure is not None:
         status["exposure"] = {
-            **{name: getattr(exposure, name) for name in ("objects", "nbytes", "below", "below_nbytes")},
+            **{name: getattr(exposure, name) for name in ("objects", "nbytes", "below", "below_nbytes", "groups")},
             "members": {member.hex(): asdict(loss) for member, loss in exposure.members.items()},
             "labels": {f"{name}={value}": asdict(loss) for (name, value), loss in exposure.labels.items()},
         }

@@ -40,6 +40,12 @@ class Copies(Redundancy):
     def place(self, key: bytes, members: Sequence[MemberT]) -> Sequence[MemberT]:
         return members[: self.parts]
 
+    def order(self, key: bytes, members: Sequence[MemberT]) -> Sequence[MemberT]:
+        chosen = self.place(key, members)  # a subclass may choose others than the first
+        if chosen == members[: len(chosen)]:
+            return members
+        return super().order(key, members)
+
     def enough(self, acknowledged: int) -> bool:
         return acknowledged >= self.parts
 

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from farpool.cluster.repair.messages import Outcome
-from farpool.cluster.wire.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
+from farpool.cluster.wire.frames import (
+    COPIED,
+    HEAD,
+    KEPT,
+    MARK_OF_NONE,
+    PRIORITY_ENDS,
+    PRIORITY_SHIFT,
+    TOUCH,
+    Op,
+    Status,
+)
 from farpool.cluster.wire.refusals import refusal
 from farpool.errors import AccessDeniedError, NodeError
 
@@ -110,6 +120,9 @@ def copying(key: bytes, left_ms: Callable[[], int]) -> Copying:
     if isinstance(source, Exception) or source.status != Status.DONE:
         return Copied(_of_source(source), 0, get, source)
     ttl, *head, flags = HEAD.unpack(source.meta)
+    if flags & PRIORITY_ENDS:
+        # The head names neither the session nor the time, so neither would end the copy's priority: it gets none.
+        flags &= ~(7 << PRIORITY_SHIFT | PRIORITY_ENDS)
     is_kept = bool(flags & KEPT)
     payload = source.payload or b""
     # It includes the time until the deadline, so that a copy which takes minutes to send has not expired when complete.

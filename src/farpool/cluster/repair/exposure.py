@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Exposure", "Loss"]
+__all__ = ["GROUPS_MAX", "Exposure", "Loss"]
+
+GROUPS_MAX = 10_000
+"""Groups of members that an exposure tells apart; it counts no more."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,9 @@ class Exposure:
         All objects, each counted once.
     below, below_nbytes : int
         Objects that have too few copies already.
+    groups : int
+        Distinct groups of members whose counted copies are all copies of an object; at most `GROUPS_MAX`. The loss of
+        such a group loses objects, so `farpool.Copysets` keeps the number small.
     members : mapping of bytes to Loss
         The loss of each member, by identity.
     labels : mapping of tuple of str to Loss
@@ -51,6 +57,11 @@ class Exposure:
     below_nbytes: int = 0
     members: dict[bytes, Loss] = field(default_factory=lambda: defaultdict(Loss))
     labels: dict[tuple[str, str], Loss] = field(default_factory=lambda: defaultdict(Loss))
+    _groups: set[frozenset[bytes]] = field(default_factory=set)
+
+    @property
+    def groups(self) -> int:
+        return len(self._groups)
 
     def add(
         self, nbytes: int, wanted: int, holders: Mapping[bytes, Mapping[str, str]], counted: Collection[bytes]
@@ -70,6 +81,8 @@ class Exposure:
         """
         self.objects += 1
         self.nbytes += nbytes
+        if counted and len(self._groups) < GROUPS_MAX:
+            self._groups.add(frozenset(counted))
         enough = len(counted) >= wanted
         if not enough:
             self.below += 1

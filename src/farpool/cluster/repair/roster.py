@@ -38,6 +38,10 @@ class _Listed:
     evicted_at: float = -math.inf
     standing: Standing = Standing.GOOD
 
+    @property
+    def identity(self) -> bytes:
+        return self.info.identity
+
 
 class Roster:
     """The members, their standing and their ranks.
@@ -149,9 +153,7 @@ class Roster:
 
     def order(self, key: bytes) -> list[bytes]:
         """Return all members in the order in which a put would offer them copies; members that drain come last."""
-        ranked = self._ranking.places(key)
-        chosen = list(self._redundancy.place(key, ranked))
-        first = [*chosen, *[one for one in ranked if one not in chosen]]
+        first = self._redundancy.order(key, self._ranking.places(key))
         leaving = [one for one in self._ranking.order(key) if one not in first]
         return [one.info.identity for one in (*first, *leaving)]
 

@@ -90,13 +90,24 @@ class AsyncStore:
         self._store._open()
         return await _end_of(self._threads.submit(call, *args, **kwargs))
 
-    async def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
+    async def put(
+        self,
+        key: Key,
+        value: Value,
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
+    ) -> PutOutcome:
         """Asynchronous `Store.put`."""
-        return await self._call(self._store.put, key, value, ttl=ttl, check=check)
+        return await self._call(self._store.put, key, value, ttl=ttl, check=check, priority=priority, session=session)
 
-    async def put_content(self, value: Value, *, ttl: float | None = None) -> str:
+    async def put_content(
+        self, value: Value, *, ttl: float | None = None, priority: int = 0, session: Key | None = None
+    ) -> str:
         """Asynchronous `Store.put_content`."""
-        return await self._call(self._store.put_content, value, ttl=ttl)
+        return await self._call(self._store.put_content, value, ttl=ttl, priority=priority, session=session)
 
     async def get(self, key: Key) -> bytes | None:
         """Asynchronous `Store.get`."""
@@ -107,10 +118,19 @@ class AsyncStore:
         return await self._call(self._store.get_into, key, buffer)
 
     async def put_parts(
-        self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
+        self,
+        key: Key,
+        parts: Iterable[Buffer],
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
     ) -> PutOutcome:
         """Asynchronous `Store.put_parts`."""
-        return await self._call(self._store.put_parts, key, parts, ttl=ttl, check=check)
+        return await self._call(
+            self._store.put_parts, key, parts, ttl=ttl, check=check, priority=priority, session=session
+        )
 
     async def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
         """Asynchronous `Store.get_into_parts`."""
@@ -146,6 +166,16 @@ class AsyncStore:
     ) -> Touched:
         """Asynchronous `Store.touch_many`."""
         return await self._call(self._store.touch_many, keys, ttl, keep=keep, seen=seen)
+
+    async def retain(
+        self, keys: Iterable[Key], priority: int, *, session: Key | None = None, ttl: float | None = None
+    ) -> list[int]:
+        """Asynchronous `Store.retain`."""
+        return await self._call(self._store.retain, keys, priority, session=session, ttl=ttl)
+
+    async def end_session(self, session: Key) -> int:
+        """Asynchronous `Store.end_session`."""
+        return await self._call(self._store.end_session, session)
 
     @contextlib.asynccontextmanager
     async def pin(self, key: Key, *, ttl: float | None = None) -> AsyncIterator[Pin]:
@@ -183,9 +213,11 @@ class AsyncStore:
         *,
         ttl: float | None = None,
         check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
     ) -> list[PutOutcome]:
         """Asynchronous `Store.put_many`."""
-        return await self._call(self._store.put_many, items, ttl=ttl, check=check)
+        return await self._call(self._store.put_many, items, ttl=ttl, check=check, priority=priority, session=session)
 
     async def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Asynchronous `Store.get_many`."""

@@ -17,6 +17,7 @@ from farpool.cluster.store.driver import run
 from farpool.cluster.store.messages import Ask, decoded
 from farpool.cluster.store.plan import Pause, Plan, Send
 from farpool.cluster.store.reading import fetch, look_up, read_many
+from farpool.cluster.store.retention import checked_priority, end_session, retain, session_number
 from farpool.cluster.store.writing import put
 from farpool.cluster.wire.frames import HEAD, PLACE, TOUCH, TTL, UNPIN, Op, Status
 from farpool.errors import FarpoolError, NodeError
@@ -240,6 +241,53 @@ class BestEffort:
             timeout,
             lambda cluster, deadline: run(cluster, _demote(cluster.reachable(deadline), keys), deadline),
         )
+
+    def retain_many(
+        self, keys: Sequence[bytes], priority: int, session: str | bytes | None, ttl_ms: int, timeout: float
+    ) -> Sequence[int | Exception]:
+        """Give values a priority and a session, on all nodes that can be reached; see `Store.retain`.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        priority : int
+            0 to 7; replaces the priority that a value has.
+        session : str, bytes or None
+            Name of the session; replaces the session that a value has.
+        ttl_ms : int
+            Milliseconds after which the priority ends; 0 for no end.
+        timeout : float
+            Seconds that the call may take.
+
+        Returns
+        -------
+        sequence of int or Exception
+            For each value, the number of copies that have the priority now; or an error if no copy has it.
+
+        Raises
+        ------
+        ConfigError
+            The priority or the session's name is wrong.
+        """
+        level, number = checked_priority(priority), session_number(session)
+        return self._attempt(
+            len(keys), timeout, lambda cluster, deadline: retain(cluster, keys, level, number, deadline, ttl_ms=ttl_ms)
+        )
+
+    def end_session(self, session: str | bytes, timeout: float) -> int | Exception:
+        """End a session on all nodes that can be reached; see `Store.end_session`.
+
+        Return the number of copies that the session has retained, or the error of a node.
+        """
+        number = session_number(session)
+
+        def end(cluster: Cluster, deadline: float) -> Sequence[int | Exception]:
+            ended, failed = end_session(cluster, number, deadline)
+            return [failed or ended]
+
+        (outcome,) = self._attempt(1, timeout, end)
+        return outcome
 
 
 def _hold(member: Member, reply: Reply) -> Hold:

@@ -36,6 +36,7 @@ from farpool.errors import (
 if TYPE_CHECKING:
     from farpool._native import Connection, ObjectReader
     from farpool.cluster.wire.channel import Channel
+    from farpool.cluster.wire.features import Feature
 
 __all__ = ["Member", "may_be_stale"]
 
@@ -252,6 +253,11 @@ class Member:
         return self.unmet or NodeError(
             self.status()[1] or f"{self.name} was reached too late for this call", node=self.name
         )
+
+    def lacks(self, feature: Feature) -> bool:
+        """Return True if the node did not have a feature at the last contact with it; False before any contact."""
+        welcome = self.channel.welcome
+        return welcome is not None and not welcome.features >> feature.bit & 1
 
     def leave(self) -> None:
         """Stop probing the node, because it is no member any more. Its connections stay open for calls and pins."""

@@ -10,7 +10,7 @@ import msgspec
 
 from farpool.abc.objects import Payload
 from farpool.cluster.store.arguments import nbytes_of
-from farpool.cluster.wire.frames import HEAD, Op, Status
+from farpool.cluster.wire.frames import HEAD, PRIORITY_SHIFT, Op, Status
 from farpool.cluster.wire.refusals import refusal
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farpool._native import Reply
     from farpool.cluster.store.member import Member
 
-__all__ = ["Ask", "Lookup", "ObjectInfo", "decoded", "object_head", "results", "seconds_left"]
+__all__ = ["Ask", "Lookup", "ObjectInfo", "decoded", "object_head", "priority_in", "results", "seconds_left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class ObjectInfo:
         Number of programs that have the object pinned on that node.
     kept : bool
         True if the node never evicts the object.
+    priority : int or None
+        Objects of a lower priority are evicted first (`Store.retain`). Listings do not report it: None.
     """
 
     key: bytes
@@ -48,6 +50,7 @@ class ObjectInfo:
     copies: int
     pins: int
     kept: bool
+    priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done
     return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
 
-def object_head(ttl: int, copies: int) -> bytes:
+def object_head(ttl: int, copies: int, priority: int = 0) -> bytes:
     """Pack the properties that a put gives to an object.
 
     Parameters
@@ -157,8 +160,15 @@ def object_head(ttl: int, copies: int) -> bytes:
         Milliseconds until the object expires; 0 for never.
     copies : int
         Number of copies.
+    priority : int
+        From 0 to 7; objects of a lower priority are evicted first.
     """
-    return HEAD.pack(ttl, copies, 0, 1, 0, 0, 0)
+    return HEAD.pack(ttl, copies, 0, 1, 0, 0, priority << PRIORITY_SHIFT)
+
+
+def priority_in(flags: int) -> int:
+    """Return the priority in the flags of a head."""
+    return flags >> PRIORITY_SHIFT & 7
 
 
 def seconds_left(milliseconds: int) -> float | None:

@@ -39,6 +39,7 @@ from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.plan import is_away
 from farpool.cluster.store.reading import require_few
 from farpool.cluster.store.upkeep import copy
+from farpool.cluster.wire.features import COPY_ORDERS
 from farpool.cluster.wire.frames import HEAD, KEPT, STATED, Op, Status
 from farpool.errors import FarpoolError, NodeError, ProtocolError, QuotaExceededError
 
@@ -259,7 +260,8 @@ class _Hands:
     engine : RepairEngine
         The engine.
     directly : bool
-        True if members copy from each other; False if the bytes travel through this program.
+        True if members copy from each other; False if the bytes travel through this program. They always do if the
+        target is of an earlier release, which cannot copy.
     may_drop : callable
         Returns True if copies may be dropped now. It is asked a moment before each drop.
 
@@ -360,7 +362,7 @@ class _Hands:
         if source is None or target is None:
             silent = order.source if source is None else order.target
             outcome, reason = Outcome.AWAY, "a member has left"
-        elif self._directly:
+        elif self._directly and not target.lacks(COPY_ORDERS):
             outcome, reason = self._order(order, source, target)
         else:
             # A copy may be large, so it has the time of a call at least.

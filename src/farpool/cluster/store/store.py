@@ -24,11 +24,12 @@ from farpool.cluster.redundancy import redundancy_of
 from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.cluster.store.cluster import Cluster
-from farpool.cluster.store.messages import Lookup, ObjectInfo, object_head, results, seconds_left
+from farpool.cluster.store.messages import Lookup, ObjectInfo, object_head, priority_in, results, seconds_left
 from farpool.cluster.store.pacing import Pacing
 from farpool.cluster.store.pin import Pin, Pins, pin_all
 from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_one
 from farpool.cluster.store.repair import Repaired, repair
+from farpool.cluster.store.retention import checked_priority, end_session, retain, session_number
 from farpool.cluster.store.rotation import Rotation, rotate
 from farpool.cluster.store.upkeep import Upkeep
 from farpool.cluster.store.writing import everywhere, put
@@ -213,7 +214,16 @@ class Store(Closing):
             raise StoreClosedError(f"this store {self._why}; make a new one")
         return self._cluster
 
-    def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
+    def put(
+        self,
+        key: Key,
+        value: Value,
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
+    ) -> PutOutcome:
         """Store a value under a key. If the key has a value already, that value stays.
 
         Parameters
@@ -227,6 +237,11 @@ class Store(Closing):
             counts.
         check : bool
             Raise if the key has a value of another size or checksum.
+        priority : int
+            0 to 7. Nodes evict values of a lower priority first; see `retain`. If the key has a value already, the
+            higher priority counts.
+        session : str, bytes or None
+            Session for which the priority holds, until `end_session`; see `retain`. Costs a second request.
 
         Returns
         -------
@@ -249,19 +264,34 @@ class Store(Closing):
         # Read once, because another thread may close the store.
         cluster = self._cluster or self._open()
         item = (as_key(key), as_payload(value))
-        head = cluster.head if ttl is None else object_head(ttl_of(ttl), cluster.redundancy.parts)
-        (outcome,) = put(cluster, [item], head, time.monotonic() + cluster.timeout, check=check)
+        if ttl is None and priority == 0 and session is None:
+            head = cluster.head
+        else:
+            head = _head(cluster, ttl, priority, session)
+        deadline = time.monotonic() + cluster.timeout
+        (outcome,) = put(cluster, [item], head, deadline, check=check)
         if isinstance(outcome, Exception):
             raise outcome
+        if session is not None:
+            retain(cluster, [item[0]], priority, session_number(session), deadline, raises=True)
         return outcome
 
     def put_parts(
-        self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
+        self,
+        key: Key,
+        parts: Iterable[Buffer],
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
     ) -> PutOutcome:
         """Store buffers, one after the other, as one value, without copying them into one buffer; see `put`."""
-        return self.put(key, tuple(parts), ttl=ttl, check=check)
+        return self.put(key, tuple(parts), ttl=ttl, check=check, priority=priority, session=session)
 
-    def put_content(self, value: Value, *, ttl: float | None = None) -> str:
+    def put_content(
+        self, value: Value, *, ttl: float | None = None, priority: int = 0, session: Key | None = None
+    ) -> str:
         """Store a value under the hash of its bytes; equal values are stored once.
 
         Returns
@@ -275,7 +305,7 @@ class Store(Closing):
             As raised by `put`.
         """
         key = content_key(parts_of(as_payload(value)))
-        self.put(key, value, ttl=ttl, check=True)
+        self.put(key, value, ttl=ttl, check=True, priority=priority, session=session)
         return key
 
     def get(self, key: Key) -> bytes | None:
@@ -338,7 +368,7 @@ class Store(Closing):
         meta = found[1].meta
         nbytes, _, pins = STATED.unpack_from(meta)
         ttl, copies, _, _, _, _, flags = HEAD.unpack_from(meta, STATED.size)
-        return ObjectInfo(data, nbytes, seconds_left(ttl), copies, pins, bool(flags & KEPT))
+        return ObjectInfo(data, nbytes, seconds_left(ttl), copies, pins, bool(flags & KEPT), priority_in(flags))
 
     def drop(self, key: Key) -> bool:
         """Drop a key's value; return True if there was one.
@@ -410,6 +440,62 @@ class Store(Closing):
         metas = [arguments + as_key(key) for key in keys]
         return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
+    def retain(
+        self, keys: Iterable[Key], priority: int, *, session: Key | None = None, ttl: float | None = None
+    ) -> list[int]:
+        """Let nodes evict values later than values of a lower priority; return how many copies each value has.
+
+        A node evicts the values of the lowest priority that it has, and of these the ones that are needed least. So
+        retained values are evicted, too, if a tenant's share is full of them: nothing waits for their sessions. To hold
+        a value in any case, use `pin` or `touch` with `keep`. Nodes forget priorities when they restart.
+
+        Parameters
+        ----------
+        keys : iterable of str or bytes
+            The keys.
+        priority : int
+            0 to 7; replaces the value's priority. 0 is the priority of a value that is not retained.
+        session : str, bytes or None
+            Name of what needs the values, such as a conversation; replaces the value's session. When any program of the
+            tenant calls `end_session`, the values lose their priority. None: no session ends it.
+        ttl : float or None
+            Seconds after which the priority ends; the values stay. None for no end.
+
+        Returns
+        -------
+        list of int
+            For each key, the number of copies that have the priority now. Nodes of earlier releases have none.
+
+        Raises
+        ------
+        ConfigError
+            The priority, the session's name or the time is wrong.
+        NodeError
+            No node could be asked, or the nodes refuse.
+        """
+        cluster, checked = self._open(), as_keys(keys)
+        level, number, ttl_ms = checked_priority(priority), session_number(session), ttl_of(ttl)
+        return results(retain(cluster, checked, level, number, cluster.deadline(), ttl_ms=ttl_ms), checked)
+
+    def end_session(self, session: Key) -> int:
+        """End a session of `put` or `retain`: its values are no longer retained. They stay until nodes evict them.
+
+        Returns
+        -------
+        int
+            Number of copies that the session has retained.
+
+        Raises
+        ------
+        NodeError
+            A node could not be asked. The session has ended on the others.
+        """
+        cluster = self._open()
+        ended, failed = end_session(cluster, session_number(session), cluster.deadline())
+        if failed is not None:
+            raise failed
+        return ended
+
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
         """Hold a value in memory, and return a view of its bytes.
 
@@ -462,13 +548,19 @@ class Store(Closing):
         *,
         ttl: float | None = None,
         check: bool = False,
+        priority: int = 0,
+        session: Key | None = None,
     ) -> list[PutOutcome]:
         """Put many values at the same time; see `put`."""
         cluster = self._open()
         pairs = items.items() if isinstance(items, Mapping) else items
         checked = [(as_key(key), as_payload(value)) for key, value in pairs]
-        head = object_head(ttl_of(ttl), cluster.redundancy.parts)
-        return results(put(cluster, checked, head, cluster.deadline(), check=check), [key for key, _ in checked])
+        head, deadline, keys = _head(cluster, ttl, priority, session), cluster.deadline(), [key for key, _ in checked]
+        outcomes = put(cluster, checked, head, deadline, check=check)
+        if session is not None:
+            stored = [key for key, one in zip(keys, outcomes, strict=True) if not isinstance(one, Exception)]
+            retain(cluster, stored, priority, session_number(session), deadline, raises=True)
+        return results(outcomes, keys)
 
     def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Get many values at the same time; see `get`."""
@@ -686,6 +778,20 @@ class Store(Closing):
 
     def __reduce__(self) -> str:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
+
+
+def _head(cluster: Cluster, ttl: float | None, priority: int, session: Key | None) -> bytes:
+    """Return the head for a put.
+
+    If there is a session, a second request gives the objects their priority. So a program that dies between the two
+    requests leaves no priority that no session ends.
+    """
+    session_number(session)  # raises before anything is sent
+    if session is not None and not priority:
+        raise ConfigError("session is given with priority 0, expected a priority from 1 to 7", setting="session")
+    first = 0 if session is not None else checked_priority(priority)
+    checked_priority(priority)
+    return object_head(ttl_of(ttl), cluster.redundancy.parts, first)
 
 
 def _each_once(copies: Iterable[tuple[Member, ObjectInfo]]) -> Iterator[ObjectInfo]:

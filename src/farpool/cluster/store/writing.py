@@ -130,13 +130,9 @@ class _Put:
         return ReplicationError(f"{self.key!r}: {len(self.confirmed)} of {parts} nodes confirmed the put ({reasons})")
 
 
-def targets(key: bytes, view: Snapshot, redundancy: Redundancy) -> list[Member]:
+def targets(key: bytes, view: Snapshot, redundancy: Redundancy) -> Sequence[Member]:
     """Return the members that accept new objects, in the order in which a put under `key` offers parts to them."""
-    ranked = view.places(key)
-    chosen = redundancy.place(key, ranked)
-    if chosen == ranked[: len(chosen)]:
-        return ranked
-    return [*chosen, *[member for member in ranked if member not in chosen]]
+    return redundancy.order(key, view.places(key))
 
 
 def put(

@@ -27,6 +27,7 @@ from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import Connected, Dialled, dial
 from farpool.cluster.wire.fabrics import load_fabric
+from farpool.cluster.wire.features import CLAIMS, FEATURES
 from farpool.cluster.wire.frames import Credential, Right
 from farpool.cluster.wire.host import host_id
 from farpool.cluster.wire.lease import ClaimedExtent, Lease, map_lease
@@ -248,6 +249,8 @@ class Channel:
             As raised by `connect`.
         """
         control = self._reach(deadline)
+        if self.welcome is not None:
+            FEATURES.require(CLAIMS, self.welcome.features, self.name)
         result = control.call("claim", deadline, ticket=ticket)
         claimed = []
         for number, lease, nbytes, made in result["extents"]:

@@ -7,12 +7,21 @@ that know it agree on it, and a name, by which a release that does not know it c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from farpool.errors import IncompatibleError
 
-__all__ = ["FEATURES", "FEATURES_BITS", "NAME_CHARACTERS_MAX", "Feature", "Features"]
+__all__ = [
+    "CLAIMS",
+    "COPY_ORDERS",
+    "FEATURES",
+    "FEATURES_BITS",
+    "NAME_CHARACTERS_MAX",
+    "RETENTION",
+    "Feature",
+    "Features",
+]
 
 FEATURES_BITS = 63
 """Number of bits for features: each of them fits into a signed integer of 64 bits in every language."""
@@ -63,6 +72,9 @@ class Features:
             self._features
         ):
             raise ValueError("two features of the protocol have the same bit or the same name")
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._features)
 
     def chosen(self, offered: int, required: Iterable[str]) -> int:
         """Return the bits that a node of this release chooses for a client.
@@ -121,13 +133,43 @@ class Features:
                 node=node,
             )
 
+    def require(self, feature: Feature, chosen: int, node: str) -> None:
+        """Check, before a client uses a feature, that its connection has the feature.
+
+        Parameters
+        ----------
+        feature : Feature
+            The feature.
+        chosen : int
+            Bits of the features that the node has chosen.
+        node : str
+            The node's address.
+
+        Raises
+        ------
+        IncompatibleError
+            The node does not have the feature.
+        """
+        if not chosen >> feature.bit & 1:
+            raise IncompatibleError(
+                f"{node} does not have {_listed([feature.name])}, which this call needs; upgrade the node to farpool "
+                f"{feature.since} or later",
+                node=node,
+            )
+
     def names(self, bits: int) -> tuple[str, ...]:
         """Return the names of the features with these bits; a feature that this release does not know has none."""
         return tuple(one.name for one in self._features if bits >> one.bit & 1)
 
 
-FEATURES = Features()
-"""The features of this release: none so far. A line is added here for each one, and never taken away."""
+RETENTION = Feature(0, "retention", "0.1.0")
+"""Operations ``retain`` and ``end_session``, and priorities in puts."""
+COPY_ORDERS = Feature(1, "copy-orders", "0.1.0")
+"""Control call ``copy``: a node copies an object from another node."""
+CLAIMS = Feature(2, "claims", "0.1.0")
+"""Control calls for leases of a pool: ``claim``, ``order``, ``holdings``."""
+FEATURES = Features([RETENTION, COPY_ORDERS, CLAIMS])
+"""The features of this release. A line is added here for each one, and never taken away."""
 
 
 def _listed(names: Iterable[str]) -> str:

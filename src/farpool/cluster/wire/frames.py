@@ -20,6 +20,7 @@ from farpool.errors import IncompatibleError, ProtocolError
 __all__ = [
     "COMMIT",
     "COPIED",
+    "ENDED",
     "HEAD",
     "HEADER_BYTES",
     "KEPT",
@@ -30,6 +31,10 @@ __all__ = [
     "OFFSET",
     "PLACE",
     "PRESENT",
+    "PRIORITY_ENDS",
+    "PRIORITY_SHIFT",
+    "RETAIN",
+    "RETAIN_RAISES",
     "ROTATE",
     "ROTATED",
     "STATED",
@@ -79,6 +84,8 @@ class Op(IntEnum):
     LOOKUP = 27
     AREA = 28
     DEMOTE = 29
+    RETAIN = 30
+    END_SESSION = 31
     READ = 32
     WRITE = 33
     PING = 48
@@ -86,12 +93,16 @@ class Op(IntEnum):
 
 HEAD = struct.Struct("<QBBHIQQ")
 """Head of an object (its properties on the wire): milliseconds to live (0: no end), copies, class, parts, recompute
-cost (us), namespace, and flags (`KEPT`, `COPIED`). The upper half of the flags is the tenant's epoch on the storing
-node."""
+cost (us), namespace, and flags (`KEPT`, `COPIED`, `PRIORITY_ENDS`, and the priority). The upper half of the flags is
+the tenant's epoch on the storing node."""
 KEPT = 1
 """Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
 """Flag of a head in a ``put``: the object is a copy from another node. If its key was just dropped, it is refused."""
+PRIORITY_ENDS = 8
+"""Flag of a head in a reply: the priority ends with a session, or at a time."""
+PRIORITY_SHIFT = 8
+"""Place of the priority (3 bits) in the flags of a head. Nodes without the feature `RETENTION` ignore these bits."""
 TTL = struct.Struct("<Q")
 """Start of a ``pin`` request, before the key: milliseconds for which the pin lasts; 0 for as long as the session."""
 TOUCH = struct.Struct("<QB7x")
@@ -99,6 +110,13 @@ TOUCH = struct.Struct("<QB7x")
 
 The code is 0 (do not change whether the object is kept), 1 (keep the object) or 2 (stop keeping it).
 """
+RETAIN = struct.Struct("<QQQ")
+"""Start of a ``retain`` request, before the key: number of the session (0: none), the priority (0 to 7), and the
+milliseconds for which it holds (0: no end)."""
+RETAIN_RAISES = 256
+"""Added to the priority in a ``retain`` request: an object whose priority is higher stays as it is."""
+ENDED = struct.Struct("<Q")
+"""Meta of an ``end_session`` request: number of the session. Meta of the reply: number of its objects."""
 MARK_OF_NONE = (1 << 64) - 1
 """A mark that no object has. A ``touch`` with code 1 and this mark touches only an object that is already kept."""
 LOOKUP = struct.Struct("<II")

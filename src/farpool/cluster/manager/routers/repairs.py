@@ -30,6 +30,7 @@ class ExposureModel(BaseModel):
     nbytes: int
     below: int
     below_nbytes: int
+    groups: int
     members: dict[str, LossModel]
     labels: dict[str, LossModel]
 
