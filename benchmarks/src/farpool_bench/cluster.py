@@ -1,10 +1,12 @@
 """A shared pool: what tenants, members, managers and leases cost, and what their failures cost.
 
-Each part starts real processes on this machine: nodes, managers, programs, and three members of etcd if it is installed.
-Samples are taken in pairs that alternate, and the median of the ratios of the pairs is quoted. The memory of nodes is
-written before anything is measured. A waiting time next to other programs is compared with the same waiting time next to
-a process that uses as much processor time as they do and asks the node for nothing, because all of them share the
-processors of one machine here, and would not in a pool of several machines.
+Each part starts real processes on this machine: nodes, managers, programs, and an etcd of three members if it is
+installed. Samples are taken in pairs that alternate, and the median of the ratios of the pairs is quoted. The memory of
+nodes is written before anything is measured.
+
+All processes share the processors of one machine here, and would not in a pool of several machines. So a waiting time
+next to other programs is compared with the waiting time next to a process that uses as much processor time as they do
+and asks the node for nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ class Bench(harness.Benchmark):
     connections: Annotated[int, Option("Connections of the tenant that floods", least=1)] = 64
     lookup_keys: Annotated[int, Option("Keys of each lookup of the flood", least=1)] = 100_000
     members: Annotated[int, Option("Members that send heartbeats to one registry", least=1)] = 1000
-    member_ttl: Annotated[float, Option("Seconds after which the pool counts such a member as down", "S", least=1)] = 3.0
+    member_ttl: Annotated[float, Option("Seconds after which the pool counts such a member as down", "S", least=1)] = (
+        3.0
+    )
     repair_rate: Annotated[int, Option("Bytes per second that repair may copy", "BYTES", least=1)] = 40_000_000
-    folder: Annotated[Path | None, Option("Folder on a disk, for registries; by default for temporary files", "DIR")] = None
+    folder: Annotated[
+        Path | None, Option("Folder on a disk, for registries; by default for temporary files", "DIR")
+    ] = None
     previous: Annotated[
         Path | None, Option("Python of the previous release, whose node is measured, too", "PYTHON")
     ] = None
@@ -95,7 +101,7 @@ class Bench(harness.Benchmark):
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
         rows = [Row(one, part=part) for part, row in outcome.parts.items() for one in row.figures]
-        columns = "=part {part}|<measured {what}|value {value:,.3g}|=unit {unit}|<target {target}|met {met:yes}"
+        columns = "=part {part}|<measured {what}|value {value:,.3g}|=unit {unit}|target {target}|met {met:yes}"
         yield Grid.of("Targets", columns, rows)
         for part, row in outcome.parts.items():
             if row.get("skipped"):

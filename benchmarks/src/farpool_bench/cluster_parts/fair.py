@@ -57,5 +57,7 @@ def _bytes(bench: Bench, pool: TwoTenants, kind: str) -> tuple[int, int]:
         after = pool.moved()
     one, many = (after[name] - before[name] for name in ("victim", "flooding"))
     if not one or not many:
-        raise FarpoolError(f"a tenant moved no bytes: {one} with one connection and {many} with many; use more --seconds")
+        raise FarpoolError(
+            f"a tenant moved no bytes: {one} with one connection and {many} with many; use more --seconds"
+        )
     return one, many

@@ -7,12 +7,12 @@ from farpool_bench.harness import Row
 
 def at_least(what: str, value: float, bound: float, unit: str = "") -> Row:
     """A number that should be at least `bound`."""
-    return Row(what=what, value=value, unit=unit, target=f"at least {bound:,g}", met=value >= bound)
+    return Row(what=what, value=value, unit=unit, target=f"≥ {bound:,g}", met=value >= bound)
 
 
 def at_most(what: str, value: float, bound: float, unit: str = "") -> Row:
     """A number that should be at most `bound`."""
-    return Row(what=what, value=value, unit=unit, target=f"at most {bound:,g}", met=value <= bound)
+    return Row(what=what, value=value, unit=unit, target=f"≤ {bound:,g}", met=value <= bound)
 
 
 def noted(what: str, value: float, unit: str = "") -> Row:

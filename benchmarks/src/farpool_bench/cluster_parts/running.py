@@ -27,7 +27,16 @@ from farpool.cluster.wire.frames import Op, pack_frame
 from farpool.errors import FarpoolError, RegistryError
 from farpool_bench.turns_flood import KEYS, connected, put_of, received_whole
 
-__all__ = ["SECRET", "TwoTenants", "etcd_program", "key_of", "registries", "running_etcd", "running_manager", "wait_for"]
+__all__ = [
+    "SECRET",
+    "RunningManager",
+    "TwoTenants",
+    "key_of",
+    "registries",
+    "running_manager",
+    "running_sqlite",
+    "wait_for",
+]
 
 SECRET = "0123456789abcdef"
 _START_S = 60.0
@@ -204,7 +213,7 @@ def running_manager(registry: str, *options: str) -> Iterator[RunningManager]:
 
 
 class TwoTenants:
-    """A node with the tenants ``flooding`` (1) and ``victim`` (2), which also has the key ``quick`` of the latency class.
+    """A node with the tenants ``flooding`` and ``victim``, which also has the key ``quick`` of the latency class.
 
     Parameters
     ----------

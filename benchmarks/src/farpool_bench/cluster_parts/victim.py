@@ -76,9 +76,7 @@ def _figures(floods: Sequence[Row], guarantee: int) -> Iterator[Row]:
         yield noted(f"p99 of gets of 4 KiB, next to {one.kind}", median_ratio(one.flooded_p99, one.burnt_p99))
 
 
-def _pair(
-    bench: Bench, pool: TwoTenants, gets: dict[str, socket.socket], kind: str, before: Sequence[Row]
-) -> Row:
+def _pair(bench: Bench, pool: TwoTenants, gets: dict[str, socket.socket], kind: str, before: Sequence[Row]) -> Row:
     """Measure next to a flood, and next to a process that uses as much of the processors.
 
     The first one changes with each round; the flood's use of the processors is known from the second round on.
