@@ -40,7 +40,7 @@ _KINDS = ("grant", "renew", "end")
 def member_operations(number: int, *, port: int = 7471) -> list[Operation]:
     """Operations that write a member that is no real node, without a lease of the registry."""
     identity = number.to_bytes(16, "big")
-    # Each has an address of its own on loopback, where nobody listens.
+    # Each has an address of its own on loopback, where no node listens.
     address = f"tcp://127.{1 + number // 60_000}.{number // 250 % 250}.{number % 250 + 1}:{port}"
     record = MemberRecord(addresses=(address,), name=f"member-{number}", media={"dram": _BYTES})
     alive = AliveRecord(ready=True, process="benchmark")

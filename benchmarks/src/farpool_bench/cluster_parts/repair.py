@@ -1,4 +1,4 @@
-"""Repair after the loss of a node, and the reads of a program meanwhile.
+"""Repair after the loss of a node, and the reads of a program while it runs.
 
 Three nodes have objects of 1 MiB with two copies each, and one node is killed. While the manager still waits for it
 (``--repair-grace``), the program reads with one node missing; then the manager has the lost copies made again. The rate
