@@ -1,4 +1,6 @@
-"""A pool whose far memory is a lease from the managers, against the same pool over a static list of the same nodes.
+"""A pool whose far memory is a lease from the managers, against the same pool over a static list of nodes.
+
+The list has the nodes on which the lease is: a lease stays together on one node if it fits.
 
 Both pools have a fast tier of an eighth of the data. A program reads all of it in order, or reads and changes it, so
 that all bytes come from the nodes, and go back if they were changed. The nodes are reached over TCP and mapped.
@@ -41,7 +43,8 @@ def measure(bench: Bench, stack: ExitStack) -> Row:
     """Measure both pools in turn."""
     registry = stack.enter_context(running_sqlite(bench.folder))
     options = {"ephemeral": True, "registry": registry, "slow_start": 0}
-    nodes = [stack.enter_context(running_node("1GiB", **options)) for _ in range(_NODES)]
+    for _ in range(_NODES):
+        stack.enter_context(running_node("2GiB", **options))
     manager = stack.enter_context(running_manager(registry, "--repair-rate", "0"))
     wait_for(lambda: len(manager.get("/v1/members")["members"]) == _NODES, "the registration of the nodes")
     blocks = max(2 * _FAST_PART, min(_BLOCKS, round(_BLOCKS * bench.seconds)))
@@ -50,9 +53,9 @@ def measure(bench: Bench, stack: ExitStack) -> Row:
     for transport in _TRANSPORTS:
         with ExitStack() as open_pools:
             size = 2 * blocks * _BLOCK
-            leased = _Loop(open_pools, Leased(location, size=size, transport=transport), blocks)
-            static = Remote(*(node.address for node in nodes), size=size, transport=transport)
-            listed = _Loop(open_pools, static, blocks)
+            lease = Leased(location, size=size, transport=transport)
+            leased = _Loop(open_pools, lease, blocks)
+            listed = _Loop(open_pools, Remote(*lease.nodes, size=size, transport=transport), blocks)
             for change in (False, True):
                 what = f"{'reads and changes' if change else 'reads'}, {transport}"
                 works: list[Callable[[], float]] = [partial(loop.seconds, change) for loop in (leased, listed)]
