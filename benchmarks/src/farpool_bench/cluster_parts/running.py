@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,7 +51,7 @@ def key_of(name: str) -> str:
     return f"{name}:{SECRET}"
 
 
-def wait_for(condition: Any, what: str, timeout: float = _START_S) -> float:
+def wait_for(condition: Callable[[], object], what: str, timeout: float = _START_S) -> float:
     """Wait until a condition holds; return how many seconds it took.
 
     Raises
