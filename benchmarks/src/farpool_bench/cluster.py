@@ -100,8 +100,12 @@ class Bench(harness.Benchmark):
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
-        rows = [Row(one, part=part) for part, row in outcome.parts.items() for one in row.figures]
-        columns = "=part {part}|<measured {what}|value {value:,.3g}|=unit {unit}|target {target}|met {met:yes}"
+        rows = [
+            Row(one, part=part, shown=f"{one.value:,.0f}" if one.value >= 100 else f"{one.value:.3g}")
+            for part, row in outcome.parts.items()
+            for one in row.figures
+        ]
+        columns = "=part {part}|<measured {what}|value {shown}|=unit {unit}|target {target}|met {met:yes}"
         yield Grid.of("Targets", columns, rows)
         for part, row in outcome.parts.items():
             if row.get("skipped"):

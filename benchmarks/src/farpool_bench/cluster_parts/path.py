@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from farpool.cluster.node.process import running_node
 from farpool.cluster.tenants.administration import TenantChange
+from farpool.sizes import parse_size
 from farpool_bench.cluster_parts.figures import at_least
-from farpool_bench.cluster_parts.running import SECRET, TwoTenants, key_of
+from farpool_bench.cluster_parts.running import SECRET, TwoTenants, key_of, warm
 from farpool_bench.cluster_parts.victim import get_seconds
 from farpool_bench.harness import Row
 from farpool_bench.measure import in_turn, median_ratio
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from farpool_bench.cluster import Bench
 
 _BEGINNING_S = 0.3
+_DRAM = "512MiB"
 _CAP = 1 << 40
 _GUARANTEE = 10_000_000
 _WORKS = ("gets of 8 MiB", "gets of 64 KiB", "puts of 64 MiB", "gets of 4 KiB, one at a time")
@@ -36,7 +38,7 @@ _WORKS = ("gets of 8 MiB", "gets of 64 KiB", "puts of 64 MiB", "gets of 4 KiB, o
 
 def measure(bench: Bench, stack: ExitStack) -> Row:
     """Measure each kind of work on the nodes in turn."""
-    without, limited = (TwoTenants(stack, bench.folder) for _ in range(2))
+    without, limited = (TwoTenants(stack, bench.folder, _DRAM) for _ in range(2))
     limited.limit(victim=TenantChange(share=2.0, guarantee=_GUARANTEE, cap=_CAP))
     addresses = {"without": without.node.address, "with": limited.node.address}
     if bench.previous is not None:
@@ -60,7 +62,9 @@ def _previous(stack: ExitStack, python: Path) -> str:
     keys = place / "keys.toml"
     keys.touch(mode=0o600)
     keys.write_text(f'[keys.victim]\nsecret = "{SECRET}"\nrights = ["read", "publish"]\ntenant = 2\n')
-    return stack.enter_context(running_node("512MiB", python=str(python), keys=str(keys), ephemeral=True)).address
+    node = stack.enter_context(running_node(_DRAM, python=str(python), keys=str(keys), ephemeral=True))
+    warm(node.address, key_of("victim"), parse_size(_DRAM))
+    return node.address
 
 
 def _fill(address: str) -> None:

@@ -25,6 +25,7 @@ from farpool.cluster.registry import Registry, open_registry
 from farpool.cluster.tenants.administration import TenantChange, set_tenant
 from farpool.cluster.wire.frames import Op, pack_frame
 from farpool.errors import FarpoolError, RegistryError
+from farpool.sizes import parse_size
 from farpool_bench.turns_flood import KEYS, connected, put_of, received_whole
 
 __all__ = [
@@ -35,12 +36,14 @@ __all__ = [
     "registries",
     "running_manager",
     "running_sqlite",
+    "warm",
     "wait_for",
 ]
 
 SECRET = "0123456789abcdef"
 _START_S = 60.0
 _LOOK_S = 0.02
+_WARM_BYTES = 8 << 20
 _METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _TENANT = re.compile(r'tenant="(\d+)"')
 _WAYS = ("received", "sent")
@@ -212,6 +215,14 @@ def running_manager(registry: str, *options: str) -> Iterator[RunningManager]:
 # A node that two tenants use
 
 
+def warm(address: str, key: str, nbytes: int) -> None:
+    """Put objects of 8 MiB until a node has written to all of its memory, so that later puts pay for no page fault."""
+    with connected(address, key) as stream:
+        for number in range(-(-nbytes // _WARM_BYTES)):
+            stream.sendall(put_of(b"warm %d" % number, bytes(_WARM_BYTES)))
+            received_whole(stream)
+
+
 class TwoTenants:
     """A node with the tenants ``flooding`` and ``victim``, which also has the key ``quick`` of the latency class.
 
@@ -222,7 +233,7 @@ class TwoTenants:
     folder : Path or None
         Folder for the registry.
     dram : str
-        Memory that the node lends.
+        Memory that the node lends. All of it is written to.
 
     Attributes
     ----------
@@ -248,6 +259,7 @@ class TwoTenants:
         self.node: RunningNode = stack.enter_context(
             running_node(dram, keys=str(keys), ephemeral=True, registry=address, slow_start=0, metrics="127.0.0.1:0")
         )
+        warm(self.node.address, key_of("flooding"), parse_size(dram))
 
     def limit(self, **changes: TenantChange) -> None:
         """Write policies of tenants, and wait until the node applies them."""
