@@ -66,7 +66,7 @@ def _active(manager: RunningManager) -> int:
     count, after = 0, ""
     while True:
         page = manager.get(f"/v1/members?limit={_PAGE}" + (f"&after={after}" if after else ""))
-        count += sum(member["state"] == "active" for member in page["members"])
+        count += len([member for member in page["members"] if member["state"] == "active"])
         after = page.get("next") or ""
         if not after:
             return count

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farpool import PoolConfig
 from farpool._native import Mode
@@ -42,7 +42,7 @@ _TRANSPORTS: tuple[Transport, ...] = ("tcp", "mapped")
 def measure(bench: Bench, stack: ExitStack) -> Row:
     """Measure both pools in turn."""
     registry = stack.enter_context(running_sqlite(bench.folder))
-    options = {"ephemeral": True, "registry": registry, "slow_start": 0}
+    options: dict[str, Any] = {"ephemeral": True, "registry": registry, "slow_start": 0}
     for _ in range(_NODES):
         stack.enter_context(running_node("2GiB", **options))
     manager = stack.enter_context(running_manager(registry, "--repair-rate", "0"))

@@ -55,7 +55,12 @@ def _repaired(bench: Bench) -> Row:
     with ExitStack() as stack:
         registry = stack.enter_context(running_sqlite(bench.folder))
         dram = str((objects + 64) * _NBYTES)
-        options = {"ephemeral": True, "registry": registry, "slow_start": 0, "member_ttl": _MEMBER_TTL_S}
+        options: dict[str, Any] = {
+            "ephemeral": True,
+            "registry": registry,
+            "slow_start": 0,
+            "member_ttl": _MEMBER_TTL_S,
+        }
         nodes = [stack.enter_context(running_node(dram, **options)) for _ in range(_NODES)]
         rates = ["--repair-rate", str(bench.repair_rate), "--repair-grace", str(grace)]
         manager = stack.enter_context(running_manager(registry, *rates))

@@ -36,8 +36,8 @@ __all__ = [
     "registries",
     "running_manager",
     "running_sqlite",
-    "warm",
     "wait_for",
+    "warm",
 ]
 
 SECRET = "0123456789abcdef"

@@ -135,8 +135,8 @@ def read_pods(path: Path) -> tuple[list[Pod], int]:
             without += 1
             continue
         start, end = float(row["scheduled_time"]), float(row["deletion_time"])
-        numbers = (int(row[name] or 0) for name in ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli"))
-        pods.append(Pod(*numbers, start, max(start, end)))
+        cpu, memory, gpus, part = (int(row[name] or 0) for name in ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli"))
+        pods.append(Pod(cpu, memory, gpus, part, start, end))
     if not pods:
         raise ConfigError(f"--pods: {path} has no pod with a time at which it was scheduled and one at which it ended")
     return pods, without
