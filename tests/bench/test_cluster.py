@@ -198,6 +198,10 @@ def test_hosts_of_one_kind_are_bought_with_the_same_memory() -> None:
     assert provision(changes, ["a", "a", "b"], group=3, far=0.5) == (80 + 2, 40 + 3)
 
 
+def test_each_group_has_a_pool_of_the_same_size() -> None:
+    assert provision([Change(0, 80), Change(2, 10)], ["a"] * 4, group=2, far=0.5) == (160, 80)
+
+
 def test_pods_go_where_the_least_is_left_and_return_what_they_had() -> None:
     hosts = [gpu_host(gpus=4), gpu_host(gpus=1)]
     pods = [
