@@ -43,7 +43,7 @@ class Bench(harness.Benchmark):
     name = "cluster"
     limit = "the same work without the other tenant, the failure, the policy or the lease"
     named: Annotated[
-        tuple[str, ...], Option(f"Parts to measure; all by default: {', '.join(PARTS)}", "[PART]...", positional=True)
+        tuple[str, ...], Option(f"Parts to measure; all by default: {', '.join(PARTS)}", "PART", positional=True)
     ] = ()
     seconds: Annotated[float, Option("Seconds of each sample", "S", least=0.05)] = 1.0
     rounds: Annotated[int, Option("Pairs of samples", least=1)] = 7

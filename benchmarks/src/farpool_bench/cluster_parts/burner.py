@@ -5,9 +5,10 @@ With the argument ``PART`` it prints ``ready`` and goes on until its standard in
 
 from __future__ import annotations
 
-import os
 import select
 import time
+
+from farpool_bench.cluster_parts.flood import give_way
 
 _PIECE_S = 0.0005
 """Seconds of work at a time, about as long as a flood works on one reply."""
@@ -15,7 +16,7 @@ _PIECE_S = 0.0005
 
 def main(part: str) -> None:
     """Use a part of a processor."""
-    os.nice(5)  # as floods
+    give_way()  # as floods
     print("ready", flush=True)
     start, began = time.perf_counter(), time.process_time()
     while True:
