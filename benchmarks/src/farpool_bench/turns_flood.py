@@ -45,11 +45,14 @@ def connected(address: str, key: str) -> socket.socket:
 
 def put_of(key: bytes, payload: bytes) -> bytes:
     """A request that puts an object."""
+    return put_begin(key, len(payload), crc32c(payload)) + payload
+
+
+def put_begin(key: bytes, nbytes: int, crc: int) -> bytes:
+    """A request that puts an object, up to the payload; `crc` is the payload's checksum."""
     meta = HEAD.pack(0, 1, 0, 1, 0, 0, 0) + key
-    fields = _HEADER.pack(
-        b"FPW1", VERSION, Op.PUT, 0, 1, len(meta), crc32c(payload), len(payload), 0, 0, 0, 0, 0, 0, b"\0\0"
-    )
-    return fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta + payload
+    fields = _HEADER.pack(b"FPW1", VERSION, Op.PUT, 0, 1, len(meta), crc, nbytes, 0, 0, 0, 0, 0, 0, b"\0\0")
+    return fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta
 
 
 def lookup_of(prefix: str) -> bytes:
@@ -77,8 +80,8 @@ def _some(stream: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _ready(
-    streams: list[socket.socket], events: int, sent: Counter[socket.socket]
+def ready_streams(
+    streams: list[socket.socket], events: int, sent: Counter[socket.socket], flags: int = 0
 ) -> Iterator[tuple[socket.socket, int, bool]]:
     """Receive until the standard input ends, and answer its lines with the bytes received and sent so far.
 
@@ -93,20 +96,23 @@ def _ready(
                     return
                 print(f"received {total}\nmoved {total + sent.total()}", flush=True)
                 continue
-            got = of[descriptor].recv_into(buffer) if found & select.POLLIN else 0
+            got = of[descriptor].recv_into(buffer, 0, flags) if found & select.POLLIN else 0
             total += got
             yield of[descriptor], got, bool(found & select.POLLOUT)
 
 
-def keep_reading(streams: list[socket.socket], request: bytes, under_way: int = 2) -> None:
-    """Keep some equal requests under way on each connection until the standard input ends."""
+def keep_reading(streams: list[socket.socket], request: bytes, under_way: int = 2, flags: int = 0) -> None:
+    """Keep some equal requests under way on each connection until the standard input ends.
+
+    `flags` are the flags of receiving, such as MSG_TRUNC, with which the system throws the bytes away.
+    """
     streams[0].sendall(request)
     nbytes = received_whole(streams[0])
     left = dict.fromkeys(streams, nbytes)
     for stream in streams:
         stream.sendall(request * under_way)
     sent = Counter(dict.fromkeys(streams, under_way * len(request)))
-    for stream, got, _ in _ready(streams, select.POLLIN, sent):
+    for stream, got, _ in ready_streams(streams, select.POLLIN, sent, flags):
         left[stream] -= got
         while left[stream] <= 0:
             left[stream] += nbytes
@@ -121,7 +127,7 @@ def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
     numbers, waiting, sent = count(), dict.fromkeys(streams, memoryview(b"")), Counter[socket.socket]()
     for stream in streams:
         stream.setblocking(False)
-    for stream, _, can_send in _ready(streams, select.POLLIN | select.POLLOUT, sent):
+    for stream, _, can_send in ready_streams(streams, select.POLLIN | select.POLLOUT, sent):
         if can_send:
             if not waiting[stream]:
                 requests = [put_of(b"new %d" % next(numbers), payload) for _ in range(together)]

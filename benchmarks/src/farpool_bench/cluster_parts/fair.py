@@ -1,4 +1,9 @@
-"""Two equal tenants that both ask for as many bytes as they can, one with 1 connection and one with many."""
+"""Two equal tenants that both ask for as many bytes as they can, one with 1 connection and one with many.
+
+Their programs throw the bytes that they receive away, and send the same payload again and again. If they worked on each
+byte, they would be slower than the node on a machine with few processors. The tenant with one connection would then
+have no requests at the node while its program waits for a processor, because one connection has few buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,8 @@ from farpool_bench.worker import Worker
 if TYPE_CHECKING:
     from farpool_bench.cluster import Bench
 
-KINDS = ("gets of 8 MiB", "puts of 64 MiB")
+KINDS = {"gets of 8 MiB": "light gets", "puts of 64 MiB": "light puts"}
+"""Programs of the tenants by the kind of their requests."""
 _BEGINNING_S = 0.5
 _WINDOWS = 3
 """Samples are this many times as long as others: a share is a mean over many requests of each tenant."""
@@ -50,7 +56,8 @@ def _bytes(bench: Bench, pool: TwoTenants, kind: str) -> tuple[int, int]:
     pool.fill()
     with ExitStack() as stack:
         for name, connections in (("flooding", bench.connections), ("victim", 1)):
-            Worker("turns_flood", [pool.node.address, key_of(name), kind, str(connections)]).started(stack)
+            words = [pool.node.address, key_of(name), KINDS[kind], str(connections), "0"]
+            Worker("cluster_parts.flood", words).started(stack)
         time.sleep(_BEGINNING_S)
         before = pool.moved()
         time.sleep(_WINDOWS * bench.seconds)

@@ -2,22 +2,29 @@
 
 With the arguments ``ADDRESS KEY KIND CONNECTIONS KEYS`` it prints ``ready`` when it has begun, and goes on until its
 standard input ends. The kinds are those of `farpool_bench.turns_flood`, ``lookups`` of KEYS keys in each call, and
-``lists``.
+``lists``. With ``light gets`` of 8 MiB and ``light puts`` of 64 MiB, the program spends as little time as it can on
+each byte, so that the node is the limit; these two have the priority of other processes.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import socket
 import sys
 import threading
 import time
+from collections import Counter
+from itertools import count
 
+from farpool._native import crc32c
 from farpool.cluster.wire.access import AccessKey
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op, pack_frame
 from farpool_bench import turns_flood
-from farpool_bench.turns_flood import KEYS, connected, keep_reading, lookup_of
+from farpool_bench.turns_flood import KEYS, connected, keep_reading, lookup_of, put_begin, ready_streams
 
 _TIMEOUT_S = 300.0
 
@@ -32,6 +39,16 @@ def give_way() -> None:
 
 def main(address: str, key: str, kind: str, connections: str, keys: str) -> None:
     """Flood a node."""
+    if kind == "light gets":
+        light = [connected(address, key) for _ in range(int(connections))]
+        print("ready", flush=True)
+        keep_reading(light, pack_frame(Op.GET, b"8 MiB"), flags=socket.MSG_TRUNC)
+        return
+    if kind == "light puts":
+        light = [connected(address, key) for _ in range(int(connections))]
+        print("ready", flush=True)
+        _put(light, 64 << 20)
+        return
     give_way()
     if kind == "lookups":
         # A request has at most 64 KiB of keys, so one lookup of a program is a row of requests.
@@ -48,6 +65,26 @@ def main(address: str, key: str, kind: str, connections: str, keys: str) -> None
         sys.stdin.read()
     else:
         turns_flood.main(address, key, kind, connections)
+
+
+def _put(streams: list[socket.socket], nbytes: int) -> None:
+    """Put new objects of one payload on all connections until the standard input ends."""
+    payload = memoryview(bytes(nbytes))
+    crc, numbers, sent = crc32c(payload), count(), Counter[socket.socket]()
+    waiting: dict[socket.socket, list[memoryview]] = {stream: [] for stream in streams}
+    for stream in streams:
+        stream.setblocking(False)
+    for stream, _, can_send in ready_streams(streams, select.POLLIN | select.POLLOUT, sent, socket.MSG_TRUNC):
+        parts = waiting[stream]
+        if not can_send:
+            continue
+        if not parts:
+            parts += [memoryview(put_begin(b"new %d" % next(numbers), nbytes, crc)), payload]
+        moved = stream.send(parts[0][: 1 << 20])
+        sent[stream] += moved
+        parts[0] = parts[0][moved:]
+        if not parts[0]:
+            parts.pop(0)
 
 
 def _list(calls: Control) -> None:

@@ -61,7 +61,7 @@ def _repaired(bench: Bench) -> Row:
             "slow_start": 0,
             "member_ttl": _MEMBER_TTL_S,
         }
-        nodes = [stack.enter_context(running_node(dram, ephemeral=True, **options)) for _ in range(_NODES)]
+        nodes = [stack.enter_context(running_node(dram, **options)) for _ in range(_NODES)]
         rates = ["--repair-rate", str(bench.repair_rate), "--repair-grace", str(grace)]
         manager = stack.enter_context(running_manager(registry, *rates))
         words = [registry, str(objects), str(_NBYTES), "read"]
