@@ -47,16 +47,20 @@ class Pod:
 
 @dataclass(slots=True)
 class Host:
-    """A host: its capacities, and what is free on it. `gpus` has the free thousandths of each GPU."""
+    """A host with the resources that are free on it.
+
+    `gpus` has the free thousandths of each GPU, `gpus_left` their sum, and `total` all memory of the host.
+    """
 
     cpu: int
     memory: int
     gpus: list[int]
     kind: str
     total: int = field(init=False)
+    gpus_left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.total = self.memory
+        self.total, self.gpus_left = self.memory, sum(self.gpus)
 
     def place_of(self, pod: Pod) -> list[int] | None:
         """GPUs on which a pod can run; None if the host has no room for it."""
@@ -75,7 +79,9 @@ class Host:
         self.cpu -= sign * pod.cpu
         self.memory -= sign * pod.memory
         for number in gpus:
-            self.gpus[number] -= sign * (pod.gpu_part if pod.gpus == 1 else 1000)
+            part = sign * (pod.gpu_part if pod.gpus == 1 else 1000)
+            self.gpus[number] -= part
+            self.gpus_left -= part
 
 
 class Change(NamedTuple):
@@ -226,17 +232,19 @@ def replay(pods: Sequence[Pod], hosts: Sequence[Host]) -> Replayed:
         host, gpus = running[number] = place
         hosts[host].take(pod, gpus)
         changes.append(Change(host, pod.memory))
-        if pod.gpus and not any(hosts[host].gpus):
-            stranded = max(stranded, sum(one.memory for one in hosts if one.gpus and not any(one.gpus)))
+        if pod.gpus and not hosts[host].gpus_left:
+            stranded = max(stranded, sum(one.memory for one in hosts if one.gpus and not one.gpus_left))
     return Replayed(tuple(changes), refused, stranded)
 
 
 def _best(pod: Pod, hosts: Sequence[Host]) -> tuple[int, list[int]] | None:
-    best, place = (1 << 60, 1 << 60), None
+    least, processors, place = 1 << 60, 1 << 60, None
     for number, host in enumerate(hosts):
-        left = (sum(host.gpus), host.cpu)
-        if left < best and (gpus := host.place_of(pod)) is not None:
-            best, place = left, (number, gpus)
+        left = host.gpus_left
+        if left > least or (left == least and host.cpu >= processors):
+            continue
+        if (gpus := host.place_of(pod)) is not None:
+            least, processors, place = left, host.cpu, (number, gpus)
     return place
 
 
