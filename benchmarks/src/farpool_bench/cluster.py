@@ -50,9 +50,7 @@ class Bench(harness.Benchmark):
     connections: Annotated[int, Option("Connections of the tenant that floods", least=1)] = 64
     lookup_keys: Annotated[int, Option("Keys of each lookup of the flood", least=1)] = 100_000
     members: Annotated[int, Option("Members that send heartbeats to one registry", least=1)] = 1000
-    member_ttl: Annotated[float, Option("Seconds after which the pool counts such a member as down", "S", least=1)] = (
-        3.0
-    )
+    member_ttl: Annotated[float, Option("Seconds after which such a member is down", "S", least=1)] = 15.0
     repair_rate: Annotated[int, Option("Bytes per second that repair may copy", "BYTES", least=1)] = 40_000_000
     folder: Annotated[
         Path | None, Option("Folder on a disk, for registries; by default for temporary files", "DIR")
@@ -70,6 +68,7 @@ class Bench(harness.Benchmark):
         "connections": 4,
         "lookup_keys": 8000,
         "members": 20,
+        "member_ttl": 3.0,
         "repair_rate": 20_000_000,
     }
 

@@ -1,8 +1,8 @@
 """The processor time and memory of a manager while many members renew their leases in the registry.
 
 One process simulates all members: each has an entry and a lease, which it renews three times in ``--member-ttl``
-seconds, as a node does. No node listens at their addresses. The manager runs with its default settings and leads. The
-registry is an etcd of three members, or a SQLite file if etcd is not installed.
+seconds, and at least every five seconds, as a node does. No node listens at their addresses. The manager runs with its
+default settings and leads. The registry is an etcd of three members, or a SQLite file if etcd is not installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Program that is many members of a pool at once, as their registry sees them; the part `heartbeats` runs it.
 
 With the arguments ``REGISTRY MEMBERS TTL`` it writes the records of the members and prints ``ready``. Each member then
-takes a lease, renews it three times in TTL seconds, and reads its own entries, as nodes do. For each line on its
+takes a lease, renews it three times in TTL seconds, and at least every five seconds, and reads its own entries, as
+nodes do. For each line on its
 standard input the program prints ``beats`` with the number of renewals so far, and the number of leases that ended
 because a renewal was late.
 """
@@ -21,6 +22,7 @@ from farpool_bench.cluster_parts.leases import member_operations
 
 _THREADS = 16
 _TURNS_PER_TTL = 3
+_TURN_S_MAX = 5.0
 _TIMEOUT_S = 60.0
 
 
@@ -70,7 +72,7 @@ def main(address: str, count: str, ttl: str) -> None:
         with ThreadPoolExecutor(_THREADS) as threads:
             members = list(threads.map(lambda number: _Member(registry, number, seconds), range(int(count))))
         for first in range(min(_THREADS, len(members))):
-            turns = members[first::_THREADS], seconds / _TURNS_PER_TTL
+            turns = members[first::_THREADS], min(_TURN_S_MAX, seconds / _TURNS_PER_TTL)
             threading.Thread(target=_keep, args=turns, daemon=True).start()
         print("ready", flush=True)
         for _ in sys.stdin:
