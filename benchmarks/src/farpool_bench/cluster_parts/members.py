@@ -2,9 +2,8 @@
 
 With the arguments ``REGISTRY MEMBERS TTL`` it writes the records of the members and prints ``ready``. Each member then
 takes a lease, renews it three times in TTL seconds, and at least every five seconds, and reads its own entries, as
-nodes do. For each line on its
-standard input the program prints ``beats`` with the number of renewals so far, and the number of leases that ended
-because a renewal was late.
+nodes do. For each line on its standard input the program prints ``beats`` with the number of renewals so far, and the
+number of leases that ended because a renewal was late.
 """
 
 from __future__ import annotations

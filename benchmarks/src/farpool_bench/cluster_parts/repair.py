@@ -8,6 +8,7 @@ of repair is compared with the rate that it is allowed, and the program's reads 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,12 @@ def _repaired(bench: Bench) -> Row:
         wait_for(lambda: _status(manager)["nbytes"] > before["nbytes"], "the begin of the repair", _TIMEOUT_S)
         program.ask("", "window")
         first, since = _status(manager)["nbytes"], time.monotonic()
-        nbytes, seconds = _mended(manager, first, since)
-        windows.append(msgspec.json.decode(program.ask("", "window")))
-        whole, alone, during = (window["gets"] / window["seconds"] for window in windows)
+        nbytes, seconds, during = _mended(manager, program, first, since)
+        windows.append(during)
+        rates = [window["gets"] / window["seconds"] for window in windows]
         failed = sum(window["failed"] for window in windows)
-        return Row(rate=nbytes / seconds, nbytes=nbytes, whole=whole, before=alone, during=during, failed=failed)
+        row = Row(zip(("whole", "before", "during"), rates, strict=True))
+        return Row(row, rate=nbytes / seconds, nbytes=nbytes, failed=failed)
 
 
 def _status(manager: RunningManager) -> Any:
@@ -89,21 +91,36 @@ def _status(manager: RunningManager) -> Any:
     return tenants.get("0", {"scans": 0, "nbytes": 0, "waiting": 0})
 
 
-def _mended(manager: RunningManager, first: int, since: float) -> tuple[int, float]:
-    """Wait until nothing is left to copy; return the bytes copied and the seconds until the last of them."""
+def _mended(manager: RunningManager, program: Worker, first: int, since: float) -> tuple[int, float, Counter[str]]:
+    """Wait until nothing is left to copy.
+
+    Returns
+    -------
+    nbytes : int
+        Bytes that were copied.
+    seconds : float
+        Seconds until the last of them.
+    reads : Counter
+        The program's gets, failed gets and seconds until then.
+    """
     last, at = first, since
+    reads, later = Counter[str](), Counter[str]()
     while True:
         time.sleep(_LOOK_S)
         now, status = time.monotonic(), _status(manager)
+        window = msgspec.json.decode(program.ask("", "window"))
+        later.update({name: window[name] for name in ("gets", "failed", "seconds")})
         if status["nbytes"] > last:
             last, at = status["nbytes"], now
+            reads.update(later)
+            later.clear()
         if not status["waiting"] and now > at + _MEMBER_TTL_S:
             break
         if now > since + _TIMEOUT_S:
             raise FarpoolError(f"the repair did not end within {_TIMEOUT_S:g} s: {status}")
     if last == first:
         raise FarpoolError("the repair was over before it could be measured; allow a lower --repair-rate")
-    return last - first, at - since
+    return last - first, at - since, reads
 
 
 def _window(program: Worker, seconds: float) -> Any:

@@ -23,7 +23,7 @@ import msgspec
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry import Registry, open_registry
 from farpool.cluster.tenants.administration import TenantChange, set_tenant
-from farpool.cluster.wire.frames import Op, pack_frame
+from farpool.cluster.wire.frames import TOUCH, Op, pack_frame
 from farpool.errors import FarpoolError, RegistryError
 from farpool.sizes import parse_size
 from farpool_bench.turns_flood import KEYS, connected, put_of, received_whole
@@ -44,6 +44,7 @@ SECRET = "0123456789abcdef"
 _START_S = 60.0
 _LOOK_S = 0.02
 _WARM_BYTES = 8 << 20
+_KEEP = 1
 _METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _TENANT = re.compile(r'tenant="(\d+)"')
 _WAYS = ("received", "sent")
@@ -280,9 +281,11 @@ class TwoTenants:
         """Put the objects that programs read, in case a flood has evicted them."""
         for name in ("flooding", "victim"):
             with connected(self.node.address, key_of(name)) as stream:
-                objects = [(b"4 KiB", 4 << 10), (b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)]
-                for key, nbytes in objects:
+                for key, nbytes in ((b"4 KiB", 4 << 10), (b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)):
                     stream.sendall(put_of(key, bytes(nbytes)))
+                    received_whole(stream)
+                    # A flood that puts next to this must not evict it: a program would wait for bytes that never come.
+                    stream.sendall(pack_frame(Op.TOUCH, TOUCH.pack(0, _KEEP) + key))
                     received_whole(stream)
                 for number in range(KEYS if name == "flooding" else 0):
                     stream.sendall(put_of(b"found %d" % number, b"x"))
