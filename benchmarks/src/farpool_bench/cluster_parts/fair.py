@@ -23,8 +23,12 @@ from farpool_bench.worker import Worker
 if TYPE_CHECKING:
     from farpool_bench.cluster import Bench
 
-KINDS = {"gets of 8 MiB": "light gets", "puts of 64 MiB": "light puts"}
-"""Programs of the tenants by the kind of their requests."""
+KINDS = {"gets of 8 MiB": "light gets", "puts of 1 MiB": "light puts"}
+"""Programs of the tenants by the kind of their requests.
+
+Puts are so small that the node has room for one on each connection. It refuses others, and then a byte costs it less
+work than a byte that it stores; tenants get equal parts of the work.
+"""
 _BEGINNING_S = 0.5
 _WINDOWS = 3
 """Samples are this many times as long as others: a share is a mean over many requests of each tenant."""

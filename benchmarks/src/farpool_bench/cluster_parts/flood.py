@@ -2,8 +2,8 @@
 
 With the arguments ``ADDRESS KEY KIND CONNECTIONS KEYS`` it prints ``ready`` when it has begun, and goes on until its
 standard input ends. The kinds are those of `farpool_bench.turns_flood`, ``lookups`` of KEYS keys in each call, and
-``lists``. With ``light gets`` of 8 MiB and ``light puts`` of 64 MiB, the program spends as little time as it can on
-each byte, so that the node is the limit; these two have the priority of other processes.
+``lists``. With ``light gets`` of 8 MiB and ``light puts`` of 1 MiB, the program spends as little time as it can on each
+byte, so that the node is the limit; these two have the priority of other processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(address: str, key: str, kind: str, connections: str, keys: str) -> None
     if kind == "light puts":
         light = [connected(address, key) for _ in range(int(connections))]
         print("ready", flush=True)
-        _put(light, 64 << 20)
+        _put(light, 1 << 20)
         return
     give_way()
     if kind == "lookups":
