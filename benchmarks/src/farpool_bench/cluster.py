@@ -109,3 +109,5 @@ class Bench(harness.Benchmark):
         for part, row in outcome.parts.items():
             if row.get("skipped"):
                 yield f"{part} was not measured: {row.skipped}"
+            if row.get("missing"):
+                yield f"{part} was measured in part: {row.missing}"

@@ -72,7 +72,6 @@ class _Loop:
         fast = blocks // _FAST_PART * _BLOCK
         self._pool = stack.enter_context(BlockPool(PoolConfig.make(fast=fast, tiers=[tier], prefetch=True)))
         self._blocks = [self._pool.allocate(_BLOCK) for _ in range(blocks)]
-        self._passes = 0
         self.seconds(True)  # writes to each page of the memory of the nodes
         self.seconds(True)
 
