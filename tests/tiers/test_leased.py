@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 import threading
 import time
 import warnings
@@ -375,6 +376,21 @@ def test_memory_that_a_manager_takes_is_lost_and_reported(fleet: Fleet) -> None:
             renew(tier)
             eventually(lambda: "has ended, and its bytes are lost" in str(tier.notes))
             with pytest.raises(TierError):
+                get(tier, extent)
+
+
+def test_memory_of_a_node_that_was_replaced_is_lost_and_reported(fleet: Fleet) -> None:
+    node = fleet.start("8MiB")
+    with fleet.tier(size=4 * MIB, transport="tcp", timeout=2.0) as tier:
+        extent, _ = put(tier, MIB)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FarpoolWarning)
+            node.kill()
+            shutil.rmtree(node.folder)
+            node.start()  # another member, at the same address
+            lost = "are lost: the node has left the pool, and another one is at its address"
+            eventually(lambda: renew(tier) is None and lost in str(tier.notes))  # type: ignore[func-returns-value]
+            with pytest.raises(TierError, match="the node there has the identity"):
                 get(tier, extent)
 
 
