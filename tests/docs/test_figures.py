@@ -204,7 +204,22 @@ def remote() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch])
+def stranding() -> list[str]:
+    outcome = result("cluster-stranding")["parts"]["stranding"]
+    figures = {figure["what"]: figure["value"] for figure in outcome["figures"]}
+    alone, pool, delivered, stranded, saved = figures.values()
+    return [
+        f"| used over provisioned memory without the pool, with it | {alone:.2f}, {pool:.2f} |",
+        f"| memory that the pool saves | {saved:.0%} |",
+        f"| used over the memory that these hosts have in the trace | {delivered:.2f} |",
+        f"| most memory stranded on hosts without a free GPU, over all | {stranded:.0%} |",
+        f"| hosts, pods, refused pods | {outcome['hosts']}, {outcome['pods']:,}, {outcome['refused']} |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch, stranding]
+)
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for row in rows():

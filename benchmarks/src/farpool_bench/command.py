@@ -39,7 +39,9 @@ def _command(benchmark: type[Benchmark]) -> Callable[..., None]:
         for one in getattr(annotation, "__metadata__", ()):
             flag = f"--{(one.flag or name).replace('_', '-')}"
             text = f"{one.text}; default: {defaults[name]}." if defaults[name] else one.text
-            option = typer.Option(flag, metavar=one.metavar, min=one.least, help=text)
+            option: Any = typer.Option(flag, metavar=one.metavar, min=one.least, help=text)
+            if one.positional:
+                option = typer.Argument(metavar=one.metavar, help=text, show_default=False)
             options[name] = Annotated[_given(annotation.__origin__), option], None
     options |= {"quick": (Annotated[bool, _QUICK], False), "json": (Annotated[bool, _JSON], False)}
     options["report"] = Annotated[Path | None, _REPORT], None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MEMORY = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies")
-_CLUSTER = ("remote", "turns")
+_CLUSTER = ("remote", "turns", "cluster")
 _KV = ("kv", "kv-blocks", "kv-ttft", "kv-codecs", "kv-generate")
 # In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.
 NAMES = (*_MEMORY, *_CLUSTER, *_KV)
@@ -59,6 +59,8 @@ class Option(NamedTuple):
     metavar: str = "N"
     flag: str = ""
     least: float | None = None
+    positional: bool = False
+    """True for words of the command line without a flag."""
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))

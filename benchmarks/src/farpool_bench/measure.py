@@ -37,6 +37,19 @@ def median_difference(ours: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a - b for a, b in zip(ours, other, strict=True))
 
 
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that is at least as large as a share of all samples, such as 0.99 of them.
+
+    Raises
+    ------
+    ValueError
+        There are no samples.
+    """
+    if not samples:
+        raise ValueError("expected at least one sample")
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """Ends of a 95 % confidence interval of the median, which are two of the samples; needs no distribution.
 
@@ -93,6 +106,11 @@ def median_call(work: Callable[[], object], seconds: float) -> float:
         taken.append(now - before)
         before = now
     return statistics.median(taken)
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time in seconds that another process has used, all of its threads together."""
+    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid makes it
 
 
 def resident_bytes(pid: int | None = None) -> int:

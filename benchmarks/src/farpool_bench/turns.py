@@ -20,7 +20,7 @@ from farpool.cluster.node.process import running_node
 from farpool.cluster.wire.frames import Op, pack_frame
 from farpool_bench import harness
 from farpool_bench.harness import Option, Row, told
-from farpool_bench.measure import median_ratio
+from farpool_bench.measure import median_ratio, processor_seconds
 from farpool_bench.render import Grid
 from farpool_bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
 from farpool_bench.worker import Worker
@@ -98,10 +98,9 @@ class Bench(harness.Benchmark):
         with ExitStack() as stack:
             self._flood(stack, _FLOODING, kind, connections)
             time.sleep(_BEGINNING_S)
-            clock = ~self._node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
-            start, used = time.monotonic(), time.clock_gettime(clock)
+            start, used = time.monotonic(), processor_seconds(self._node.pid)
             flooded = self._median_get()
-            processors = (time.clock_gettime(clock) - used) / (time.monotonic() - start)
+            processors = (processor_seconds(self._node.pid) - used) / (time.monotonic() - start)
         return alone, flooded, processors
 
     def _share(self, connections: int) -> float:

@@ -1,7 +1,8 @@
 """Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
 
 With the arguments ``ADDRESS KEY KIND CONNECTIONS`` it prints ``ready`` when it has begun and goes on
-until its standard input ends. For each line that it reads from there it prints how many bytes it has received.
+until its standard input ends. For each line that it reads from there it prints how many bytes it has received, and in
+the next line how many it has received and sent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
@@ -43,11 +45,14 @@ def connected(address: str, key: str) -> socket.socket:
 
 def put_of(key: bytes, payload: bytes) -> bytes:
     """A request that puts an object."""
+    return put_begin(key, len(payload), crc32c(payload)) + payload
+
+
+def put_begin(key: bytes, nbytes: int, crc: int) -> bytes:
+    """A request that puts an object, up to the payload; `crc` is the payload's checksum."""
     meta = HEAD.pack(0, 1, 0, 1, 0, 0, 0) + key
-    fields = _HEADER.pack(
-        b"FPW1", VERSION, Op.PUT, 0, 1, len(meta), crc32c(payload), len(payload), 0, 0, 0, 0, 0, 0, b"\0\0"
-    )
-    return fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta + payload
+    fields = _HEADER.pack(b"FPW1", VERSION, Op.PUT, 0, 1, len(meta), crc, nbytes, 0, 0, 0, 0, 0, 0, b"\0\0")
+    return fields + struct.pack("<I", crc32c(meta, crc32c(fields))) + meta
 
 
 def lookup_of(prefix: str) -> bytes:
@@ -75,8 +80,10 @@ def _some(stream: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.socket, int, bool]]:
-    """Receive until the standard input ends, and answer its lines with the bytes received so far.
+def ready_streams(
+    streams: list[socket.socket], events: int, sent: Counter[socket.socket], flags: int = 0
+) -> Iterator[tuple[socket.socket, int, bool]]:
+    """Receive until the standard input ends, and answer its lines with the bytes received and sent so far.
 
     Yields each connection that is ready, the number of bytes received, and whether it can send.
     """
@@ -87,43 +94,47 @@ def _ready(streams: list[socket.socket], events: int) -> Iterator[tuple[socket.s
             if descriptor == 0:
                 if not os.read(0, 1):
                     return
-                print(f"received {total}", flush=True)
+                print(f"received {total}\nmoved {total + sent.total()}", flush=True)
                 continue
-            got = of[descriptor].recv_into(buffer) if found & select.POLLIN else 0
+            got = of[descriptor].recv_into(buffer, 0, flags) if found & select.POLLIN else 0
             total += got
             yield of[descriptor], got, bool(found & select.POLLOUT)
 
 
-def _read_all_the_time(streams: list[socket.socket], kind: str) -> None:
-    """Keep two requests under way on each connection until the standard input ends."""
-    sort, _, what = kind.partition(" ")
-    request = lookup_of(what) if sort == "lookups" else pack_frame(Op.GET, what.removeprefix("of ").encode())
+def keep_reading(streams: list[socket.socket], request: bytes, under_way: int = 2, flags: int = 0) -> None:
+    """Keep some equal requests under way on each connection until the standard input ends.
+
+    `flags` are the flags of receiving, such as MSG_TRUNC, with which the system throws the bytes away.
+    """
     streams[0].sendall(request)
     nbytes = received_whole(streams[0])
     left = dict.fromkeys(streams, nbytes)
     for stream in streams:
-        stream.sendall(request * 2)
-    for stream, got, _ in _ready(streams, select.POLLIN):
+        stream.sendall(request * under_way)
+    sent = Counter(dict.fromkeys(streams, under_way * len(request)))
+    for stream, got, _ in ready_streams(streams, select.POLLIN, sent, flags):
         left[stream] -= got
         while left[stream] <= 0:
             left[stream] += nbytes
             stream.sendall(request)
+            sent[stream] += len(request)
 
 
 def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
     """Put new objects on all connections until the standard input ends."""
     payload = bytes(4096 if kind.endswith("4 KiB") else 64 << 20)
     together = _PUT_TOGETHER if len(payload) == 4096 else 1
-    numbers, waiting = count(), dict.fromkeys(streams, memoryview(b""))
+    numbers, waiting, sent = count(), dict.fromkeys(streams, memoryview(b"")), Counter[socket.socket]()
     for stream in streams:
         stream.setblocking(False)
-    for stream, _, can_send in _ready(streams, select.POLLIN | select.POLLOUT):
+    for stream, _, can_send in ready_streams(streams, select.POLLIN | select.POLLOUT, sent):
         if can_send:
             if not waiting[stream]:
                 requests = [put_of(b"new %d" % next(numbers), payload) for _ in range(together)]
                 waiting[stream] = memoryview(b"".join(requests))
-            sent = stream.send(waiting[stream][: 1 << 20])
-            waiting[stream] = waiting[stream][sent:]
+            nbytes = stream.send(waiting[stream][: 1 << 20])
+            waiting[stream] = waiting[stream][nbytes:]
+            sent[stream] += nbytes
 
 
 def _poll(streams: list[socket.socket], events: int) -> select.poll:
@@ -146,4 +157,6 @@ def main(address: str, key: str, kind: str, connections: str) -> None:
     elif kind.startswith("puts"):
         _put_all_the_time(streams, kind)
     else:
-        _read_all_the_time(streams, kind)
+        sort, _, what = kind.partition(" ")
+        request = lookup_of(what) if sort == "lookups" else pack_frame(Op.GET, what.removeprefix("of ").encode())
+        keep_reading(streams, request)

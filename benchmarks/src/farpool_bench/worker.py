@@ -81,6 +81,11 @@ class Worker:
             env={**os.environ, **(environment or {})},
         )
 
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
     def started(self, stack: ExitStack) -> Self:
         """Wait until the worker is ready, and return it; `stack` closes it."""
         stack.callback(self.close)
