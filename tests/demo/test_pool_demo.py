@@ -103,8 +103,8 @@ def test_the_picture_has_a_panel_for_each_node(tmp_path: Path) -> None:
     draw(samples, OUTCOME.moments, tmp_path / "pool.svg")
     drawn = (tmp_path / "pool.svg").read_text()
     assert drawn.count('id="axes_') == len(NAMES) + 1
+    (tmp_path / "folder.png").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        (tmp_path / "folder.png").mkdir()
         draw(samples, (), tmp_path / "folder.png")
 
 

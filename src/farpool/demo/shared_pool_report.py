@@ -51,8 +51,8 @@ def _objects(outcome: PoolOutcome) -> str:
         )
     else:
         head = (
-            f"[bold green]made again[/]  all {kept} objects have {outcome.copies} copies again, which nodes made from each "
-            "other"
+            f"[bold green]made again[/]  all {kept} objects have {outcome.copies} copies again, made by one node from "
+            "another"
         )
     if outcome.wrong_reads:
         reads = (
