@@ -136,7 +136,7 @@ class Machine:
         command = step.command
         if step.is_server:
             command = f"{command.removesuffix('&')} < /dev/null &"
-        shell.stdin.write(f"{command}\necho "{mark}" $?\n".encode())
+        shell.stdin.write(f"{command}\necho '{mark}' $?\n".encode())
         shell.stdin.flush()
         expected = [_pattern(line) for line in step.output]
         text, deadline = "", time.monotonic() + PATIENCE
