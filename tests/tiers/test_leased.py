@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 import threading
 import time
 import warnings
@@ -379,6 +380,26 @@ def test_memory_that_a_manager_takes_is_lost_and_reported(fleet: Fleet) -> None:
 
 
 # ---- managers and nodes that go away --------------------------------------------------------------------------------
+
+
+def test_a_killed_node_is_an_error_until_it_is_back_and_without_its_memory_the_bytes_are_lost(fleet: Fleet) -> None:
+    node = fleet.start()
+    with fleet.tier(size=4 * MIB, transport="tcp", timeout=1.0) as tier, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FarpoolWarning)
+        extent, data = put(tier, MIB)
+        node.kill()
+        with pytest.raises(TierError, match=node.address):
+            get(tier, extent)
+        node.start()
+        eventually(lambda: get_unless_refused(tier, extent) == data)
+        # As after a loss of power: the node comes back at its address as another member.
+        node.kill()
+        shutil.rmtree(node.folder)
+        node.start()
+        with pytest.raises(TierError, match=node.address):
+            get(tier, extent)
+        renew(tier)
+        eventually(lambda: "cannot be shown to a node" in str(tier.notes))
 
 
 def test_transfers_go_on_while_no_manager_answers_and_the_lease_is_renewed_afterwards(fleet: Fleet) -> None:
