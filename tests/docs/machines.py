@@ -136,7 +136,8 @@ class Machine:
         command = step.command
         if step.is_server:
             command = f"{command.removesuffix('&')} < /dev/null &"
-        shell.stdin.write(f"{command}\necho '{mark}' $?\n".encode())
+        # On a line of its own, even if the output does not end with one.
+        shell.stdin.write(f"{command}\nprintf '\\n{mark} %d\\n' $?\n".encode())
         shell.stdin.flush()
         expected = [_pattern(line) for line in step.output]
         text, deadline = "", time.monotonic() + PATIENCE
