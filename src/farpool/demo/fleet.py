@@ -41,6 +41,7 @@ _KEYS = {
 }
 _START_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 2.0
+_COPIES_TIMEOUT_S = 30.0
 _REGISTRY_TIMEOUT_S = 30.0
 _MEMBER_TTL_S = 1
 """Seconds after which the pool notices that a node was killed."""
@@ -118,8 +119,8 @@ class Fleet:
         """Open the store of the tenant `web`, which keeps two copies of each object."""
         return Store(self.place, replicas=2, key=self.key("web"), transport="tcp")
 
-    def held(self, name: str) -> Held:
-        """Ask a node for the memory that it has in use; a node that does not answer has none."""
+    def held(self, name: str) -> Held | None:
+        """Ask a node for the memory that it has in use; return None if it does not answer in two seconds."""
         channel = self._channels.get(name)
         try:
             if channel is None:
@@ -131,16 +132,19 @@ class Fleet:
             if channel is not None:
                 self._channels.pop(name, None)
                 channel.close()
-            return Held()
+            return None
         return Held(int(stats["lent"]), int(stats["object_bytes"]))
 
     def copies(self, name: str) -> set[bytes]:
-        """Ask a node for the keys of the objects of which it has a copy; a node that does not answer has none."""
-        try:
-            with Store(self.nodes[name].address, key=self.key("web"), timeout=_CALL_TIMEOUT_S, transport="tcp") as one:
-                return set(one.keys())
-        except FarpoolError:
-            return set()
+        """Ask a node for the keys of the objects of which it has a copy.
+
+        Raises
+        ------
+        FarpoolError
+            The node does not answer in time.
+        """
+        with Store(self.nodes[name].address, key=self.key("web"), timeout=_COPIES_TIMEOUT_S, transport="tcp") as one:
+            return set(one.keys())
 
     def takes_objects(self, name: str) -> bool:
         """Return True if the pool counts a node as up, and gives it new objects."""

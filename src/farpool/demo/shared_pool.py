@@ -192,7 +192,7 @@ def _train(steps: int, pool: Pool | None = None, goes_on: Callable[[int], bool] 
     while goes_on(len(losses)) if goes_on else len(losses) < steps:
         inputs = torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(len(losses)))
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.roll(1, 1))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -284,9 +284,13 @@ class _Story:
             sampling.result()
 
     def end(self) -> tuple[dict[str, Held], dict[str, set[bytes]]]:
-        """Ask all nodes for what they have after the last event."""
-        fleet = self._fleet
-        return {name: fleet.held(name) for name in NAMES}, {name: fleet.copies(name) for name in NAMES}
+        """Ask the nodes that still run for what they have after the last event."""
+        held = dict.fromkeys(NAMES, Held())
+        copies = {name: set[bytes]() for name in NAMES}
+        for name in (self.killed, self.third):
+            held[name] = self._ask(name)
+            copies[name] = self._fleet.copies(name)
+        return held, copies
 
     def _tell(self) -> None:
         fleet, events = self._fleet, 5
@@ -305,8 +309,8 @@ class _Story:
         self._progress("Events while the model trains", 3, events)
         drain(fleet.registry, self.drained)
         self._note(self.drained, "drains", is_loss=True)
-        self._wait(lambda: not fleet.held(self.drained).leased, "the leased memory on another node")
-        target = next((name for name in NAMES if fleet.held(name).leased), "no node")
+        self._wait(lambda: not self._ask(self.drained).leased, "the leased memory on another node")
+        target = self.third if self._ask(self.third).leased else self.killed
         self._note(self.drained, f"leased memory has moved to {target}")
         self._progress("Events while the model trains", 4, events)
         self._wait(lambda: self._is_whole(self.third, self.killed), "two copies of each object on the other nodes")
@@ -319,7 +323,7 @@ class _Story:
 
         A tier keeps one copy of its bytes, so the killed node must not be the one with the lease.
         """
-        self.before = {name: self._fleet.held(name) for name in NAMES}
+        self.before = {name: self._ask(name) for name in NAMES}
         self.copies_before = {name: self._fleet.copies(name) for name in NAMES}
         self.drained = max(NAMES, key=lambda name: self.before[name].leased)
         others = [name for name in NAMES if not self.before[name].leased]
@@ -327,6 +331,18 @@ class _Story:
             raise FarpoolError(f"the lease is on {len(NAMES) - len(others)} nodes, expected one")
         self.killed = max(others, key=lambda name: len(self.copies_before[name]))
         self.third = next(name for name in others if name != self.killed)
+
+    def _ask(self, node: str) -> Held:
+        """Ask a node that runs for the memory that it has in use, until it answers."""
+        found: list[Held] = []
+
+        def answers() -> bool:
+            held = self._fleet.held(node)
+            found.extend([] if held is None else [held])
+            return held is not None
+
+        _await(answers, f"an answer of {node}")
+        return found[0]
 
     def _is_whole(self, *names: str) -> bool:
         """Return True if there are two copies of each object on these nodes."""
@@ -342,7 +358,7 @@ class _Story:
     def _take_samples(self) -> None:
         while True:
             is_last = self._stop.wait(_SAMPLE_INTERVAL_S)
-            nodes = tuple(self._fleet.held(name) for name in NAMES)
+            nodes = tuple(self._fleet.held(name) or Held() for name in NAMES)
             self.samples.append(Sample(time.monotonic() - self._began, self._steps, nodes))
             if is_last:
                 return
@@ -410,12 +426,12 @@ def _outcome(
     held, copies = after
     fates = {story.killed: "killed, came back empty", story.drained: "drained, stopped", story.third: "ran"}
     counts = {key: sum(key in one for one in copies.values()) for one in story.copies_before.values() for key in one}
-    parameters = sum(one.numel() for one in plain.state) // 3
+    parameters = sum(one.numel() for one in plain.state) // 3  # the state has each of them, and two moments
     return PoolOutcome(
         equal=leased.equals(plain),
         steps=len(leased.losses),
         parameters=parameters,
-        state_bytes=4 * 4 * parameters,
+        state_bytes=4 * 4 * parameters,  # float32: a weight, its gradient and two moments
         fast_bytes=_FAST_BYTES,
         leased_bytes=_LEASE_BYTES,
         objects=_OBJECTS,
