@@ -83,6 +83,8 @@ class Fleet:
     def __init__(self, folder: Path, stack: ExitStack, dram: int) -> None:
         self._keys = {name: secrets.token_hex(16) for name in _KEYS}
         self._channels: dict[str, Channel] = {}
+        self._asking = threading.Lock()
+        """Held during a question for a node's memory: events and samples ask in different threads."""
         self.place = f"sqlite://{folder}/registry.sqlite"
         self.registry: Registry = stack.enter_context(open_registry(self.place, timeout=_REGISTRY_TIMEOUT_S))
         stack.callback(self._disconnect)
@@ -121,18 +123,18 @@ class Fleet:
 
     def held(self, name: str) -> Held | None:
         """Ask a node for the memory that it has in use; return None if it does not answer in two seconds."""
-        channel = self._channels.get(name)
-        try:
+        with self._asking:
+            channel = self._channels.get(name)
             if channel is None:
                 key = AccessKey.parse(self.key("manager"))
                 channel = Channel(parse_address(self.nodes[name].address), key=key, transport="tcp")
                 self._channels[name] = channel
-            stats = channel.call("stats", time.monotonic() + _CALL_TIMEOUT_S)
-        except FarpoolError:
-            if channel is not None:
-                self._channels.pop(name, None)
+            try:
+                stats = channel.call("stats", time.monotonic() + _CALL_TIMEOUT_S)
+            except FarpoolError:
+                del self._channels[name]
                 channel.close()
-            return None
+                return None
         return Held(int(stats["lent"]), int(stats["object_bytes"]))
 
     def copies(self, name: str) -> set[bytes]:
