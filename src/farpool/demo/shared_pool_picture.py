@@ -19,6 +19,8 @@ __all__ = ["Moment", "Sample", "draw"]
 _MB = 1e6
 _TEXT_SHARE = 0.25
 """Part of the picture's width that the text of an event may need."""
+_HEADROOM = 1.5
+"""Height of a node's panel over its highest memory, for the texts of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def draw(samples: Sequence[Sample], moments: Sequence[Moment], path: Path) -> No
         "A model trains on leased memory while nodes come and go", fontsize=13, fontweight="bold", color=INK
     )
     panels = figure.subplots(len(NAMES) + 1, 1, sharex=True, gridspec_kw={"height_ratios": [2] * len(NAMES) + [1.3]})
-    top = max((held.leased + held.objects for one in samples for held in one.nodes), default=0) / _MB * 1.35 or 1.0
+    top = max((held.leased + held.objects for one in samples for held in one.nodes), default=0) / _MB * _HEADROOM or 1.0
     for number, (axes, name) in enumerate(zip(panels, NAMES, strict=False)):
         _draw_node(axes, samples, number, name, top)
         _draw_moments(axes, [one for one in moments if one.node == name], samples[-1].seconds)
@@ -134,6 +136,7 @@ def _draw_moments(axes: Axes, moments: Sequence[Moment], end: float) -> None:
         axes.annotate(
             moment.text, (moment.seconds, 1), (-4 if is_late else 4, -3 - 13 * row), fontsize=9, va="top",
             ha="right" if is_late else "left", color=color, zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             xycoords=axes.get_xaxis_transform(), textcoords="offset points",
         )  # fmt: skip
         axes.axvline(moment.seconds, color=color, linewidth=1.1, zorder=4)
