@@ -11,6 +11,8 @@ from tests.docs.machines import Step, machines, play, steps, why_not
 from tests.registry.cluster import needs_etcd
 
 PAGE = Path(__file__).parents[2] / "docs" / "shared-pool.md"
+MISSING = [tool for tool in ("openssl", "curl") if shutil.which(tool) is None]
+needs_tools = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 needs_machines = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 
 
@@ -58,7 +60,7 @@ def test_output_that_differs_from_the_page_fails(tmp_path: Path) -> None:
         pytest.param(
             "Three machines",
             ("a", "b", "c"),
-            marks=[needs_etcd, pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")],
+            marks=[needs_etcd, needs_tools],
         ),
     ],
 )
