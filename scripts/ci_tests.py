@@ -25,6 +25,7 @@ RETRIES_MAX = 10
 RETRY_SECONDS_MAX = 1200
 NEVER = (
     "tests/attacks/",
+    "tests/chaos/",
     "tests/faults/",
     "tests/kv/differential/",
     "tests/kv/integrity/",

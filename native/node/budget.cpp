@@ -160,8 +160,8 @@ std::uint64_t Budget::evictable(std::uint32_t tenant, Way way) const {
     return found;
 }
 
-bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
-    if (const std::uint64_t excess = own_excess(tenant, nbytes); excess > 0) {
+bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes, bool granted) const {
+    if (const std::uint64_t excess = granted ? 0 : own_excess(tenant, nbytes); excess > 0) {
         const auto found = tenants_.find(tenant);
         if (found == tenants_.end() || found->second.reclaimable() < excess) {
             return false;
@@ -185,11 +185,11 @@ double Budget::given(std::uint64_t more) const {
     return std::min(1.0, (static_cast<double>(taken()) + static_cast<double>(more)) / static_cast<double>(limit_));
 }
 
-bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
-    if (!can_make_room(tenant, nbytes)) {
+bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes, bool granted) {
+    if (!can_make_room(tenant, nbytes, granted)) {
         return false;
     }
-    if (const std::uint64_t excess = own_excess(tenant, nbytes); excess > 0) {
+    if (const std::uint64_t excess = granted ? 0 : own_excess(tenant, nbytes); excess > 0) {
         const Tenant& own = tenants_.at(tenant);
         const std::uint64_t enough = own.use() - excess;
         while (own.use() > enough) {

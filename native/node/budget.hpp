@@ -99,14 +99,15 @@ public:
     bool may_fix(std::uint32_t tenant, std::uint64_t nbytes) const;
     // Bytes of that share that the tenant's leases leave for objects.
     std::uint64_t share_of_objects(std::uint32_t tenant) const;
-    // True if `nbytes` are free or can be freed by eviction, and the tenant's burst allows them.
-    bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const;
+    // True if `nbytes` are free or can be freed by eviction, and the tenant's burst allows them. Bytes that a manager has
+    // granted are not held to the burst, because the manager has compared them with the limits of the whole pool.
+    bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes, bool granted = false) const;
     // True if the system can back `nbytes` more with memory, if necessary after eviction: other programs use the same file
     // system, so it may have less than the limit. Call it before the first eviction.
     bool can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const;
     // Evicts until `nbytes` are free, first the tenant's own objects if it would pass its burst. If that is impossible, returns
     // false and evicts nothing.
-    bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
+    bool make_room(std::uint32_t tenant, std::uint64_t nbytes, bool granted = false);
     // Makes sure that the system may give `nbytes` more memory: first returns the memory of holes, then evicts.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Evicts objects and returns their memory to the system, which refused to give `nbytes` more. Shares are then parts of the

@@ -42,7 +42,7 @@ Claiming::Draft Claiming::begin(std::uint64_t session, std::uint32_t tenant, Tic
     try {
         for (std::size_t at = 0; at < draft.extents.size(); ++at) {
             const std::uint64_t nbytes = draft.ticket.extents[at].second;
-            if (draft.extents[at] == nullptr && !lending_.charge(0, owner, nbytes)) {
+            if (draft.extents[at] == nullptr && !lending_.charge(owner, nbytes)) {
                 throw std::system_error(ENOSPC, std::generic_category(), "lending " + std::to_string(nbytes) + " bytes");
             }
             draft.missing[at] = draft.extents[at] == nullptr;

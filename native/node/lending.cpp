@@ -50,10 +50,25 @@ bool Lending::charge(std::uint64_t session, const Quotas::Owner& owner, std::uin
         throw Busy("the tenant's objects and leases that cannot be evicted would be more than its share of " +
                    std::to_string(budget_.share_of_fixed(tenant)) + " bytes");
     }
+    return take(owner, nbytes, false);
+}
+
+bool Lending::charge(const Quotas::Owner& owner, std::uint64_t nbytes) {
+    if (nbytes > budget_.limit()) {
+        return false;
+    }
+    if (const std::string refusal = quotas_.lease_refusal(owner, 0, nbytes); !refusal.empty()) {
+        throw Busy(refusal);
+    }
+    return take(owner, nbytes, true);
+}
+
+bool Lending::take(const Quotas::Owner& owner, std::uint64_t nbytes, bool granted) {
+    const std::uint32_t tenant = owner.first;
     if (!budget_.can_be_backed(tenant, segment_header_nbytes + nbytes)) {
         throw std::system_error(ENOSPC, std::generic_category(), folder_);
     }
-    if (!budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes)) {
+    if (!budget_.make_room(tenant, nbytes, granted) || !budget_.make_backing_room(tenant, nbytes)) {
         return false;
     }
     lent_ += nbytes;

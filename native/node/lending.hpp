@@ -23,9 +23,12 @@ public:
 
     // Adopts the leases and extents of an earlier start, and returns the leases. An ephemeral node ends them.
     std::vector<std::shared_ptr<Lease>> adopt();
-    // Charges a lease or an extent that is to be made; `session` is 0 for an extent. False if there is no room. Throws Busy,
-    // and std::system_error if the system has too little memory.
+    // Charges a lease that is to be made. False if there is no room. Throws Busy, and std::system_error if the system has too
+    // little memory.
     bool charge(std::uint64_t session, const Quotas::Owner& owner, std::uint64_t nbytes);
+    // Charges an extent that is to be made, in the same way. A manager has granted it within the limits that the tenant has in
+    // the whole pool, so it may be more than the tenant's part of this node; only the shares of other tenants are kept.
+    bool charge(const Quotas::Owner& owner, std::uint64_t nbytes);
     void uncharge(const Quotas::Owner& owner, std::uint64_t nbytes);
     // Makes a charged lease and backs it with memory, which takes long. Changes no state, so the node can serve others until
     // it is done. `return_memory`: as in Leases. Throws std::system_error.
@@ -63,6 +66,8 @@ public:
     void abandon() { static_cast<void>(freeing_.release()); }
 
 private:
+    bool take(const Quotas::Owner& owner, std::uint64_t nbytes, bool granted);
+
     std::string folder_;
     bool ephemeral_;
     Leases leases_;

@@ -20,6 +20,7 @@
 #include "tests/folder.hpp"
 #include "tests/testing.hpp"
 
+using farpool::Busy;
 using farpool::Claiming;
 using farpool::Clock;
 using farpool::Extents;
@@ -166,6 +167,17 @@ TEST("a claim that does not fit makes nothing") {
     CHECK_EQUAL(node.server.stats().lent, std::uint64_t{0});
     CHECK_EQUAL(files(folder, "extent-"), std::size_t{0});
     CHECK_THROWS(Lapsed, (node.claimed(1), node.server.claim(session, tenant, ticket(1, {{1, 4096}}))));
+}
+
+TEST("a claim may take more than the tenant's part of the node, because a manager has granted it") {
+    const Folder folder;
+    Node node(folder);
+    node.server.set_memory({{tenant, {4 * mib, 4 * mib, 0}}, {2, {4 * mib, 4 * mib, 0}}}, true);
+    node.server.claim(session, tenant, ticket(1, {{1, 10 * mib}}));
+    CHECK_EQUAL(node.server.stats().lent, 10 * mib);
+    // A lease that no manager has granted is held to the tenant's part.
+    CHECK_THROWS(Busy, node.server.lend(session + 1, tenant, 4096));
+    CHECK(node.server.lend(session + 2, 2, 2 * mib) != 0);
 }
 
 TEST("a node that drains makes no extents, and the extents that it has stay in use") {

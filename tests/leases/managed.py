@@ -183,8 +183,8 @@ class Manager(Closing):
         extents = [
             {
                 "member": one.member,
-                "name": members[one.member].name,
-                "addresses": list(members[one.member].addresses),
+                "name": members[one.member].name if one.member in members else "",
+                "addresses": list(members[one.member].addresses) if one.member in members else [],
                 "number": one.number,
                 "bytes": one.bytes,
                 "part": one.part,

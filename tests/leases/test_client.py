@@ -179,8 +179,12 @@ def test_over_tls_the_program_shows_its_certificate_and_trusts_its_authority(
         with pytest.raises(ManagerError, match="its certificate is not accepted"):
             ManagerClient(location, token=TOKEN, timeout=20.0).grant(G)
         assert len(manager.peers) == 1
-        (trainer / "tls.key").chmod(0o644)
         monkeypatch.setenv("FARPOOL_TLS", str(trainer))
+        # A manager with a certificate of somebody else does not keep the program from the others.
+        with Manager(f"sqlite://{tmp_path}/other.sqlite", certificate=others.node("manager")) as other:
+            both = f"{other.location},{manager.location.removeprefix('farpool://')}?tls=1"
+            assert ManagerClient(parse_location(both), timeout=20.0).grant(G).ticket is not None
+        (trainer / "tls.key").chmod(0o644)
         with pytest.raises(ConfigError, match="expected 0600"):
             ManagerClient(location, timeout=0.5).grant(G)
 

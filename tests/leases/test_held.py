@@ -148,7 +148,7 @@ def test_an_extent_that_is_wanted_back_is_replaced_copied_and_released() -> None
     assert one.step(21.0) == Release((old,))
     assert renewed(one, lease(other, new, epoch=2), 21.1) == ()
     assert isinstance(one.step(21.1), Rest)
-    assert one.bytes == 8192
+    assert one.nbytes == 8192
     assert one.notes(21.1) == {}
 
 
@@ -216,13 +216,13 @@ def test_new_extents_wait_until_the_user_takes_them() -> None:
     first, second = extent(A, 1), extent(B, 1, part=1)
     one = held(first)
     one.granted(lease(first, second), 1.0)
-    assert one.bytes == 8192
+    assert one.nbytes == 8192
     assert one.take() == (second,)
     assert one.take() == ()
     one.claimed(A, one.ticket)
     assert isinstance(one.step(1.0), Rest)  # the user alone shows the ticket to the new member at first
     one.drop([second])
-    assert one.bytes == 4096
+    assert one.nbytes == 4096
     assert one.used == (first,)
     assert one.step(1.0) == Release((second,))
 

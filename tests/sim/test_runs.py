@@ -10,11 +10,11 @@ import pytest
 
 from farpool.sim.plan import make_plan
 from farpool.sim.shrink import shrink
-from farpool.sim.world import run_plan
+from farpool.sim.simulation import run_plan
 from tests.sim.mutants import MUTANTS, Mutant
 
 STEPS = 100
-SEEDS_PER_MUTANT_MAX = 40
+SEEDS_PER_MUTANT_MAX = 80
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from farpool.sim import scheduler as scheduler_module
 from farpool.sim.network import Network, Process
-from farpool.sim.scheduler import Killed, Reply, Scheduler
+from farpool.sim.scheduler import LOOKS_MAX, Killed, Reply, Scheduler
+from farpool.sim.violation import Violation
 
 
 def test_events_happen_in_the_order_of_their_times_and_of_their_making() -> None:
@@ -106,6 +108,39 @@ def test_a_failure_of_a_task_or_an_event_ends_the_run() -> None:
             scheduler.run(10.0)
         scheduler.close()
         assert waiting.is_over
+
+
+def test_a_task_that_never_lets_time_pass_starves() -> None:
+    scheduler = Scheduler(0.0)
+
+    def work() -> None:
+        # Looks with pauses between them do not count.
+        for _ in range(2):
+            for _ in range(LOOKS_MAX - 1):
+                scheduler.look()
+            scheduler.sleep(0.0)
+        while scheduler.look() < 1.0:
+            pass
+
+    scheduler.spawn("busy", work)
+    with pytest.raises(Violation, match="starves: busy has looked"):
+        scheduler.run(5.0)
+    scheduler.close()
+
+
+def test_a_run_with_too_many_events_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "EVENTS_MAX", 1000)
+    scheduler = Scheduler(0.0)
+
+    def work() -> None:
+        while True:
+            scheduler.sleep(0.0)
+
+    scheduler.spawn("restless", work)
+    with pytest.raises(Violation, match="starves"):
+        scheduler.run(5.0)
+    assert scheduler.now == 0.0
+    scheduler.close()
 
 
 def test_no_threads_are_left_after_the_end() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from farpool.sim.plan import Fault, Plan, Step, make_plan
 from farpool.sim.shrink import shrink
+from farpool.sim.simulation import Outcome
 from farpool.sim.violation import Violation
-from farpool.sim.world import Outcome
 
 
 def outcome(plan: Plan, rule: str | None) -> Outcome:

@@ -12,7 +12,7 @@ from farpool.checks import require_package
 from farpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from farpool.sim.world import Outcome
+    from farpool.sim.simulation import Outcome
 
 __all__ = ["sim"]
 
@@ -40,7 +40,7 @@ def sim(
     require_package("cryptography", "tls", "the simulation of a pool")
     from farpool.sim.plan import make_plan
     from farpool.sim.shrink import shrink as reduced
-    from farpool.sim.world import run_plan
+    from farpool.sim.simulation import run_plan
 
     first, end = _range(seed, seeds)
     totals: dict[str, int] = {}

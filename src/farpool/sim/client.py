@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farpool.cluster.leases.records import GRAIN_BYTES, LeaseRecord, LeaseRequest
 from farpool.cluster.leases.requests import (
@@ -21,14 +22,12 @@ from farpool.cluster.leases.requests import (
     Resize,
 )
 from farpool.cluster.wire.frames import Status
-from farpool.sim.manager import Answer
-from farpool.sim.member import HALF_BYTES, Program
+from farpool.sim.manager import Answer, Manager
+from farpool.sim.member import HALF_BYTES, Member, Program
 from farpool.sim.network import Process
 from farpool.sim.plan import Step
 from farpool.sim.violation import require
-
-if TYPE_CHECKING:
-    from farpool.sim.world import World
+from farpool.sim.world import World
 
 __all__ = ["TENANTS", "Client"]
 
@@ -60,14 +59,29 @@ class Client(Process):
         Number of the client, from which its tenant follows.
     steps : tuple of Step
         What it does. After a crash, it goes on with the next step, without its leases.
+    members : mapping of str to Member
+        All members of the pool, by identity.
+    managers : sequence of Manager
+        All managers.
+    clients : sequence of Client
+        All clients.
     """
 
-    def __init__(self, world: World, number: int, steps: tuple[Step, ...]) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        steps: tuple[Step, ...],
+        members: Mapping[str, Member],
+        managers: Sequence[Manager],
+        clients: Sequence[Client],
+    ) -> None:
         super().__init__(f"client{number}", world.scheduler)
         self.tenant, self.holder = 1 + number % TENANTS, f"trainer{number}"
         self.is_done = False
         self.answers = 0
         self._world, self._number, self._steps = world, number, steps
+        self._members, self._managers, self._clients = members, managers, clients
         self._next = 0
         self._values = 0
         self._channel = 0
@@ -85,7 +99,7 @@ class Client(Process):
     def ended(self) -> None:
         """Close the connections to nodes."""
         session = self._session
-        for member in self._world.members:
+        for member in self._members.values():
             if member.is_up:
                 member.hang_up(session)
 
@@ -133,7 +147,7 @@ class Client(Process):
         world, begun = self._world, self.scheduler.now
         chance = random.Random(f"{world.seed} {self.name} {self.steps}")
         while True:
-            manager = chance.choice(world.managers)
+            manager = chance.choice(self._managers)
             answer: Answer | None = world.network.ask(self, manager.name, manager.handler(request), _CALL_TIMEOUT_S)
             if answer is not None and not isinstance(answer.outcome, Exception):
                 self.answers += 1
@@ -227,7 +241,7 @@ class Client(Process):
             self._use_ticket(lease, held.record, held.ticket)
 
     def _show_old(self, chance: random.Random) -> None:
-        whose = self if chance.random() < 0.7 else chance.choice(self._world.clients)
+        whose = self if chance.random() < 0.7 else chance.choice(self._clients)
         if not whose._old:
             return
         lease, record, ticket = chance.choice(whose._old)
@@ -236,7 +250,7 @@ class Client(Process):
 
     def _use_ticket(self, lease: str, record: LeaseRecord, ticket: bytes) -> None:
         for member_id in sorted({one.member for one in record.extents}):
-            member = self._world.member(member_id)
+            member = self._members[member_id]
             program = Program(self._session, self.tenant, self.holder, self._channel)
             claimed = self._call(member_id, lambda: member.claim(program, ticket))  # noqa: B023 - called at once
             if claimed is None:
@@ -251,7 +265,7 @@ class Client(Process):
 
     def _use_extent(self, member_id: str, program: Program, extent: int) -> bool:
         """Write into an extent, and read it; return False if the node did not answer."""
-        member = self._world.member(member_id)
+        member = self._members[member_id]
         self._values += 1
         value = (f"{self._number}{self._values:07}" * 2).encode()
         assert len(value) == 2 * HALF_BYTES
@@ -269,7 +283,7 @@ class Client(Process):
         return True
 
     def _call(self, member_id: str, work: Any) -> dict[str, Any] | None:
-        member = self._world.member(member_id)
+        member = self._members[member_id]
         found: dict[str, Any] | None = self._world.network.ask(self, member.name, member.handler(work), _NODE_TIMEOUT_S)
         return found
 

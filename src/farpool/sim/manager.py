@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from farpool.cluster.leases.engine import Clock, Engine
 from farpool.cluster.leases.records import LeaseRecord, OrderRecord
 from farpool.cluster.leases.requests import Confirm, Granted, Outcome, Request
 from farpool.cluster.leases.tickets import Order, Ticket, TicketExtent
 from farpool.errors import RegistryError
+from farpool.sim.member import Member
 from farpool.sim.network import Process
 from farpool.sim.scheduler import Reply
-
-if TYPE_CHECKING:
-    from farpool.sim.world import World
+from farpool.sim.world import World
 
 __all__ = ["Answer", "Manager"]
 
@@ -54,16 +52,18 @@ class Manager(Process):
         The simulation.
     name : str
         Name in the log.
+    members : mapping of str to Member
+        All members of the pool, by identity.
     """
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, members: Mapping[str, Member]) -> None:
         super().__init__(name, world.scheduler)
-        self._world = world
+        self._world, self._members = world, members
 
     def begin(self) -> None:
         """Begin without anything that the process knew before."""
         world = self._world
-        clock = Clock(self._now, lambda: world.scheduler.now, world.scheduler.sleep)
+        clock = Clock(self._now, world.scheduler.look, world.scheduler.sleep)
         chance = random.Random(f"{world.seed} {self.name} {self.starts}")
         registry = world.registry_for(self)
         self._engine = Engine(registry, clock, lambda: world.policies, _CALL_TIMEOUT_S, chance)
@@ -145,7 +145,7 @@ class Manager(Process):
         chance = random.Random(f"{world.seed} {self.name} orders {self.starts}")
         while True:
             self.scheduler.sleep(_ORDERS_INTERVAL_S * (0.5 + chance.random()))
-            for member in world.members:
+            for member in self._members.values():
                 with self._engine.lock:
                     orders = list(self._engine.book.view.orders(member.id))
                 for order in orders:
@@ -155,7 +155,7 @@ class Manager(Process):
     def _deliver(self, record: OrderRecord) -> bool:
         """Have a node carry an order out; return False if it did not answer."""
         world = self._world
-        member = world.member(record.member)
+        member = self._members[record.member]
         order = Order(
             lease=bytes.fromhex(record.lease),
             member=member.identity,

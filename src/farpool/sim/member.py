@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farpool._native import NodeServer, crc32c
 from farpool.abc.registry import Put
@@ -21,9 +21,7 @@ from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import RegistryAwayError, RegistryLeaseError, TicketError
 from farpool.sim.network import Process
 from farpool.sim.violation import Violation, require
-
-if TYPE_CHECKING:
-    from farpool.sim.world import World
+from farpool.sim.world import World
 
 __all__ = ["HALF_BYTES", "Member", "Program"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["FAULTS_END_S", "Fault", "Plan", "Step", "make_plan"]
+__all__ = ["CLOCK_ERROR_MAX_S", "FAULTS_END_S", "Fault", "Plan", "Step", "make_plan"]
 
 FAULTS_END_S = 25.0
 """Faults happen only before this time of a run. Then everything works again, and all requests must be answered."""
+CLOCK_ERROR_MAX_S = 3600.0
+"""Clocks are wrong by so much at most."""
 _FAULTS_MAX = 14
 _CRASH_STEPS_MAX = {"manager": 250, "node": 150, "client": 80}
 """Processes crash within so many of their steps, about as many as they have while there are faults."""
@@ -138,7 +140,7 @@ def _fault(chance: random.Random, names: dict[str, list[str]]) -> Fault:
             return Fault(kind, chance.choice([*everyone, "registry"]), "", at, seconds)
         case "clock":
             target = chance.choice([*names["manager"], *names["member"]])
-            return Fault(kind, target, "", at, chance.choice([0.0, 3.0, -3.0, 3600.0, -3600.0]))
+            return Fault(kind, target, "", at, chance.choice([0.0, 3.0, -3.0, CLOCK_ERROR_MAX_S, -CLOCK_ERROR_MAX_S]))
         case "lend":
             return Fault(kind, chance.choice(names["member"]), "", at, number=chance.randint(4, 20))
         case "drain":

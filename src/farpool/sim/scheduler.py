@@ -13,8 +13,15 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Event", "Killed", "Reply", "Scheduler", "Task"]
+from farpool.sim.violation import Violation
 
+__all__ = ["EVENTS_MAX", "LOOKS_MAX", "Event", "Killed", "Reply", "Scheduler", "Task"]
+
+EVENTS_MAX = 100_000
+"""Most events of a run. Programs that would need more keep each other from their work."""
+LOOKS_MAX = 10_000
+"""Most looks at the time between two events. A task that looks more often waits for something that only the
+time can bring, and does not let it pass."""
 _Value = TypeVar("_Value")
 
 
@@ -93,6 +100,7 @@ class Scheduler:
         # Time and number of each event: events of the same time happen in the order of their numbers.
         self._events: list[tuple[float, int, Event]] = []
         self._numbers = 0
+        self._looked = self._looks = 0
         self._main = self._running = Task("main")
         self._tasks: list[Task] = []
         self._failure: BaseException | None = None
@@ -103,6 +111,21 @@ class Scheduler:
     def after(self, seconds: float, call: Callable[[], None]) -> Event:
         """Let something happen after some seconds."""
         return self._add(self.now + seconds, call, None)
+
+    def look(self) -> float:
+        """Return the time, for the clock of a task.
+
+        Raises
+        ------
+        Violation
+            The task looks at the time again and again, and lets no time pass.
+        """
+        if self._looked != self.steps:
+            self._looked, self._looks = self.steps, 0
+        self._looks += 1
+        if self._looks > LOOKS_MAX:
+            raise Violation("starves", f"{self._running.name} has looked at the time {LOOKS_MAX} times without a pause")
+        return self.now
 
     @property
     def running(self) -> Task:
@@ -238,6 +261,8 @@ class Scheduler:
                 continue
             self.now = max(self.now, time)
             self.steps += 1
+            if self.steps == EVENTS_MAX:
+                self._fail(Violation("starves", f"the run is not over after {EVENTS_MAX} events"))
             if event.task is not None:
                 event.task.wakening = None
                 if event.task.is_over:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from farpool.sim.plan import Fault, Plan, Step
-from farpool.sim.world import Outcome, run_plan
+from farpool.sim.simulation import Outcome, run_plan
 
 __all__ = ["shrink"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -21,14 +22,16 @@ from farpool.cluster.leases.records import (
     TenantAccount,
     decode,
 )
-from farpool.cluster.leases.requests import TenantLimits
+from farpool.cluster.leases.requests import Take, TenantLimits
 from farpool.cluster.members.records import ALIVE, RECORD, MemberRecord
+from farpool.sim.plan import CLOCK_ERROR_MAX_S
 from farpool.sim.violation import require
 
 __all__ = ["Truth"]
 
 _UNLIMITED = 1 << 60
 _EXPIRED = "it expired"
+_TAKEN = Take("").reason
 _DRAM = "dram"
 
 
@@ -62,6 +65,8 @@ class Truth:
         self._highest: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._renewed: dict[str, float] = {}
+        # Times until which holders may keep the extents that lenders want back.
+        self._marked: dict[tuple[str, int], float] = {}
 
     def check(self, revision: int, operations: Sequence[Operation]) -> None:
         """Check a transaction that the registry has carried out.
@@ -76,9 +81,8 @@ class Truth:
             self._change_members(operations)
             return
         self.changes += 1
-        before = {(extent.member, extent.number) for extent in self._held()} | {
-            (order.member, order.extent) for order in self.orders.values()
-        }
+        held = {(extent.member, extent.number) for extent in self._held()}
+        before = held | {(order.member, order.extent) for order in self.orders.values()}
         reserved_before, free_before = self._reserved(), self._free()
         expired = {
             one.key.removeprefix(LEASE)
@@ -102,7 +106,7 @@ class Truth:
                 self._tenants[int(one.key.removeprefix(TENANT))] = decode(one.key, value, TenantAccount)
             else:
                 require(one.key in (BURST, TURNS), "keys", f"{one.key} was written")
-        self._check_extents(before)
+        self._check_extents(before, held)
         self._check_sums()
         if is_grown:
             self._check_limits(is_kept=free_before >= reserved_before)
@@ -145,7 +149,7 @@ class Truth:
                 require(age >= before.terms.ttl, "expiry", text)
             return
         self.leases[lease] = record
-        require(record.epoch <= revision, "epoch", f"lease {lease[:8]} has epoch {record.epoch} at revision {revision}")
+        self._check_epoch(record.epoch, revision, f"lease {lease[:8]}", is_new=before is None)
         floor = self._epochs.get(lease, 0)
         require(record.epoch >= floor, "epoch", f"the epoch of lease {lease[:8]} fell from {floor} to {record.epoch}")
         if before is None:
@@ -160,6 +164,9 @@ class Truth:
                 text = f"memory was taken from lease {lease[:8]} within its epoch {record.epoch}"
                 require(record.epoch > before.epoch, "epoch", text)
         self._epochs[lease] = record.epoch
+        for one in record.extents:
+            if one.reclaim_by:
+                self._marked.setdefault((one.member, one.number), self._clock() + record.terms.reclaim_ms / 1000)
         self._check_parts(lease, record)
 
     def _check_parts(self, lease: str, record: LeaseRecord) -> None:
@@ -185,11 +192,26 @@ class Truth:
         if value is None:
             self._freed(self.orders.pop(key))
             return
+        is_new = key not in self.orders
         order = self.orders[key] = decode(key, value, OrderRecord)
+        if is_new and order.reason == _TAKEN:
+            until = self._marked.get((order.member, order.extent), math.inf)
+            text = f"extent {order.extent} of lease {order.lease[:8]} was taken before {until:.3f} s"
+            require(until <= self._clock(), "reclaim", text)
         floor = self._epochs.get(order.lease, 0)
-        text = f"an order for lease {order.lease[:8]} has epoch {order.epoch}, after {floor}, at revision {revision}"
-        require(floor <= order.epoch <= revision, "epoch", text)
+        text = f"an order for lease {order.lease[:8]} has epoch {order.epoch}, after {floor}"
+        require(floor <= order.epoch, "epoch", text)
+        self._check_epoch(order.epoch, revision, f"an order for lease {order.lease[:8]}")
         self._epochs[order.lease] = order.epoch
+
+    def _check_epoch(self, epoch: int, revision: int, whose: str, *, is_new: bool = False) -> None:
+        """Check that an epoch follows from the time in milliseconds, by a clock that is wrong by an hour at most."""
+        at, error = self._clock() * 1000, CLOCK_ERROR_MAX_S * 1000
+        # Epochs that were raised several times within a millisecond are ahead of the time by less than the revision.
+        is_ahead = epoch > at + error + revision
+        require(not is_ahead, "epoch", f"{whose} has epoch {epoch} at {at:.0f} ms")
+        is_behind = is_new and epoch < int(at - error)
+        require(not is_behind, "epoch", f"{whose} begins with epoch {epoch} at {at:.0f} ms")
 
     def _change_account(self, member: str, account: MemberAccount) -> bool:
         """Enter a member's account; return True if the member has lent more."""
@@ -211,11 +233,15 @@ class Truth:
     def _held(self) -> list[Extent]:
         return [one for record in self.leases.values() for one in record.extents]
 
-    def _check_extents(self, before: set[tuple[str, int]]) -> None:
+    def _check_extents(self, before: set[tuple[str, int]], held: set[tuple[str, int]]) -> None:
+        """Check the extents; `before` are those before the transaction, and `held` those that were part of a lease."""
         found = [(one.member, one.number) for one in self._held()]
         found += [(order.member, order.extent) for order in self.orders.values()]
         present = set(found)
         require(len(found) == len(present), "lent twice", "an extent is in two leases")
+        for member, number in sorted(held - present):
+            text = f"extent {number} of member {member[-4:]} counts as free, and its node got no order to end it"
+            require(False, "order", text)
         for member, number in sorted(present - before):
             highest = self._highest.get(member, 0)
             text = f"extent {number} of member {member[-4:]} is new, and {highest} was lent before"

@@ -257,6 +257,60 @@ def test_a_late_keep_of_a_writer_that_has_given_up_keeps_nothing(tmp_path: Path)
         world.verify()
 
 
+def stopped_before_keep(world: World) -> tuple[Any, ...]:
+    """Publish as a program that is stopped just before it tells the node to keep its objects; return that request."""
+    late: list[tuple[Any, ...]] = []
+    touch_many = world.store.touch_many
+
+    def lost(keys: Any, ttl: float | None, **settings: Any) -> Any:
+        if settings.get("keep"):
+            late.append((list(keys), ttl, settings))
+            raise KilledError
+        return touch_many(keys, ttl, **settings)
+
+    with pytest.MonkeyPatch.context() as patch, Names(world.store, world.registry, writer="late", **SETTINGS) as names:
+        patch.setattr(world.store, "touch_many", lost)
+        patch.setattr(names, "sweep", lambda: 0)
+        with pytest.raises(KilledError):
+            names.publish("n", b"value")
+    (request,) = late
+    return request
+
+
+def retired_only(world: World) -> None:
+    """Sweep as a program that is killed when it has moved versions to ``released/``."""
+
+    def nothing() -> None:
+        raise KilledError
+
+    store: Any = SteppingStore(world.store, nothing)
+    with contextlib.suppress(KilledError), Names(store, world.registry, writer="killed", **SETTINGS) as names:
+        names.sweep()
+
+
+def test_sweeps_know_each_object_that_a_stopped_writer_keeps_late(tmp_path: Path) -> None:
+    """A sweep that saw no copy of an object deletes no entry of a later version with that object."""
+    for at in range(1, MOST_STEPS):
+        world = World(tmp_path / f"{at}.sqlite")
+        late: list[Any] = []
+
+        def others(world: World, late: list[Any] = late) -> None:
+            late.append(stopped_before_keep(world))
+            retired_only(world)
+
+        with contextlib.closing(world):
+            stopped_before_keep(world)
+            world.store.evict()
+            world.at, world.act = at, lambda world=world, others=others: others(world)  # type: ignore[misc]
+            world.ours.sweep()
+            for keys, ttl, settings in late:
+                world.store.touch_many(keys, ttl, **settings)
+            world.verify()
+            if world.steps < at:
+                break
+    assert at > 4
+
+
 def test_a_publish_waits_for_a_sweep_of_an_earlier_release_and_names_it(tmp_path: Path) -> None:
     from farpool.cluster.names.records import SWEEPER, Holder, encode
     from farpool.cluster.registry import Condition, Put

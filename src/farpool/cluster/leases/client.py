@@ -291,6 +291,7 @@ class ManagerClient:
         deadline = time.monotonic() + seconds
         managers = self._location.managers
         first, why, status, uncertain, pause = self._first, "", 0, False, _FIRST_PAUSE_S
+        strangers: set[int] = set()
         for attempt in range(1 << 30):
             index = (first + attempt) % len(managers)
             manager = _shown(managers[index])
@@ -305,6 +306,11 @@ class ManagerClient:
                 uncertain = uncertain or status in (500, 502, 504)
                 why = f"{manager}: {_problem(answer).get('detail') or f'status {status}'}"
                 pause = max(pause, _seconds(headers.get("Retry-After")))
+            except ManagerError as error:  # its certificate
+                strangers.add(index)
+                if len(strangers) == len(managers):
+                    raise
+                why = str(error)
             except OSError as error:
                 uncertain = uncertain or exchange.is_sent
                 why = f"{manager}: {error.strerror or error or type(error).__name__}"

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farpool.abc.objects import ObjectStore
@@ -160,7 +161,7 @@ class Names(Closing):
         while True:
             held = self._session.take(role, encode(Holder(self._context.who)), timeout=self._timeout)
             if held is not None:
-                return Writer(self._context, name, quoted, held, self._publish_ended)
+                return Writer(self._context, name, quoted, held, self._publish_ended, partial(self._learn, quoted))
             holder = holder_of(self._registry, role, timeout=self._timeout)
             if holder is not None:
                 who, until = decode(holder.value, Holder, role).who, time.time() + holder.seconds
@@ -317,13 +318,20 @@ class Names(Closing):
                     raise
                 self._note_away()
             else:
-                self._away = False
                 if entry is None:
+                    self._away = False
                     self._known.pop(quoted, None)
                 else:
-                    self._known[quoted] = entry
+                    self._learn(quoted, entry)
                 return entry, True
         return known, False
+
+    def _learn(self, quoted: str, entry: Entry) -> None:
+        """Note an entry from the registry, which answers again. Another thread may have noted a later one."""
+        self._away, self._away_until = False, 0.0
+        known = self._known.get(quoted)
+        if known is None or entry.revision >= known.revision:
+            self._known[quoted] = entry
 
     def _patience(self) -> float:
         """Return how many seconds a call that can do without the registry waits for it."""

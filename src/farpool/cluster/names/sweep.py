@@ -15,7 +15,7 @@ continue much later. Each sweep takes these steps:
    ``publication/`` nor a held version has. This reading also shows the holds that readers recorded before step 1.
 4. Tell each node to release its copy if the copy still has the mark of step 2.
 5. When the nodes have released all copies of a version's objects, delete the version's entries under ``released/``, if
-   these entries are unchanged.
+   these entries are unchanged, and if no program held the version before step 2.
 
 A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
 tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, so the
@@ -26,7 +26,9 @@ after step 4, the writer checks whether the object still exists.
 A writer that is stopped for longer than its lease, and then continues, cannot make a node keep a copy that no sweep
 would release. The writer noted the marks of its copies before it recorded them, and a node keeps a copy for it only if
 the copy still has that mark or is kept already. If a sweep has deleted the record, it released each copy before that,
-so the copy has another mark.
+so the copy has another mark. A copy that was not there in step 2 is not released, and needs no release: a copy that is
+sent later has another mark than the writer noted, because the writer's hold had ended before step 2. For a version that
+another sweep has moved to ``released/`` since, this is not so; its entries stay for a later sweep.
 
 A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
 ``released/`` until all nodes have answered. The sweep tells the other nodes at once to release their copies, and notes
@@ -83,6 +85,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         # These nodes were away when the others released the objects. Without a note, no sweep has finished that step.
         if away is None or not away <= marks.away:
             _add(marks, _marks(store, _keys(entries) - marks.seen.keys(), still_away=away))
+    unheld = {_released(entry.key) for entry in versions.unheld} | {entry.key for entry in versions.released}
     released: set[str] = set()
     for _ in range(_ATTEMPTS_MAX):
         if not marks.seen:
@@ -91,7 +94,8 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         unneeded = _keys(versions.released) - versions.needed
         refused = _release(store, marks, unneeded, grace)
         released |= unneeded & marks.seen.keys() - refused
-        _delete_finished(registry, versions.released, marks, refused)
+        _delete_finished(registry, [entry for entry in versions.released if entry.key in unheld], marks, refused)
+        unheld = {entry.key for entry in versions.released}
         # Another program has kept or released these since step 2, so we note their marks again.
         again = _marks(store, refused)
         again.away.update(marks.away)
@@ -149,7 +153,12 @@ def _keys(entries: Iterable[Entry]) -> set[str]:
 def _retire(registry: Registry, entries: list[Entry]) -> None:
     """Move entries of versions to ``released/``."""
     for batch in _batches(entries):
-        _commit(registry, batch, [Put(f"released/{entry.key.partition('/')[2]}", entry.value) for entry in batch])
+        _commit(registry, batch, [Put(_released(entry.key), entry.value) for entry in batch])
+
+
+def _released(publication: str) -> str:
+    """Return the key under ``released/`` of an entry under ``publication/``."""
+    return f"released/{publication.partition('/')[2]}"
 
 
 def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Entry]]]:
@@ -164,6 +173,7 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
 def _delete_finished(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
     """Delete the entries of fully released versions; note in other entries which nodes were away.
 
+    The versions must have been without a hold before the marks were read.
     A version is fully released if all nodes have released its objects, apart from objects that other versions need.
     """
     done = marks.seen.keys() - refused

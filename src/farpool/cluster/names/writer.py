@@ -47,13 +47,23 @@ class Writer(Closing):
     ended : callable
         Called with True after each publish or unpublish that succeeded, and with False after a publish that failed, if
         nodes may still keep its objects.
+    moved : callable
+        Called with the name's new entry when the registry has confirmed it.
     """
 
-    def __init__(self, context: Context, name: str, quoted: str, role: HeldRole, ended: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        quoted: str,
+        role: HeldRole,
+        ended: Callable[[bool], None],
+        moved: Callable[[Entry], None],
+    ) -> None:
         self._context = context
         self._name, self._quoted = name, quoted
         self._role = role
-        self._ended = ended
+        self._ended, self._moved = ended, moved
 
     def publish(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None) -> NameInfo:
         """Publish the next version of the name; see `Names.publish`."""
@@ -136,3 +146,4 @@ class Writer(Closing):
             raise writer_lost(context, self._name, self._quoted) from error
         if not done.succeeded:
             raise writer_lost(context, self._name, self._quoted)
+        self._moved(Entry(name_key(self._quoted), content, done.revision))

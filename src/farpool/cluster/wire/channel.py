@@ -104,6 +104,8 @@ class Channel:
     emptied : set of int
         Numbers of extents that the node had to make again when the ticket was shown again, so that their bytes are
         lost.
+    stranger : bytes
+        Identity of the node that answered at the last contact in place of the expected one; empty if none did.
 
     Raises
     ------
@@ -133,6 +135,7 @@ class Channel:
         self.epoch = TenantEpoch()
         self.expected: bytes | None = None
         self.emptied: set[int] = set()
+        self.stranger = b""
         self._address = address
         self._moved_to: Address | None = None
         self._key = key
@@ -436,11 +439,13 @@ class Channel:
 
     def _refuse_another_node(self, dialled: Dialled) -> None:
         found = dialled.welcome.identity
-        if self.expected and found != self.expected:
+        self.stranger = found if self.expected and found != self.expected else b""
+        if self.stranger:
             dialled.socket.close()
+            expected = (self.expected or b"").hex()
             raise NodeError(
-                f"{self.name}: the node there has the identity {found.hex()}, expected {self.expected.hex()}; list the "
-                "address at which the expected node is now",
+                f"{self.name}: the node there has the identity {found.hex()}, expected {expected}; list the address at "
+                "which the expected node is now",
                 node=self.name,
             )
         if self.expected is not None:

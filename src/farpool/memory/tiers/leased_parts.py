@@ -98,6 +98,8 @@ class LeasedParts:
         self._claiming: Counter[str] = Counter()
         """Number of threads that show a ticket to each member."""
         self._channels: dict[str, Channel] = {}
+        self._unlisted: set[str] = set()
+        """Members with a channel of which the manager knows no address any more."""
         self._claimed: dict[tuple[str, int], _Claimed] = {}
 
     @property
@@ -120,9 +122,18 @@ class LeasedParts:
     def notes(self) -> tuple[str, ...]:
         """One sentence for each part whose node lost its bytes."""
         with self._lock:
+            used = [slot.extent for slot in self.slots if slot.extent is not None]
             emptied = {(member, one) for member, channel in self._channels.items() for one in channel.emptied}
-            lost = [slot.extent for slot in self.slots if slot.extent is not None and slot.extent.key in emptied]
-        return tuple(f"{one.shown} are lost: the node was started again without them" for one in lost)
+            # A member without an address may still answer at its old one, until another node answers there.
+            replaced = {member for member in self._unlisted if self._channels[member].stranger}
+        return (
+            *(f"{one.shown} are lost: the node was started again without them" for one in used if one.key in emptied),
+            *(
+                f"{one.shown} are lost: the node has left the pool, and another one is at its address"
+                for one in used
+                if one.member in replaced
+            ),
+        )
 
     def claim(self, member: str, ticket: bytes, extents: tuple[LeasedExtent, ...]) -> None:
         """Show a ticket to a member, and make ports to the extents among `extents` that it lends and that have none.
@@ -231,6 +242,7 @@ class LeasedParts:
         with self._lock:
             claimed, self._claimed = list(self._claimed.values()), {}
             channels, self._channels = list(self._channels.values()), {}
+            self._unlisted.clear()
             for slot in self.slots:
                 slot.extent = None
         give_back([one.lease for one in claimed], time.monotonic() + self._timeout)
@@ -251,6 +263,11 @@ class LeasedParts:
             find_address(channel, MemberInfo(addresses, identity), self._timeout)
             with self._lock:
                 return self._channels.setdefault(extent.member, channel)
+        with self._lock:
+            if addresses:
+                self._unlisted.discard(extent.member)
+            elif extent.member in self._channels:
+                self._unlisted.add(extent.member)
         if addresses and channel.name not in addresses:
             channel.move(addresses[0])
         return channel
@@ -261,5 +278,6 @@ class LeasedParts:
             if self._claiming[member] or any(one == member for one, _ in self._claimed):
                 return
             channel = self._channels.pop(member, None)
+            self._unlisted.discard(member)
         if channel is not None:
             channel.close()

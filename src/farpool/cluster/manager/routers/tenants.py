@@ -98,7 +98,7 @@ class NewPolicy(BaseModel, extra="forbid", strict=True):
 
 
 class Oversubscription(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """How many times the pool's bytes of a medium all guarantees together may be, by medium."""
+    """Factors by which the sum of all guarantees may exceed the pool's bytes, by medium."""
 
     factors: dict[_Medium, float] = Field(min_length=1, max_length=16)
 
