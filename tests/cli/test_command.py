@@ -27,7 +27,7 @@ def test_help_names_every_option_of_the_demo(tmp_path: Path) -> None:
     assert done.returncode == 0
     for option in ("--budget", "--question", "--docs", "--texts", "--dram", "--nvme", "--timeline", "--json"):
         assert option in done.stdout
-    for option in ("--remote", "--starts"):
+    for option in ("--remote", "--starts", "--kv", "--pool"):
         assert option in done.stdout
 
 

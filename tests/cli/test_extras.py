@@ -42,6 +42,7 @@ def command_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subpro
         ("numpy", "bench", "bench --help"),
         ("fastapi", "manager", "manager --listen 127.0.0.1:0 --registry here"),
         ("uvicorn", "manager", "up --registry here"),
+        ("uvicorn", "manager", "demo --pool"),
         ("prometheus_client", "metrics", "node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0"),
         # Nothing listens on port 1: a command that connected first would report that.
         ("prometheus_client", "metrics", "store repair --node tcp://127.0.0.1:1 --metrics here.prom"),

@@ -397,6 +397,18 @@ def test_memory_of_a_node_that_was_replaced_is_lost_and_reported(fleet: Fleet) -
 # ---- managers and nodes that go away --------------------------------------------------------------------------------
 
 
+def test_a_killed_node_is_an_error_until_it_is_back(fleet: Fleet) -> None:
+    node = fleet.start()
+    with fleet.tier(size=4 * MIB, transport="tcp", timeout=1.0) as tier, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FarpoolWarning)
+        extent, data = put(tier, MIB)
+        node.kill()
+        with pytest.raises(TierError, match=node.address):
+            get(tier, extent)
+        node.start()
+        eventually(lambda: get_unless_refused(tier, extent) == data)
+
+
 def test_transfers_go_on_while_no_manager_answers_and_the_lease_is_renewed_afterwards(fleet: Fleet) -> None:
     fleet.start()
     with fleet.tier(size=4 * MIB, transport="tcp") as tier:

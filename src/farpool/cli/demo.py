@@ -50,6 +50,14 @@ Kv = Annotated[
         "has saved on a node.",
     ),
 ]
+SharedPool = Annotated[
+    bool,
+    typer.Option(
+        "--pool",
+        help="Instead: train a small model on leased memory of three nodes with two tenants, while one node is killed "
+        "and one drained; needs farpool[manager], too.",
+    ),
+]
 Context = Annotated[int, typer.Option(metavar="TOKENS", min=16, max=65000, help="With --kv: length of the context.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")]
 
@@ -66,6 +74,7 @@ def demo(
     starts: Starts = DEFAULTS.starts,
     kv: Kv = False,
     context: Context = 1024,
+    shared_pool: SharedPool = False,
     json: Json = False,
 ) -> None:
     """Search real text with a model that has a quarter of its bytes resident.
@@ -79,8 +88,15 @@ def demo(
     processes: the second process loads the KV that the first has saved on a node. Both processes must give the same
     tokens, and the second must have loaded all whole blocks of the context.
 
-    Exit code 0: results are equal. 1: they are not equal, or KV was not loaded. 2: an error.
+    With --pool a model trains on leased memory of a shared pool while one node is killed and one drained. The trained
+    model must have the same bits as without farpool, and no object of the other tenant may be lost. --timeline names
+    the picture of the memory that moved.
+
+    Exit code 0: results are equal. 1: they are not equal, KV was not loaded, or objects were lost. 2: an error.
     """
+    if shared_pool:
+        _shared_pool(timeline, json=json)
+        return
     if kv:
         _shared_context(context, json=json)
         return
@@ -115,6 +131,28 @@ def _shared_context(tokens: int, *, json: bool) -> None:
         raise missing_package(error, "demo", "the demo") from error
     with progress_bars() as progress:
         outcome = run(tokens, 16, progress)
+    if json:
+        result = {"provenance": provenance(), "result": outcome}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
+    else:
+        show(report(outcome))
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _shared_pool(picture: Path, *, json: bool) -> None:
+    """Run the demo of ``--pool``, in which a node is killed and one drained, and show the report."""
+    from farpool.cli.manager import require_manager
+    from farpool.observe.tables import show
+
+    require_manager("farpool demo --pool")
+    try:
+        from farpool.demo.shared_pool import run
+        from farpool.demo.shared_pool_report import report
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "demo", "the demo") from error
+    with progress_bars() as progress:
+        outcome = run(picture, progress)
     if json:
         result = {"provenance": provenance(), "result": outcome}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
