@@ -53,6 +53,10 @@ RepairGrace = Annotated[
     float,
     typer.Option(metavar="SECONDS", min=0, help="Time for which a node may be silent before its copies count as lost."),
 ]
+AlarmInterval = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks for alarms; all their times grow with it."),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time limit for a request to the registry.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
@@ -66,6 +70,7 @@ def manager(
     ttl: Ttl = 3.0,
     repair_rate: RepairRate = "100MB",
     repair_grace: RepairGrace = 30.0,
+    alarm_interval: AlarmInterval = 5.0,
     timeout: Timeout = 3.0,
     json: Json = False,
 ) -> None:
@@ -94,7 +99,16 @@ def manager(
     listening = listen_at(parse_address(listen, "--listen", any_port=True), tls)
     file = audit or default_audit(listening.socket.getsockname()[1])
     with listening.socket, open_registry(registry, timeout=timeout) as opened:
-        serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, repair=repair, ready=ready)
+        serve(
+            opened,
+            listening,
+            audit=file,
+            token_required=require_token,
+            ttl=ttl,
+            repair=repair,
+            alarm_interval=alarm_interval,
+            ready=ready,
+        )
 
 
 def require_manager(command: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import uvicorn
 
 from farpool.abc.registry import Registry
+from farpool.cluster.manager.alarms import LOOK_INTERVAL_S
 from farpool.cluster.manager.app import application
 from farpool.cluster.manager.credentials import list_identities, list_tokens
 from farpool.cluster.manager.gate import Gate
@@ -108,6 +109,7 @@ def serve(
     token_required: bool = False,
     ttl: float = 3.0,
     repair: RepairPolicy | None = None,
+    alarm_interval: float = LOOK_INTERVAL_S,
     ready: Callable[[ManagerRecord], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or an error that ends the manager.
@@ -126,6 +128,8 @@ def serve(
         Seconds without a sign of this manager after which another one becomes the leader.
     repair : RepairPolicy, optional
         How the manager repairs while it leads; it does not repair without.
+    alarm_interval : float
+        Seconds between two looks at the pool for alarms.
     ready : callable, optional
         Called when the manager answers.
 
@@ -152,6 +156,7 @@ def serve(
             token_required=token_required,
             ttl=ttl,
             repair=repair,
+            alarm_interval=alarm_interval,
         )
         reasons: list[FarpoolError] = []
         running: list[_Server] = []
