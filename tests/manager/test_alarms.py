@@ -415,4 +415,4 @@ def test_an_alarm_that_could_not_be_written_comes_again() -> None:
 def test_all_times_grow_with_the_interval() -> None:
     fast = Limits().at(0.5)
     assert (fast.hits_window, fast.hits_min, fast.flaps_window, fast.flaps_min) == (3.0, 100, 60.0, 3)
-    assert fast.clock_offset == Limits().clock_offset
+    assert (fast.clock_offset, fast.policy_silence) == (Limits().clock_offset, Limits().policy_silence)

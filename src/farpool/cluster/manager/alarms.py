@@ -72,7 +72,8 @@ class Limits:
     policy_wait : float
         Time for which a node may apply another policy than the registry's.
     policy_silence : float
-        Time for which a node may have no confirmation of its policy.
+        Time for which a node may have no confirmation of its policy. It does not grow with the interval of looks,
+        because nodes ask for it in an interval of their own.
     clock_offset : float
         Largest difference of a clock from the others, and largest jump. It does not grow with the interval of looks.
     clock_hold : float
@@ -108,7 +109,7 @@ class Limits:
     def at(self, interval: float) -> Limits:
         """Return the limits with all times as many looks as before, if a look comes each `interval` seconds."""
         factor = interval / LOOK_INTERVAL_S
-        fixed = ("hits_min", "flaps_min", "clock_offset")
+        fixed = ("hits_min", "flaps_min", "clock_offset", "policy_silence")
         times = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name not in fixed}
         return replace(self, **times)
 
