@@ -137,29 +137,29 @@ def test_lookups_that_find_nothing_while_puts_succeed(pool: Pool) -> None:
 
 
 def test_objects_with_fewer_copies_than_confirmed(pool: Pool) -> None:
-    manager = pool.manager("--repair-grace", "0.5")
-    stream = pool.stream(manager)
     nodes = [pool.node() for _ in range(2)]
     with Store(pool.place, replicas=2) as store:
         for number in range(5):
             store.put(f"key-{number}", b"value" * 100)
+    manager = pool.manager("--repair-grace", "0.5")
+    stream = pool.stream(manager)
     eventually(lambda: "0" in manager.get("/v1/repairs")["tenants"])
     eventually(lambda: "5 objects" in pool.status())
     assert "all have their copies" in pool.status()
     assert f"if {nodes[0].folder.name} were lost, 5 objects" in " ".join(pool.status().split())
     nodes[0].kill()
-    check(pool, manager, stream, "too-few-copies", "^5 objects have fewer copies|: 5 objects have fewer", "tenant-0")
+    check(pool, manager, stream, "too-few-copies", "5 objects have fewer copies", "tenant-0")
     assert "5 have too few copies" in pool.status()
     nodes[0].start()
     check_cleared(manager, stream, "too-few-copies")
 
 
 def test_repair_that_cannot_copy(pool: Pool) -> None:
-    manager = pool.manager("--repair-grace", "0.5")
-    stream = pool.stream(manager)
-    first, second = pool.node("32MiB"), pool.node("32MiB")
+    first, _second = pool.node("32MiB"), pool.node("32MiB")
     with Store(pool.place, replicas=2) as store:
         store.put("large", os.urandom(8 * MIB))
+    manager = pool.manager("--repair-grace", "0.5")
+    stream = pool.stream(manager)
     third = pool.node("4MiB")  # the object has no place there
     eventually(lambda: "0" in manager.get("/v1/repairs")["tenants"])
     first.kill()
@@ -168,7 +168,6 @@ def test_repair_that_cannot_copy(pool: Pool) -> None:
     third.kill()
     first.start()
     check_cleared(manager, stream, "repair-stuck")
-    assert second.pid
 
 
 def test_eviction_that_makes_no_room(pool: Pool) -> None:

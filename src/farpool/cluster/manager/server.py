@@ -142,15 +142,8 @@ def serve(
     """
     with contextlib.closing(listening.socket):
         context = None if listening.tls is None else tls_context(listening.tls)
-        record = ManagerRecord(
-            manager=secrets.token_hex(8),
-            address=listening.url,
-            process=f"{socket.gethostname()}:{os.getpid()}",
-            version=version("farpool"),
-            started=time.time(),
-        )
         settings = Settings(
-            record=record,
+            record=_new_record(listening.url),
             audit=audit,
             is_plain_loopback=listening.is_plain_loopback,
             token_required=token_required,
@@ -175,6 +168,16 @@ def serve(
                 server.run(sockets=[listening.socket])
     if reasons:
         raise reasons[0]
+
+
+def _new_record(url: str) -> ManagerRecord:
+    return ManagerRecord(
+        manager=secrets.token_hex(8),
+        address=url,
+        process=f"{socket.gethostname()}:{os.getpid()}",
+        version=version("farpool"),
+        started=time.time(),
+    )
 
 
 class _Server(uvicorn.Server):
