@@ -40,7 +40,7 @@ class Pool:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.stack = folder, stack
-        self.place = str(folder / "registry.sqlite")
+        self.place = f"sqlite://{folder}/registry.sqlite"
         self.registry = stack.enter_context(open_registry(self.place, timeout=60.0))
 
     def manager(self, *options: str, interval: str = QUICK) -> RunningManager:
