@@ -26,6 +26,7 @@ from farpool.cluster.manager.records import ALARMS, AlarmRecord, alarm_key, deco
 from farpool.cluster.manager.repairs import RepairService
 from farpool.cluster.members.records import ALIVE, MemberRecord
 from farpool.cluster.node.logs import log
+from farpool.cluster.repair.messages import Unmended
 from farpool.cluster.roles import HeldRole
 from farpool.cluster.tenants.records import FLEET
 from farpool.cluster.wire.access import client_key
@@ -174,8 +175,8 @@ class AlarmWatch(Closing):
     def _repair(self) -> dict[int, Repair]:
         if self._repairs is None:
             return {}
-        tenants: dict[int, dict[str, Any]] = self._repairs.status()["tenants"]
-        return {tenant: _repair_of(status) for tenant, status in tenants.items() if status["exposure"] is not None}
+        statuses = self._repairs.statuses()
+        return {tenant: _repair_of(status) for tenant, status in statuses.items() if status["exposure"] is not None}
 
     def _write(self, leadership: HeldRole, changes: Sequence[Change]) -> None:
         for at in range(0, len(changes), _OPERATIONS_MAX):
@@ -245,11 +246,11 @@ def _stats(channel: Channel) -> Answer:
 
 
 def _repair_of(status: Mapping[str, Any]) -> Repair:
-    left = status["left"]
+    left: list[Unmended] = status["left"]
     return Repair(
         lacking=status["lacking"],
         failed=len(left),
-        reason="; ".join(left[0]["reasons"]) if left else "",
+        reason="; ".join(left[0].reasons) if left else "",
         progress=sum(status[name] for name in _PROGRESS),
         copied=status["copied"],
         asked=status["asked"],
