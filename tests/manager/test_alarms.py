@@ -231,6 +231,13 @@ def test_the_alarm_about_eviction_ends_if_no_program_asks_for_room() -> None:
     assert pool.look(10) == set()
 
 
+def test_refusals_far_apart_are_no_stuck_eviction() -> None:
+    pool = Pool()
+    for _ in range(10):
+        pool.counters[A]["full"] += 1
+        assert pool.look(20) == set()
+
+
 def test_a_node_that_drains_refuses_puts_without_an_alarm() -> None:
     pool = Pool()
     pool.counters[A]["state"] = 1

@@ -304,8 +304,8 @@ class Alarms:
         for member in self._losses.keys() - seen.members.keys():
             del self._losses[member]
         self._clocks(look)
-        for member, name in seen.members.items():
-            self._flapping(look, member, name)
+        for member in seen.members:
+            self._flapping(look, member)
             answer = seen.answers.get(member)
             known = self._members.setdefault(member, _Member())
             if answer is not None:
@@ -362,7 +362,7 @@ class Alarms:
             text = f"its clock jumped {'forward' if known.jump > 0 else 'back'} by {abs(known.jump):.1f} s"
         look.judge(Kind.CLOCK, subject, verdict, text)
 
-    def _flapping(self, look: _Look, member: str, name: str) -> None:
+    def _flapping(self, look: _Look, member: str) -> None:
         times, limits = self._losses.get(member, deque()), self._limits
         while times and look.seen.now - times[0] > limits.flaps_window:
             times.popleft()
@@ -380,6 +380,8 @@ class Alarms:
         if moved:
             known.refused, known.refused_since, known.refused_at = 0.0, math.inf, -math.inf
         elif refused:
+            if now - known.refused_at > limits.eviction_quiet:
+                known.refused, known.refused_since = 0.0, now
             known.refused += refused
             known.refused_since = min(known.refused_since, now)
             known.refused_at = now
