@@ -507,8 +507,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          objects->visits().sessions(), budget_.allowance(tenant), objects->counts(), quotas_.of_tenant(tenant),
-                                          loop_.turns().usage(tenant, now)});
+                                          objects->visits().sessions(), budget_.allowance(tenant), objects->counts(),
+                                          quotas_.of_tenant(tenant), loop_.turns().usage(tenant, now)});
     }
     for (const auto& lease : lending_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
