@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -299,6 +300,16 @@ def test_the_clock_of_the_manager_is_compared_with_those_of_the_members() -> Non
     pool.clocks = dict.fromkeys(pool.members, -100.0)
     assert pool.look() == {("clock", "m1")}
     assert pool.raised["clock", "m1"].about == "manager m1"
+
+
+def test_a_node_that_reports_half_of_its_clock_has_no_alarm() -> None:
+    pool = Pool()
+    pool.silent = {B}
+    seen = pool._seen()
+    broken = {name: value for name, value in seen.answers[A].counters.items() if name != "clock_monotonic"}
+    answers = {A: Answer(WALL, {**broken, "clock": 0.0})}
+    for _ in range(2):
+        assert pool.machine.look(replace(seen, answers=answers), {}) == []
 
 
 def test_a_reboot_is_no_jump_of_a_clock() -> None:

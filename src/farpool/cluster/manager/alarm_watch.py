@@ -7,10 +7,11 @@ writes, in transactions that fail once another manager leads. Members are asked 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +41,7 @@ _THREADS = 16
 _ADDRESSES_MAX = 3
 _CONNECT_TIMEOUT_S = 3.0
 _CALL_TIMEOUT_S = 2.0
+_END_LOOK_S = 0.2
 _CLOCK_CALL_MAX_S = 1.0
 """Longest call whose answer says what the time at the member is."""
 _OPERATIONS_MAX = 100
@@ -134,6 +136,8 @@ class AlarmWatch(Closing):
                 if record is not None and state not in (None, MemberState.SUSPECT, MemberState.JOINING)
             }
         )
+        if self._ended.is_set():
+            return
         seen = Seen(
             now=time.monotonic(),
             wall=time.time(),
@@ -202,13 +206,17 @@ class AlarmWatch(Closing):
 
     def _ask(self, members: Mapping[str, MemberRecord]) -> dict[str, Answer]:
         self._drop_channels(self._channels.keys() - members.keys())
-        answers = self._askers.map(lambda each: self._answer(*each), members.items())
-        return {member: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
+        asked = {member: self._askers.submit(self._answer, member, record) for member, record in members.items()}
+        # The leader's role is given up only after this thread has ended, so it must not wait for members then.
+        while wait(asked.values(), _END_LOOK_S).not_done and not self._ended.is_set():
+            pass
+        answers = {member: future.result() for member, future in asked.items() if future.done()}
+        return {member: answer for member, answer in answers.items() if answer is not None}
 
     def _answer(self, member: str, record: MemberRecord) -> Answer | None:
         channel = self._channels.get(member)
         if channel is not None:
-            with suppress(FarpoolError):
+            with suppress(FarpoolError, msgspec.ValidationError):
                 return _stats(channel)
             self._drop_channels([member])  # it has started again, perhaps at another address
         for address in record.addresses[:_ADDRESSES_MAX]:
@@ -224,6 +232,8 @@ class AlarmWatch(Closing):
                 channel.close()
                 continue
             self._channels[member] = channel
+            if self._ended.is_set():
+                channel.close()
             return answer
         return None
 
@@ -239,7 +249,9 @@ def _stats(channel: Channel) -> Answer:
     found: dict[str, Any] = channel.call("stats", began + _CALL_TIMEOUT_S, tenants=True)
     took = time.monotonic() - began
     tenants = msgspec.convert(found.pop("tenants", None), dict[int, dict[str, int]] | None)
-    counters = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    counters = {
+        name: float(value) for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
     if took > _CLOCK_CALL_MAX_S:
         counters.pop("clock", None)
     return Answer(time.time() - took / 2, counters, tenants)

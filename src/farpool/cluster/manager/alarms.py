@@ -27,6 +27,7 @@ LOOK_INTERVAL_S = 5.0
 """Seconds between two looks at the pool. The defaults of `Limits` belong to it."""
 _DAY_S = 86400.0
 _MOVES = ("evictions", "demotions", "drops", "expired")
+_CLOCKS = frozenset(("clock", "clock_monotonic"))
 _TENANT = "tenant-"
 
 
@@ -329,7 +330,7 @@ class Alarms:
         offsets = {
             member: answer.counters["clock"] - answer.at
             for member, answer in seen.answers.items()
-            if "clock" in answer.counters
+            if answer.counters.keys() >= _CLOCKS
         }
         clocks = [0.0, *offsets.values()]
         # The time of most clocks; the manager's if the choice is free.
@@ -342,7 +343,7 @@ class Alarms:
             self._clock(look, seen.manager, self._own, -usual)
 
     def _note_jump(self, known: _Member, answer: Answer, now: float) -> None:
-        if known.answer is None or "clock" not in known.answer.counters:
+        if known.answer is None or not known.answer.counters.keys() >= _CLOCKS:
             return
         before, after = known.answer.counters, answer.counters
         monotonic = after["clock_monotonic"] - before["clock_monotonic"]
