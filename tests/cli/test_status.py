@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from farpool.abc.registry import Put, Registry
 from farpool.cli.main import app
+from farpool.cli.status import _exposure
 from farpool.cluster.leases.records import LeaseRecord, LeaseRequest, MemberAccount, account_key, lease_key
 from farpool.cluster.leases.records import encode as encode_lease
 from farpool.cluster.manager.records import (
@@ -21,7 +22,7 @@ from farpool.cluster.manager.records import (
     encode,
     running_key,
 )
-from farpool.cluster.manager.status import repair_statuses
+from farpool.cluster.manager.status import PoolStatus, repair_statuses
 from farpool.cluster.members.records import MemberRecord, record_key
 from farpool.cluster.members.records import encode as encode_member
 from farpool.cluster.tenants.administration import TenantChange, set_tenant
@@ -106,3 +107,19 @@ def test_losses_are_listed_by_member_and_by_label() -> None:
     [found] = repair_statuses({7: status, 8: {"exposure": None}})  # the second was not scanned yet
     assert (found.tenant, found.objects, found.lacking, found.failed) == (7, 9, 5, 1)
     assert [(one.member, one.label, one.below) for one in found.losses] == [("aa", "", 3), ("", "rack=r1", 3)]
+
+
+def test_of_many_losses_the_costliest_are_shown() -> None:
+    members = {
+        f"{number:032x}": {"objects": number, "nbytes": 1, "below": 0, "below_nbytes": 0} for number in range(300)
+    }
+    exposure = {"objects": 9, "nbytes": 90, "members": members, "labels": {}}
+    [found] = repair_statuses({7: {"exposure": exposure, "lacking": 0, "waiting": 0, "left": []}})
+    assert [one.objects for one in found.losses] == list(range(299, 199, -1))
+    pool = PoolStatus(
+        registry="r", time=0.0, managers=[], members=[], tenants=[], leases=0, orders=0, alarms=[], repair=[found]
+    )
+    shown = list(_exposure(pool))
+    assert len(shown) == 12
+    assert "299 objects (1 B) would be gone" in shown[1]
+    assert shown[-1] == "  90 more losses are in the output of --json"

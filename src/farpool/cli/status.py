@@ -27,6 +27,8 @@ Manager = Annotated[
         show_default=False,
     ),
 ]
+_LOSSES_MAX = 10
+"""Losses of each tenant that are shown to people, the costliest first."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -134,10 +136,10 @@ def _exposure(found: PoolStatus) -> Iterator[str]:
     names = {one.identity: one.name or one.identity[:8] for one in found.members}
     for repair in found.repair:
         yield _copies(repair)
-        for loss in repair.losses:
-            # A label that all members share costs all objects, and a label of one member costs what the member costs.
-            if loss.objects or loss.below:
-                yield f"  {_cost(loss, names)}"
+        costs = [f"  {_cost(loss, names)}" for loss in repair.losses if loss.objects or loss.below]
+        yield from costs[:_LOSSES_MAX]
+        if len(costs) > _LOSSES_MAX:
+            yield f"  {len(costs) - _LOSSES_MAX} more losses are in the output of --json"
 
 
 def _copies(repair: RepairStatus) -> str:

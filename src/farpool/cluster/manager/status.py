@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _PATH = "/v1/status"
+_LOSSES_MAX = 100
+"""Losses of each tenant in the answer of a manager, the costliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairStatus:
-    """Repair of a tenant's objects. `losses` are as of the last scan; `failed` objects could not be repaired."""
+    """Repair of a tenant's objects. `failed` objects could not be repaired.
+
+    `losses` are the costliest ones, as of the last scan.
+    """
 
     tenant: int
     objects: int
@@ -259,6 +264,7 @@ def repair_statuses(tenants: Mapping[int, Mapping[str, Any]]) -> list[RepairStat
             *(Loss(member=name, label="", **cost) for name, cost in sorted(exposure["members"].items())),
             *(Loss(member="", label=name, **cost) for name, cost in sorted(exposure["labels"].items())),
         ]
+        losses.sort(key=lambda loss: (loss.objects, loss.below), reverse=True)
         found.append(
             RepairStatus(
                 tenant=tenant,
@@ -267,7 +273,7 @@ def repair_statuses(tenants: Mapping[int, Mapping[str, Any]]) -> list[RepairStat
                 lacking=one["lacking"],
                 waiting=one["waiting"],
                 failed=len(one["left"]),
-                losses=losses,
+                losses=losses[:_LOSSES_MAX],
             )
         )
     return found
