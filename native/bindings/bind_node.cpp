@@ -74,6 +74,7 @@ nb::dict as_dict(const Server::Stats& stats) {
     made["nvme_capacity"] = stats.shelf_capacity;
     made["nvme_used"] = stats.shelf_used;
     made["nvme_leaving"] = stats.leaving;
+    made["nvme_written"] = stats.shelf_written;
     made["nvme_objects"] = stats.shelved;
     made["retained_objects"] = stats.retained;
     made["retained_bytes"] = stats.retained_bytes;
@@ -533,6 +534,10 @@ time is over or its session ends. KeyError if there is no such pin.)")
                     made["searches"] = stats.counts.searches;
                     made["gets"] = stats.counts.gets;
                     made["hits"] = stats.counts.hits;
+                    made["lookups"] = stats.counts.lookups;
+                    made["found"] = stats.counts.found;
+                    made["puts"] = stats.counts.puts;
+                    made["readers"] = stats.readers;
                     made["evictions"] = stats.counts.evictions;
                     made["evictions_of_damaged"] = stats.counts.damaged;
                     made["evictions_from_file"] = stats.counts.from_file;
@@ -549,7 +554,8 @@ time is over or its session ends. KeyError if there is no such pin.)")
             nb::sig("def tenants(self) -> dict[int, dict[str, int]]"),
             R"(Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
 guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
-for want of room in the NVMe file; bytes moved in each direction, units of work, and microseconds for which the tenant
+for want of room in the NVMe file; puts, gets and looked up keys of connections, and sessions that map the objects and read
+them without a request; bytes moved in each direction, units of work, and microseconds for which the tenant
 had work but was above its cap.)")
         .def(
             "refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); },

@@ -248,6 +248,7 @@ void Protocol::publish(std::uint64_t extent, std::uint64_t serial, std::uint32_t
     const Found found = client_.objects.commit(extent, serial, crc);
     if (found.status == Status::done) {
         services_.tallies.add_put();
+        client_.objects.count_put();
     }
     reply(found.status, found.serial, unfinished(found));
 }
@@ -378,7 +379,9 @@ void Protocol::go_on_with_lookup() {
         services_.turn.spend(work::key);
         const std::string_view key(reinterpret_cast<const char*>(meta.data()) + lookup.at, length);
         const Found found = client_.objects.find(key, lookup.visits);
-        if (found.status == Status::done && !is_behind()) {
+        const bool is_there = found.status == Status::done && !is_behind();
+        client_.objects.count_lookup(is_there);
+        if (is_there) {
             lookup.answer.add(lookup.number, found.nbytes);
         }
         lookup.at += length;

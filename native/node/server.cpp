@@ -469,6 +469,7 @@ Server::Stats Server::stats() {
         stats.shelf_capacity = lower->capacity();
         stats.shelf_used = lower->used();
         stats.leaving = budget_.moving();
+        stats.shelf_written = lower->written();
     }
     for (const auto& [tenant, objects] : tenants_.all()) {
         const Catalogue::Counts& counts = objects->counts();
@@ -509,8 +510,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          budget_.allowance(tenant), objects->counts(), quotas_.of_tenant(tenant),
-                                          loop_.turns().usage(tenant, now)});
+                                          objects->visits().sessions(), budget_.allowance(tenant), objects->counts(),
+                                          quotas_.of_tenant(tenant), loop_.turns().usage(tenant, now)});
     }
     for (const auto& lease : lending_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {

@@ -61,12 +61,12 @@ public:
     struct Stats : Counts {
         std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0, expired = 0, adopted = 0,
                       index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0, state = 0,
-                      leaving = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0, gets = 0, hits = 0,
-                      retained = 0, retained_bytes = 0, retained_evictions = 0;
+                      leaving = 0, shelf_written = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0,
+                      gets = 0, hits = 0, retained = 0, retained_bytes = 0, retained_evictions = 0;
     };
 
     struct TenantStats {
-        std::uint64_t objects, used, backed, taken, lent, share;
+        std::uint64_t objects, used, backed, taken, lent, share, readers;
         Budget::Allowance allowance;
         Catalogue::Counts counts;
         Quotas::Charges charges;

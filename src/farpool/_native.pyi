@@ -455,7 +455,8 @@ class NodeServer:
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
         guaranteed; pins, preparations, leases and connections; all evictions, evictions of damaged objects, and evictions
-        for want of room in the NVMe file; bytes moved in each direction, units of work, and microseconds for which the tenant
+        for want of room in the NVMe file; puts, gets and looked up keys of connections, and sessions that map the objects and read
+        them without a request; bytes moved in each direction, units of work, and microseconds for which the tenant
         had work but was above its cap.
         """
 

@@ -303,7 +303,7 @@ def test_a_manager_needs_its_address_and_its_files(place: str, manager: RunningM
 def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "manager.md").read_text()
     [examples] = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert examples.count("curl") == 7
+    assert examples.count("curl") == 8
     place = str(tmp_path / "registry.sqlite")
     with open_registry(place, timeout=60.0) as registry:
         token, _ = create_token(registry, Role.ADMIN)

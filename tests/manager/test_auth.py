@@ -93,6 +93,8 @@ CALLS = [
     ("POST", "/v1/leases/none/replace", EVERYONE, 422),
     ("POST", "/v1/leases/none/release", EVERYONE, 422),
     ("GET", "/v1/repairs", READERS, 200),
+    ("GET", "/v1/alarms", READERS, 200),
+    ("GET", "/v1/status", READERS, 200),
     ("GET", "/v1/tenants", EVERYONE, 200),
     ("GET", "/v1/tenants/none", EVERYONE, 404),
     ("PUT", "/v1/tenants/none", READERS, 422),

@@ -24,7 +24,7 @@ from farpool.cluster.manager.feed import Backlog, Feed, revision_of
 from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.member_stats import MemberAnswers, MemberStats
 from farpool.cluster.manager.presence import Presence
-from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, ManagerRecord, Role
+from farpool.cluster.manager.records import LEADER, RUNNING, TOKENS, AlarmRecord, ManagerRecord, Role, alarm_key
 from farpool.cluster.manager.records import encode as encode_manager
 from farpool.cluster.manager.routers import events as routers_events
 from farpool.cluster.manager.routers.events import _stream
@@ -72,6 +72,8 @@ def test_each_change_is_an_event_of_its_own_kind() -> None:
     order = OrderRecord(**fields, reason="r", issued=0.0)
     assert kind(order.key, encode_lease(order)) == "extent.ended"
     assert kind(order.key, deleted=True) == "extent.freed"
+    assert kind(alarm_key("clock", "1f"), encode_manager(AlarmRecord(kind="clock", subject="1f"))) == "alarm.raised"
+    assert kind(alarm_key("clock", "1f"), deleted=True) == "alarm.cleared"
     assert kind(ORDERS + "1f/2f-x", deleted=True) == kind(lease_key("1f"), b"{") == "damaged"
     manager = encode_manager(ManagerRecord(manager="1f"))
     assert kind(LEADER, manager) == "manager.leads"

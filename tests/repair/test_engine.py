@@ -132,6 +132,45 @@ def test_an_object_that_no_member_takes_is_given_up_with_its_reasons() -> None:
     assert all("no answer within" in one.reasons[0] for one in counts.left.values())
 
 
+def test_objects_that_lack_copies_are_counted_until_they_have_them() -> None:
+    world = filled(members=3, copies=2, rate=2e4)
+    assert world.engine.lacking == 0
+    # Members move, and nothing lacks.
+    world.join(77)
+    world.run(world.now + 1.0)
+    assert world.engine.lacking == 0
+    world.settle()
+    world.kill(member(world, 0), for_good=True)
+    world.run(world.now + 7.0)
+    assert 0 < world.engine.lacking <= len(KEYS)
+    world.settle()
+    assert world.engine.lacking == 0
+
+
+def test_objects_count_as_lacking_copies_if_there_are_too_few_members() -> None:
+    world = filled(members=2, copies=2)
+    world.kill(member(world, 0), for_good=True)
+    world.settle()
+    assert not world.started  # nobody could take a copy
+    assert world.engine.lacking == len(KEYS)
+    world.join(77)
+    world.settle()
+    assert world.engine.lacking == 0
+
+
+def test_failed_and_held_back_copies_count_as_lacking() -> None:
+    world = filled(members=3, copies=2, losses=2.0, tries_max=3)
+    world.kill(member(world, 0), for_good=True)
+    world.settle()
+    assert world.engine.lacking == len(world.engine.counts.left) > 0
+    world = filled(members=3, copies=2, pressure=1e9)
+    for one in world.members.values():
+        world.engine.lost_copy(b"other", one.identity, world.now, evicted=True)
+    world.kill(member(world, 1), for_good=True)
+    world.settle()
+    assert world.engine.lacking == len(list(lacking(world))) > 0
+
+
 def test_copies_that_might_be_evicted_do_not_go_to_members_that_evict() -> None:
     world = filled(members=3, copies=2, pressure=1e9)
     for one in world.members.values():

@@ -107,6 +107,11 @@ public:
     void count_unsent(std::int64_t change) { room_.count_unsent(change); }
     void count_get() { ++entries_.counts().gets; }
     void count_hit() { ++entries_.counts().hits; }
+    void count_put() { ++entries_.counts().puts; }
+    void count_lookup(bool found) {
+        ++entries_.counts().lookups;
+        entries_.counts().found += found ? 1 : 0;
+    }
 
     // Move payloads between media; see Eviction. copy_to_ram() is for a payload that has a view: it returns the object where it
     // is then, which is the old place if there is no room in RAM.

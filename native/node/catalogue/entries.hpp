@@ -57,6 +57,9 @@ public:
         std::uint64_t searches = 0;            // keys that were searched in the index
         std::uint64_t gets = 0;                // objects that connections requested
         std::uint64_t hits = 0;                // requested objects that were found
+        std::uint64_t lookups = 0;             // keys that connections looked up
+        std::uint64_t found = 0;               // keys of lookups that have an object
+        std::uint64_t puts = 0;                // objects that connections put
     };
 
     Entries(std::uint32_t tenant, Room& room, Index& index, Media& media);

@@ -65,6 +65,8 @@ public:
     // Bytes for payloads, and the bytes that are allocated.
     virtual std::uint64_t capacity() const noexcept = 0;
     virtual std::uint64_t used() const noexcept = 0;
+    // Bytes written since the start to a device that wears with them; any thread may ask.
+    virtual std::uint64_t written() const noexcept { return 0; }
     // Bytes by which the medium allocates: a multiple of 64 and at most 16,320, because a catalogue has one byte per object to
     // count the unused units of 64 bytes at the end of its extent.
     virtual std::uint64_t unit() const noexcept = 0;

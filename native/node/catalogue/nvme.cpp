@@ -181,7 +181,7 @@ bool Nvme::read_back(const Job& job) const {
 
 // Copies a payload to the NVMe file by system calls on both files, because a publisher may truncate the source file: an access
 // to a mapping of it would then end the process.
-bool Nvme::copy(const Job& job, AlignedBuffer& step) const {
+bool Nvme::copy(const Job& job, AlignedBuffer& step) {
     for (std::uint64_t moved = 0; moved < job.from.nbytes; moved += step_nbytes) {
         const std::uint64_t nbytes = std::min(step_nbytes, job.from.nbytes - moved);
         const std::uint64_t padded = units(nbytes) * block_nbytes;
@@ -197,6 +197,7 @@ bool Nvme::copy(const Job& job, AlignedBuffer& step) const {
         if (!written) {
             return false;
         }
+        written_.fetch_add(padded, std::memory_order_relaxed);
     }
     return true;
 }

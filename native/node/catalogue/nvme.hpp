@@ -2,6 +2,7 @@
 // disk.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -32,6 +33,7 @@ public:
     std::uint64_t id() const noexcept override { return id_; }
     std::uint64_t capacity() const noexcept override { return capacity_; }
     std::uint64_t used() const noexcept override;
+    std::uint64_t written() const noexcept override { return written_.load(std::memory_order_relaxed); }
     std::uint64_t unit() const noexcept override { return block_nbytes; }
     std::optional<std::uint64_t> alloc(std::uint32_t blocks) override;
     bool adopt(std::uint64_t first, std::uint32_t blocks) override;
@@ -56,12 +58,13 @@ private:
     Job next();
     void work(AlignedBuffer& step);
     bool read_back(const Job& job) const;
-    bool copy(const Job& job, AlignedBuffer& step) const;
+    bool copy(const Job& job, AlignedBuffer& step);
 
     File file_;
     std::function<void()> wake_;
     std::uint64_t id_ = 0;
     std::uint64_t capacity_;
+    std::atomic<std::uint64_t> written_{0};
     FreeSpace space_;
     std::mutex mutex_;  // guards the fields below
     std::condition_variable ready_;

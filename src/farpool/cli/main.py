@@ -23,6 +23,7 @@ from farpool.cli import (
     node,
     registry,
     sim,
+    status,
     store,
     tape,
     tenants,
@@ -47,6 +48,7 @@ app.command(name="demo")(demo.demo)
 app.command(name="manager")(manager.manager)
 app.command(name="node")(node.node)
 app.command(name="sim")(sim.sim)
+app.command(name="status")(status.status)
 app.command(name="up")(up.up)
 app.command(name="why")(kv.why)
 app.add_typer(bench.app, name="bench")

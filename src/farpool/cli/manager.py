@@ -63,6 +63,10 @@ RepairCopysets = Annotated[
         help="Put copies on few groups of nodes, as programs with Copysets(..., RINGS, spread=LABEL) do.",
     ),
 ]
+AlarmInterval = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks for alarms; all their times grow with it."),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time limit for a request to the registry.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")]
 
@@ -77,6 +81,7 @@ def manager(
     repair_rate: RepairRate = "100MB",
     repair_grace: RepairGrace = 30.0,
     copysets: RepairCopysets = "",
+    alarm_interval: AlarmInterval = 5.0,
     timeout: Timeout = 3.0,
     json: Json = False,
 ) -> None:
@@ -107,7 +112,16 @@ def manager(
     listening = listen_at(parse_address(listen, "--listen", any_port=True), tls)
     file = audit or default_audit(listening.socket.getsockname()[1])
     with listening.socket, open_registry(registry, timeout=timeout) as opened:
-        serve(opened, listening, audit=file, token_required=require_token, ttl=ttl, repair=repair, ready=ready)
+        serve(
+            opened,
+            listening,
+            audit=file,
+            token_required=require_token,
+            ttl=ttl,
+            repair=repair,
+            alarm_interval=alarm_interval,
+            ready=ready,
+        )
 
 
 def _redundancy_of(copysets: str) -> Redundancy:

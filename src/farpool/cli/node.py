@@ -44,6 +44,14 @@ Nvme = Annotated[
         show_default=False,
     ),
 ]
+NvmeWear = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes a day that may be written to the NVMe file before the managers raise an alarm. Default: its size.",
+        show_default=False,
+    ),
+]
 Name = Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")]
 Folder = Annotated[
     str | None,  # a path would turn an empty string into "."
@@ -168,6 +176,7 @@ def node(
     member_ttl: MemberTtl = 3.0,
     slow_start: SlowStart = 60.0,
     peer_key: PeerKey = None,
+    nvme_wear: NvmeWear = "",
     json: Json = False,
 ) -> None:
     """Lend memory of this host to programs on this and other hosts, until SIGTERM or SIGINT.
@@ -202,6 +211,7 @@ def node(
         member_ttl=member_ttl,
         slow_start=slow_start,
         peer_key=None if peer_key is None else read_key(peer_key, "--peer-key"),
+        nvme_wear=parse_size(nvme_wear, "--nvme-wear") if nvme_wear else 0,
     )
     _allow_many_files()
     configure(json=json)

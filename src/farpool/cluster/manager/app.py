@@ -15,6 +15,7 @@ from farpool.cluster.manager.manager import Manager
 from farpool.cluster.manager.metrics import Metrics
 from farpool.cluster.manager.problems import MEDIA_TYPE, ProblemDocument, add_handlers
 from farpool.cluster.manager.routers import (
+    alarms,
     events,
     health,
     identities,
@@ -24,13 +25,28 @@ from farpool.cluster.manager.routers import (
     names,
     objects,
     repairs,
+    status,
     tenants,
     tokens,
 )
 
 __all__ = ["ROUTERS", "application"]
 
-ROUTERS = (members, leases, tenants, objects, repairs, names, events, managers, tokens, identities, health)
+ROUTERS = (
+    status,
+    alarms,
+    members,
+    leases,
+    tenants,
+    objects,
+    repairs,
+    names,
+    events,
+    managers,
+    tokens,
+    identities,
+    health,
+)
 """Modules with the paths of the API, each of which has a `router`."""
 
 _DESCRIPTION = (
@@ -76,8 +92,8 @@ def _describe_errors(app: FastAPI) -> None:
         for operation in path.values():
             responses: dict[str, Any] = operation["responses"]
             responses.pop("422", None)
-            for status, response in responses.items():
-                if status == "default" or int(status) >= 400:
+            for code, response in responses.items():
+                if code == "default" or int(code) >= 400:
                     [described_as] = response["content"].values()
                     response["content"] = {MEDIA_TYPE: described_as}
     for name in ("HTTPValidationError", "ValidationError"):

@@ -16,7 +16,7 @@ import msgspec
 from farpool.abc.registry import Changes, Entry
 from farpool.cluster.leases.records import LEASE, ORDERS, LeaseRecord, OrderRecord
 from farpool.cluster.leases.records import decode as decode_lease
-from farpool.cluster.manager.records import IDENTITIES, LEADER, RUNNING, TOKENS, ManagerRecord
+from farpool.cluster.manager.records import ALARMS, IDENTITIES, LEADER, RUNNING, TOKENS, AlarmRecord, ManagerRecord
 from farpool.cluster.manager.records import decode as decode_manager
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import decode as decode_member
@@ -140,6 +140,15 @@ def _running(entry: Entry) -> Event:
     return Event("manager.started", _manager_fields(entry))
 
 
+def _alarm(entry: Entry) -> Event:
+    if entry.deleted:
+        kind, _, subject = entry.key.removeprefix(ALARMS).partition("/")
+        return Event("alarm.cleared", {"kind": kind, "subject": subject})
+    fields: dict[str, Any] = msgspec.to_builtins(decode_manager(entry, AlarmRecord))
+    del fields["format"]
+    return Event("alarm.raised", fields)
+
+
 def _manager_fields(entry: Entry) -> dict[str, Any]:
     record = decode_manager(entry, ManagerRecord)
     return {"manager": record.manager, "address": record.address, "process": record.process}
@@ -153,6 +162,7 @@ EVENTS: dict[str, Callable[[Entry], Event | None]] = {
     ORDERS: _order,
     LEADER: _leader,
     RUNNING: _running,
+    ALARMS: _alarm,
 }
 """Beginnings of keys whose changes are events, and the function that makes the event; None for a change without one."""
 

@@ -15,6 +15,8 @@ from farpool.abc.registry import Registry
 from farpool.closing import Closing
 from farpool.cluster.leases.service import LeaseService
 from farpool.cluster.manager.access import FailureLimit
+from farpool.cluster.manager.alarm_watch import AlarmWatch
+from farpool.cluster.manager.alarms import LOOK_INTERVAL_S
 from farpool.cluster.manager.audit import AuditLog
 from farpool.cluster.manager.calls import Calls
 from farpool.cluster.manager.deliverer import Deliverer
@@ -62,6 +64,8 @@ class Settings:
         Seconds without a sign of this manager after which another one becomes the leader.
     repair : RepairPolicy or None
         How the manager repairs while it leads; None if it does not repair.
+    alarm_interval : float
+        Seconds between two looks at the pool for alarms. All times of alarms grow with it.
     """
 
     record: ManagerRecord
@@ -70,6 +74,7 @@ class Settings:
     token_required: bool = False
     ttl: float = 3.0
     repair: RepairPolicy | None = None
+    alarm_interval: float = LOOK_INTERVAL_S
 
 
 @dataclass
@@ -112,6 +117,8 @@ class Manager(Closing):
             self.feed = undo.enter_context(Feed(registry, self.end))
             self.lending = undo.enter_context(Lending(registry))
             self.deliverer = undo.enter_context(Deliverer(self.lending, self.presence))
+            alarms = AlarmWatch(registry, self.presence, self.lending, self.repairs, settings.alarm_interval)
+            self.alarms = undo.enter_context(alarms)
             self._undo = undo.pop_all()
 
     def start(self) -> None:
@@ -120,6 +127,7 @@ class Manager(Closing):
         self.presence.start()
         self.lending.start()
         self.deliverer.start()
+        self.alarms.start()
         if self.repairs is not None:
             self.repairs.start()
         self.audit.add("started", manager=self.settings.record.manager, address=self.settings.record.address)

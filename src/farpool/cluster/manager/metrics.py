@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from farpool.abc.membership import MemberState
+from farpool.cluster.manager.alarms import Kind
 from farpool.cluster.manager.manager import Manager
 
 __all__ = ["Metrics"]
@@ -77,11 +78,28 @@ class Metrics(Collector):
         yield CounterMetricFamily("farpool_manager_audit_lines", "Lines in the audit log.", manager.audit.lines)
         yield CounterMetricFamily("farpool_manager_audit_lost", "Lines that were dropped.", manager.audit.lost)
         yield from self._of_leases()
+        yield from self._of_alarms()
         states = Tally(info.state for info in manager.members.members())
         members = GaugeMetricFamily("farpool_manager_members", "Members by state.", labels=("state",))
         for state in MemberState:
             members.add_metric([str(state)], states[state])
         yield members
+
+    def _of_alarms(self) -> Iterator[Metric]:
+        raised = self._manager.alarms.raised
+        kinds = Tally(kind for kind, _ in raised)
+        counts = GaugeMetricFamily("farpool_manager_alarms", "Alarms that are raised.", labels=("kind",))
+        for kind in [*Kind, *sorted(kinds.keys() - set(Kind))]:  # a later release may know more kinds
+            counts.add_metric([str(kind)], kinds[kind])
+        yield counts
+        since = GaugeMetricFamily(
+            "farpool_manager_alarm_start_timestamp_seconds",
+            "Time at which an alarm was raised.",
+            labels=("kind", "subject", "about"),
+        )
+        for (kind, subject), record in sorted(raised.items()):
+            since.add_metric([kind, subject, record.about], record.since)
+        yield since
 
     def _of_leases(self) -> Iterator[Metric]:
         deliveries = self._manager.deliverer.deliveries

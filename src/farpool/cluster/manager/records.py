@@ -6,6 +6,8 @@
 ``manager/tokens/ID``           a token's digest and its rights (`Credential`); ID is the beginning of the digest
 ``manager/identities/NAME``     the rights of a certificate's identity (`Credential`); NAME is the identity with each
                                 special character written as ``%XX``
+``alarms/KIND/SUBJECT``         an alarm that is raised (`AlarmRecord`); only the leader writes it. SUBJECT is the
+                                identity of a member, ``tenant-NUMBER``, or the ID of a manager
 =============================== =====================================================================================
 """
 
@@ -21,13 +23,16 @@ from farpool.abc.registry import Entry
 from farpool.cluster.registry.records import decode_record, encode_record
 
 __all__ = [
+    "ALARMS",
     "IDENTITIES",
     "LEADER",
     "RUNNING",
     "TOKENS",
+    "AlarmRecord",
     "Credential",
     "ManagerRecord",
     "Role",
+    "alarm_key",
     "decode",
     "encode",
     "identity_key",
@@ -40,9 +45,10 @@ LEADER = "manager/leader"
 RUNNING = "manager/running/"
 TOKENS = "manager/tokens/"
 IDENTITIES = "manager/identities/"
+ALARMS = "alarms/"
 _FORMAT = 1
 _Tenant = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-_Record = TypeVar("_Record", bound="Credential | ManagerRecord")
+_Record = TypeVar("_Record", bound="Credential | ManagerRecord | AlarmRecord")
 
 
 class Role(StrEnum):
@@ -110,6 +116,38 @@ class ManagerRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: int = _FORMAT
 
 
+class AlarmRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Registry record of an alarm that is raised.
+
+    Attributes
+    ----------
+    kind : str
+        Kind of the alarm, such as ``clock``.
+    subject : str
+        Identity of the member, number of the tenant or ID of the manager, as in the key.
+    about : str
+        The same for people.
+    text : str
+        What is wrong, for people.
+    since : float
+        Time in seconds since 1970, by the clock of the manager that raised it.
+    format : int
+        Version of the record's format.
+    """
+
+    kind: str
+    subject: str
+    about: str = ""
+    text: str = ""
+    since: float = 0.0
+    format: int = _FORMAT
+
+
+def alarm_key(kind: str, subject: str) -> str:
+    """Return the key of an alarm."""
+    return f"{ALARMS}{kind}/{subject}"
+
+
 def token_key(digest: str) -> str:
     """Return the key of the token with this digest, or with this ID, which is the beginning of the digest."""
     return TOKENS + digest[:16]
@@ -130,7 +168,7 @@ def running_key(manager: str) -> str:
     return RUNNING + manager
 
 
-def encode(record: Credential | ManagerRecord) -> bytes:
+def encode(record: Credential | ManagerRecord | AlarmRecord) -> bytes:
     """Encode a record as JSON, so that people can read the registry."""
     return encode_record(record)
 

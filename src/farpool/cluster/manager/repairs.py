@@ -98,8 +98,12 @@ class RepairService(Closing):
 
     def status(self) -> dict[str, Any]:
         """Return the work by tenant, and the members that did not say which tenants they have, with the reasons."""
-        tenants = {tenant: _shown(repairs.status()) for tenant, repairs in list(self._tenants.items())}
+        tenants = {tenant: _shown(status) for tenant, status in self.statuses().items()}
         return {"acts": self._may_act(), "tenants": tenants, "errors": dict(self._errors)}
+
+    def statuses(self) -> dict[int, dict[str, Any]]:
+        """Return the work by tenant, as `Repairs.status` returns it."""
+        return {tenant: repairs.status() for tenant, repairs in list(self._tenants.items())}
 
     def _work(self) -> None:
         while not self._ended.is_set():

@@ -22,6 +22,7 @@ from pathlib import Path
 import uvicorn
 
 from farpool.abc.registry import Registry
+from farpool.cluster.manager.alarms import LOOK_INTERVAL_S
 from farpool.cluster.manager.app import application
 from farpool.cluster.manager.credentials import list_identities, list_tokens
 from farpool.cluster.manager.gate import Gate
@@ -108,6 +109,7 @@ def serve(
     token_required: bool = False,
     ttl: float = 3.0,
     repair: RepairPolicy | None = None,
+    alarm_interval: float = LOOK_INTERVAL_S,
     ready: Callable[[ManagerRecord], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or an error that ends the manager.
@@ -126,6 +128,8 @@ def serve(
         Seconds without a sign of this manager after which another one becomes the leader.
     repair : RepairPolicy, optional
         How the manager repairs while it leads; it does not repair without.
+    alarm_interval : float
+        Seconds between two looks at the pool for alarms.
     ready : callable, optional
         Called when the manager answers.
 
@@ -138,20 +142,14 @@ def serve(
     """
     with contextlib.closing(listening.socket):
         context = None if listening.tls is None else tls_context(listening.tls)
-        record = ManagerRecord(
-            manager=secrets.token_hex(8),
-            address=listening.url,
-            process=f"{socket.gethostname()}:{os.getpid()}",
-            version=version("farpool"),
-            started=time.time(),
-        )
         settings = Settings(
-            record=record,
+            record=_new_record(listening.url),
             audit=audit,
             is_plain_loopback=listening.is_plain_loopback,
             token_required=token_required,
             ttl=ttl,
             repair=repair,
+            alarm_interval=alarm_interval,
         )
         reasons: list[FarpoolError] = []
         running: list[_Server] = []
@@ -170,6 +168,16 @@ def serve(
                 server.run(sockets=[listening.socket])
     if reasons:
         raise reasons[0]
+
+
+def _new_record(url: str) -> ManagerRecord:
+    return ManagerRecord(
+        manager=secrets.token_hex(8),
+        address=url,
+        process=f"{socket.gethostname()}:{os.getpid()}",
+        version=version("farpool"),
+        started=time.time(),
+    )
 
 
 class _Server(uvicorn.Server):

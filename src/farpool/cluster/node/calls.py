@@ -39,7 +39,7 @@ _EXTENT = "extent-"
 """Beginning of the name of an extent's file."""
 STATS_TENANTS_MAX = 500
 """Maximum number of tenants in the answer to one call; with more, it might not fit into the meta of a frame."""
-_TENANT_COUNTS = ("objects", "used", "lent", "share")
+_TENANT_COUNTS = ("objects", "used", "lent", "share", "puts", "readers")
 
 _Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=LISTED_OBJECTS_MAX)]
@@ -361,8 +361,16 @@ def _tenants(client: Accepted, server: NodeServer) -> dict[str, Any]:
     found, only = server.tenants(), _administered(client)
     shown = [tenant for tenant in found if only in (None, tenant)]
     largest = sorted(shown, key=lambda tenant: found[tenant]["used"], reverse=True)[:STATS_TENANTS_MAX]
-    counts = {tenant: {name: found[tenant][name] for name in _TENANT_COUNTS} for tenant in largest}
+    counts = {tenant: _tenant_counts(found[tenant]) for tenant in largest}
     return {"tenants": counts, "tenants_left_out": len(found) - len(largest)}
+
+
+def _tenant_counts(counts: dict[str, int]) -> dict[str, int]:
+    return {
+        **{name: counts[name] for name in _TENANT_COUNTS},
+        "asked": counts["gets"] + counts["lookups"],
+        "found": counts["hits"] + counts["found"],
+    }
 
 
 def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:

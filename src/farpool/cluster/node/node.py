@@ -32,7 +32,7 @@ from farpool.cluster.node.users import group_id
 from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.address import Address
 from farpool.cluster.wire.certificate import CertificateFolder
-from farpool.cluster.wire.frames import Right
+from farpool.cluster.wire.frames import Right, Status
 from farpool.cluster.wire.handshake import Identity
 from farpool.cluster.wire.host import host_id
 from farpool.errors import ConfigError
@@ -105,6 +105,9 @@ class Node:
     peer_key : AccessKey or None
         Access key with the right to repair that the node shows to other members when it copies objects from them; None
         if they need none. Over TLS its certificate takes the place of the key.
+    nvme_wear : int
+        Bytes a day that may be written to the NVMe file; the managers raise an alarm if it is more. 0 for the size of
+        the file.
 
     Attributes
     ----------
@@ -143,6 +146,7 @@ class Node:
         member_ttl: float = 3.0,
         slow_start: float = 60.0,
         peer_key: AccessKey | None = None,
+        nvme_wear: int = 0,
     ) -> None:
         self.address = listen
         self.identity = b""
@@ -156,6 +160,7 @@ class Node:
         self._grace = grace
         self._spin = spin
         self._nvme = nvme
+        self._nvme_wear = nvme_wear
         self._fabric = fabric
         self._shares = dict(shares or {})
         self._tls = tls
@@ -294,6 +299,7 @@ class Node:
         server, listener, registration, tenancy = self._server, self._listener, self._registration, self._tenancy
         if server is None or listener is None:
             return {}
+        full = sum(by_status.get(Status.FULL, 0) for by_status in server.refusals().values())
         in_pool: dict[str, int | float] = {}
         if registration is not None:
             in_pool = {"registered": int(registration.registered), "registry_silence": registration.silence}
@@ -305,6 +311,11 @@ class Node:
             "refused": listener.refused,
             "incompatible": listener.incompatible,
             "half_open": listener.half_open,
+            "full": full,
+            "nvme_budget": 0 if self._nvme is None else self._nvme_wear or self._nvme[1],
+            # Both, so that a jump of the clock shows.
+            "clock": time.time(),
+            "clock_monotonic": time.monotonic(),
             **in_pool,
         }
 

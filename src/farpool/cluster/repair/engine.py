@@ -118,6 +118,9 @@ class RepairEngine:
         self._scans_now = False
         self._exposure = Exposure()
         self._last_exposure: Exposure | None = None
+        # Objects that want more copies than members take: so far in the present scan, and in the last one.
+        self._beyond = self._last_beyond = 0
+        self._held_back_before = 0
         self._wants_scan = False
         # A member could not be listed, so its objects have to be looked at once it answers.
         self._is_incomplete = False
@@ -218,6 +221,13 @@ class RepairEngine:
         """Objects that wait for copies or have orders under way."""
         return len(self._waiting) + len(self._flights)
 
+    @property
+    def lacking(self) -> int:
+        """Objects that have too few copies, as far as it is known."""
+        held_back = self.counts.held_back - self._held_back_before
+        waiting = self._waiting.lacking + self._flights.lacking
+        return waiting + len(self.counts.left) + held_back + self._last_beyond
+
     def exposure(self) -> Exposure | None:
         """Return what each loss would cost, by the last scan that has ended; None before."""
         return self._last_exposure
@@ -230,10 +240,12 @@ class RepairEngine:
             self._last_exposure, self._exposure = self._exposure, Exposure()
             self.counts.scans += 1
             self.counts.objects = self._last_exposure.objects
+            self._last_beyond, self._beyond = self._beyond, 0
         if self._waiting.overflowed and not (self._scans_now or len(self._waiting) or self._surplus):
             self._waiting.overflowed, self._wants_scan = False, True
         if self._wants_scan and not self._scans_now:
             self._wants_scan, self._scans_now = False, True
+            self._held_back_before = self.counts.held_back
             if self._settings.left_max is not None:
                 self.counts.left.clear()
             self._scan.begin()
@@ -250,6 +262,7 @@ class RepairEngine:
         if found.owned:
             holders = {member: roster.labels(member) for member in found.holders}
             self._exposure.add(held.nbytes, held.copies, holders, counting)
+            self._beyond += len(counting) < held.copies and wanted < held.copies
         if held.key in self._flights.keys or held.key in self.counts.left:
             return
         if not found.concerned:

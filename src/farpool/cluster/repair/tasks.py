@@ -110,6 +110,12 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._danger) + len(self._delayed)
 
+    @property
+    def lacking(self) -> int:
+        """Number of tasks whose objects lack copies. The others only move objects."""
+        delayed = sum(not task.moves for task in self._delayed.values())
+        return len(self._danger) - len(self._by_danger.get(MOVES, ())) + delayed
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._danger or key in self._delayed
 
@@ -187,6 +193,11 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    @property
+    def lacking(self) -> int:
+        """Number of orders that make copies which are lacking."""
+        return sum(isinstance(one.order, CopyOrder) and not one.task.moves for one in self._flights.values())
 
     def start(self, order: CopyOrder | DropOrder, task: Task, ends: float) -> None:
         """Record an order that is given now."""

@@ -175,6 +175,9 @@ class Repairs(Closing):
             return {
                 **fields,
                 "waiting": self._engine.waiting,
+                "lacking": self._engine.lacking,
+                "asked": self._hands.asked,
+                "found": self._hands.found,
                 "left": list(counts.left.values()),
                 "exposure": self._engine.exposure(),
             }
@@ -269,6 +272,9 @@ class _Hands:
     ----------
     list_failures : list of NodeError
         Errors of members that could not be listed, if the bytes travel through this program.
+    asked, found : int
+        Keys that were looked up or copied at members, and keys of these that were there; about as many as the members
+        have counted.
     """
 
     def __init__(
@@ -280,6 +286,7 @@ class _Hands:
         may_drop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.list_failures: list[NodeError] = []
+        self.asked = self.found = 0
         self._cluster = cluster
         self._engine = engine
         self._directly = directly
@@ -288,6 +295,7 @@ class _Hands:
         # A control connection makes one call at a time, and a copy must not hold up lists: so copies have their own.
         self._lanes: defaultdict[bytes, queue.SimpleQueue[Channel]] = defaultdict(queue.SimpleQueue)
         self._channels: set[Channel] = set()
+        self._counting = threading.Lock()
 
     def close(self) -> None:
         """Close the connections for copies, which ends calls that are under way on them."""
@@ -339,6 +347,9 @@ class _Hands:
         answer = probe(self._cluster, {member: list(keys)}, self._cluster.deadline())[member]
         if isinstance(answer, Exception):
             raise answer
+        with self._counting:
+            self.asked += len(keys)
+            self.found += sum(size is not None for size in answer.sizes)
         return [None if size is None else Held(key, size) for key, size in zip(keys, answer.sizes, strict=True)]
 
     def _stated(self, member: Member, keys: tuple[bytes, ...]) -> list[Held | None]:
@@ -404,6 +415,9 @@ class _Hands:
             # A node that cannot copy, or may not, is as good as one that does not take the object.
             return Outcome.REFUSED, str(error)
         lane.put(channel)
+        with self._counting:  # the target has asked the source
+            self.asked += 1
+            self.found += done["outcome"] == Outcome.DONE
         return Outcome(done["outcome"]), done["reason"]
 
     def _drop(self, order: DropOrder) -> _Told:

@@ -58,6 +58,7 @@ class TenantRepairs(BaseModel):
     held_back: int
     failed: int
     waiting: int
+    lacking: int
     left: list[UnmendedModel]
     exposure: ExposureModel | None = None
 
