@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from farpool.abc.membership import MemberState
 from farpool.cluster.members.administration import find_member, list_members
-from farpool.cluster.members.records import MemberState
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry import Registry, open_registry
 from farpool.cluster.store import Store
