@@ -142,7 +142,7 @@ class Tenancy(Following[PolicyCopy]):
             self._told.clear()
 
     def _settle(self) -> None:
-        """Apply the policy and write the copy if they are not the present one; log what is wrong."""
+        """Write the copy and apply the policy if they are not the present one; log what is wrong."""
         policy = self._follower.policy
         for note in self._follower.notes:
             self._tell(note, note)
@@ -151,15 +151,16 @@ class Tenancy(Following[PolicyCopy]):
         if self._follower.setback:
             self._log(self._follower.setback, level=logging.WARNING)
             self._follower.setback = ""
+        # The copy comes first: a policy that somebody has seen in use outlives a kill of the node.
+        now = time.monotonic()
+        if self._kept and (policy != self._written or now >= self._write_at):
+            self._keep(policy, now)
         if policy != self._applied:
             self._apply(policy, self._former is None or policy.tenants != self._former.tenants)
             before = 0 if self._applied is None else self._applied.revision
             self._applied = self._former = policy
             if policy.revision != before:
                 self._log("a policy of tenants is in use", revision=policy.revision, tenants=len(policy.tenants))
-        now = time.monotonic()
-        if self._kept and (policy != self._written or now >= self._write_at):
-            self._keep(policy, now)
 
     def _keep(self, policy: KnownPolicy, now: float) -> None:
         confirmed = time.time() - (now - self._confirmed)
