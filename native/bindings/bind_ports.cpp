@@ -2,6 +2,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/interpreter_exit.hpp"
 #include "bindings/python_port.hpp"
+#include "core/copies_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
 #include "core/replaceable_port.hpp"
@@ -9,6 +10,7 @@
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
 
+using farpool::CopiesPort;
 using farpool::FilePort;
 using farpool::Memory;
 using farpool::MemoryPort;
@@ -163,6 +165,46 @@ Each port has `share` bytes, a multiple of `stripe`. Without `placed` its stripe
              "Set the offsets, in their ports, of the pieces of the extent at `offset`.")
         .def("forget", &StripedPort::forget, nb::arg("offset"), "Forget the pieces of an extent that was freed.");
 
+    nb::class_<Referring<CopiesPort>, Port>(
+        m, "CopiesPort", nb::type_slots(referring_slots<CopiesPort>),
+        R"(Port over several ports that hold the same bytes. A write goes to all of them, a read to one.
+
+A copy that fails while another one serves is out of use, and stays so. After somebody has written all bytes to it, or to
+another port, make a new object with the present one as `before`, and the index of that copy as `fresh`.)")
+        .def(
+            "__init__",
+            [](Referring<CopiesPort>* self, std::string name, nb::object ports, const nb::object& before, std::size_t fresh) {
+                const nb::tuple inner_ports(ports);
+                std::vector<Port*> inner;
+                for (const nb::handle port : inner_ports) {
+                    inner.push_back(&nb::cast<Port&>(port));
+                }
+                if (before.is_none()) {
+                    new (self) Referring<CopiesPort>(inner_ports, std::move(name), inner);
+                } else {
+                    new (self) Referring<CopiesPort>(inner_ports, std::move(name), inner,
+                                                     nb::cast<Referring<CopiesPort>&>(before), fresh);
+                }
+            },
+            nb::arg("name"), nb::arg("ports"), nb::kw_only(), nb::arg("before") = nb::none(), nb::arg("fresh") = 0,
+            nb::sig("def __init__(self, name: str, ports: collections.abc.Sequence[Port], *, before: CopiesPort | None = None, "
+                    "fresh: int = 0) -> None"))
+        .def_prop_ro(
+            "faults",
+            [](const Referring<CopiesPort>& self) {
+                std::vector<std::string> found;
+                for (const auto& fault : self.faults()) {
+                    const bool is_python = fault && fault->exception != nullptr;
+                    found.push_back(!fault      ? std::string()
+                                    : is_python ? std::string(nb::str(nb::handle(fault->exception.get())).c_str())
+                                                : fault->message);
+                }
+                return found;
+            },
+            nb::sig("def faults(self) -> list[str]"), "For each copy, why it is out of use; empty for one in use.")
+        .def("take_out", &CopiesPort::take_out, nb::arg("index"), nb::arg("why"),
+             "Take a copy out of use. Returns False if it is the only one in use.");
+
     nb::class_<Referring<ReplaceablePort>, Port>(
         m, "ReplaceablePort", nb::type_slots(referring_slots<ReplaceablePort>),
         R"(Port over another, the inner port, which can be replaced while transfers use it.
@@ -192,14 +234,19 @@ replacement up. Only one thread at a time may call these four.)")
              "compares. Returns False if the target lacked nothing.")
         .def(
             "replace",
-            [](Referring<ReplaceablePort>& self) {
+            [](Referring<ReplaceablePort>& self, const nb::object& instead) {
+                Port* port = instead.is_none() ? nullptr : &nb::cast<Port&>(instead);
                 {
                     const ReleasedLock released;
-                    self.replace();
+                    self.replace(port);
                 }
-                self.reference = std::move(self.next);
+                self.reference = port == nullptr ? std::move(self.next) : instead;
+                self.next.reset();
             },
-            "Stop all transfers, copy what the target lacks, and put it in the place of the inner port.")
+            nb::arg("instead") = nb::none(), nb::sig("def replace(self, instead: Port | None = None) -> None"),
+            "Stop all transfers, copy what the target lacks, and put it in the place of the inner port; or put `instead` "
+            "there, "
+            "whose bytes include the target's.")
         .def(
             "drop_target",
             [](Referring<ReplaceablePort>& self) {

@@ -155,13 +155,13 @@ bool ReplaceablePort::copy_chunks() {
     return copied;
 }
 
-void ReplaceablePort::replace() {
+void ReplaceablePort::replace(Port* instead) {
     {
         const Gate gate(*this, Closed::all);
         while (copy_first_lacking()) {
         }
         const std::lock_guard lock(mutex_);
-        inner_ = target_;
+        inner_ = instead == nullptr ? target_ : instead;
     }
     drop_target();
 }

@@ -37,8 +37,9 @@ public:
     // calls come to an end however much is written. Reads each chunk back and compares. Writes wait for the end of the call,
     // reads go on. Returns false if the target lacked nothing.
     bool copy_chunks();
-    // Stops all transfers, copies the chunks that the target lacks, and puts it in the place of the inner port.
-    void replace();
+    // Stops all transfers, copies the chunks that the target lacks, and puts it in the place of the inner port; or puts
+    // `instead` there, a port whose bytes include the target's.
+    void replace(Port* instead = nullptr);
     void drop_target();
 
 private:

@@ -187,6 +187,23 @@ class StripedPort(Port):
     def forget(self, offset: int) -> None:
         """Forget the pieces of an extent that was freed."""
 
+class CopiesPort(Port):
+    """Port over several ports that hold the same bytes. A write goes to all of them, a read to one.
+
+    A copy that fails while another one serves is out of use, and stays so. After somebody has written all bytes to it, or to
+    another port, make a new object with the present one as `before`, and the index of that copy as `fresh`.
+    """
+
+    def __init__(
+        self, name: str, ports: Sequence[Port], *, before: CopiesPort | None = None, fresh: int = 0
+    ) -> None: ...
+    @property
+    def faults(self) -> list[str]:
+        """For each copy, why it is out of use; empty for one in use."""
+
+    def take_out(self, index: int, why: str) -> bool:
+        """Take a copy out of use. Returns False if it is the only one in use."""
+
 class ReplaceablePort(Port):
     """Port over another, the inner port, which can be replaced while transfers use it.
 
@@ -202,8 +219,8 @@ class ReplaceablePort(Port):
     def copy_chunks(self) -> bool:
         """Copy a chunk that the target lacks, and one more for each that was written since the last call. Reads them back and compares. Returns False if the target lacked nothing."""
 
-    def replace(self) -> None:
-        """Stop all transfers, copy what the target lacks, and put it in the place of the inner port."""
+    def replace(self, instead: Port | None = None) -> None:
+        """Stop all transfers, copy what the target lacks, and put it in the place of the inner port; or put `instead` there, whose bytes include the target's."""
 
     def drop_target(self) -> None:
         """Give the replacement up."""

@@ -51,7 +51,11 @@ def held(*extents: LeasedExtent, reclaim: float = 60.0, ttl: float = TTL) -> Hel
 
 def renewed(one: HeldLease, answer: Any, now: float) -> tuple[LeasedExtent, ...]:
     """Renew, and show the new ticket to all members."""
-    lost = one.granted(answer, now)
+    return answered(one, answer, now)
+
+
+def answered(one: HeldLease, answer: Any, now: float, step: Any = None) -> tuple[LeasedExtent, ...]:
+    lost = one.granted(answer, now, step)
     while isinstance(step := one.step(now), Claim):
         one.claimed(step.member, one.ticket)
     return lost
@@ -265,3 +269,92 @@ def test_holders_do_not_all_renew_at_the_same_time() -> None:
         assert isinstance(step, Rest)
         times.add(step.until)
     assert len(times) > 10
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def copies(*members: str, number: int = 1) -> tuple[LeasedExtent, ...]:
+    """Copies of one part, each on another member."""
+    return tuple(
+        LeasedExtent(member, number, 4096, ("tcp://10.0.0.1:7471",), member[:2], 0, index)
+        for index, member in enumerate(members)
+    )
+
+
+def test_bytes_with_copies_count_once() -> None:
+    assert held(*copies(A, B)).nbytes == 4096
+    assert held(*copies(A, B)).has_copies
+    assert not held(extent(A, 1), extent(B, 1, part=1)).has_copies
+
+
+def test_a_lost_copy_is_made_on_its_own_member_or_else_on_another_one() -> None:
+    first, second = copies(A, B)
+    one = held(first, second)
+    one.failing({first.key: "it is away"})
+    assert one.step(1.0) == Move(first, first)
+    one.not_moved(Move(first, first), 1.0, "still away")
+    assert isinstance(one.step(1.0), Rest)
+    assert one.step(4.0) == Replace(first)
+    one.refused(4.0, Replace(first), "no other member")
+    assert "it is away; it could not be made again: no other member" in str(one.notes(4.0))
+    renewed(one, lease(first, second), 4.5)
+    assert one.step(7.0) == Move(first, first)
+    one.not_moved(Move(first, first), 7.0, "still away")
+    assert one.step(10.0) == Replace(first)
+    new = LeasedExtent(C, 5, 4096, part=0, replica=0)
+    answered(one, lease(first, second, new), 10.0, Replace(first))
+    assert one.step(10.0) == Move(first, new)
+    one.claimed(C, one.ticket)
+    one.moved(Move(first, new))
+    one.failing({})
+    assert one.step(10.0) == Release((first,))
+    one.granted(lease(new, second, epoch=2), 10.0)
+    assert {each.key for each in one.used} == {new.key, second.key}
+    assert one.nbytes == 4096
+    assert one.notes(10.0) == {}
+
+
+def test_a_copy_that_is_made_again_in_its_place_is_kept() -> None:
+    first, second = copies(A, B)
+    one = held(first, second)
+    one.failing({second.key: "it is away"})
+    one.moved(Move(second, second))
+    one.failing({})
+    assert isinstance(one.step(1.0), Rest)
+    assert {each.key for each in one.used} == {first.key, second.key}
+    assert one.notes(1.0) == {}
+
+
+def test_a_copy_that_a_manager_takes_is_replaced_and_not_lost() -> None:
+    first, second = copies(A, B)
+    one = held(first, second)
+    assert renewed(one, lease(second, epoch=2), 1.0) == ()
+    assert one.used == (second,)
+    assert one.step(1.0) == Replace(first)
+    new = LeasedExtent(C, 5, 4096, part=0, replica=0)
+    answered(one, lease(second, new, epoch=2), 1.0, Replace(first))
+    assert one.take() == ()
+    assert one.step(1.0) == Move(first, new)
+    one.claimed(C, one.ticket)
+    one.moved(Move(first, new))
+    assert isinstance(one.step(1.0), Rest)  # the one that was taken needs no release
+    assert {each.key for each in one.used} == {second.key, new.key}
+
+
+def test_the_last_good_copy_that_a_manager_takes_is_lost() -> None:
+    first, second = copies(A, B)
+    one = held(first, second)
+    one.failing({first.key: "it is away"})
+    assert renewed(one, lease(first, epoch=2), 1.0) == (second,)
+    assert "their bytes are lost" in str(one.notes(1.0))
+
+
+def test_extents_that_were_shown_and_not_used_are_given_back() -> None:
+    first, second = copies(A, B)
+    one = HeldLease(lease(first, second), sent=0.0, reclaim=60.0, chance=random.Random(1))
+    one.take()
+    one.use([first], one.ticket)
+    one.drop([first, second])
+    assert one.used == ()
+    assert one.step(0.0) == Release((second, first)) or one.step(0.0) == Release((first, second))

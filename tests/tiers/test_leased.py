@@ -188,7 +188,7 @@ def test_without_a_manager_the_error_names_it(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"location": "farpool://localhost?copies=2"}, "copies is 2, expected 1"),
+        ({"location": "farpool://localhost?copies=9"}, "copies is 9, expected"),
         ({"location": "farpool://localhost?colour=1"}, "nodes of remote is .*colour"),
         ({"location": "farpool://localhost", "transport": "nixl"}, "transport of remote is 'nixl'"),
         ({"location": "farpool://localhost", "size": "much"}, "size of remote is 'much'"),

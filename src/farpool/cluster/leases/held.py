@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from farpool.cluster.leases.client import GrantedLease, LeasedExtent
@@ -51,14 +51,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Ask for another extent in the place of one that its lender wants back."""
+    """Ask for another extent in the place of one that its lender wants back, or whose bytes are lost."""
 
     extent: LeasedExtent
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Show the ticket to the member of `new`, copy the bytes of `old` to `new`, and use `new` from then on."""
+    """Show the ticket to the member of `new`, copy the bytes of `old` to `new`, and use `new` from then on.
+
+    If they are the same, the bytes come from another extent with a copy of them.
+    """
 
     old: LeasedExtent
     new: LeasedExtent
@@ -123,6 +126,12 @@ class HeldLease:
         """The extents to which bytes will move, by the extents in which the bytes are."""
         self._wanted: tuple[_Key, ...] = ()
         """Extents that their lenders want back, the most urgent one first."""
+        self._failing: dict[_Key, str] = {}
+        """Used extents whose bytes are lost, while another one has a copy of them, each with the reason."""
+        self._gone: set[_Key] = set()
+        """The failing extents that a manager has taken."""
+        self._tried: set[_Key] = set()
+        """The failing extents to which the bytes could not be copied."""
         self._shown: dict[str, bytes] = {}
         """The newest ticket that each member has seen."""
         self._renew_at = sent
@@ -138,19 +147,25 @@ class HeldLease:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the extents that are used or will be."""
-        return sum(one.bytes for each in (self._used, self._taken, self._spare) for one in each.values())
+        """Bytes of the parts that are used or will be, without further copies."""
+        present = (one for each in (self._used, self._taken, self._spare) for one in each.values())
+        return sum({one.part: one.bytes for one in present}.values())
+
+    @property
+    def has_copies(self) -> bool:
+        """True if several extents have the same bytes."""
+        return len({one.part for one in self._used.values()}) < len(self._used)
 
     @property
     def used(self) -> tuple[LeasedExtent, ...]:
         """The extents that hold the bytes."""
-        return tuple(self._used.values())
+        return tuple(one for key, one in self._used.items() if key not in self._gone)
 
     @property
     def shown(self) -> tuple[LeasedExtent, ...]:
         """The extents whose members need each new ticket: used ones, and those to which bytes are being copied."""
         copies = (one for one in self._replacements.values() if one.member in self._shown)
-        return (*self._used.values(), *copies)
+        return (*self.used, *copies)
 
     def take(self) -> tuple[LeasedExtent, ...]:
         """Return the extents that are new, for the user to get them ready; then call `use` or `drop`."""
@@ -166,10 +181,16 @@ class HeldLease:
                 self._shown[one.member] = ticket
 
     def drop(self, extents: Iterable[LeasedExtent]) -> None:
-        """Give extents back that were taken and could not be used."""
+        """Give extents back that could not be used, also if their members have seen a ticket."""
         for one in extents:
-            if self._taken.pop(one.key, None) is not None:
+            if self._taken.pop(one.key, None) or self._used.pop(one.key, None):
                 self._unused[one.key] = one
+
+    def failing(self, faults: Mapping[_Key, str]) -> None:
+        """Take over which used extents have lost their bytes while another one has a copy, each with the reason."""
+        gone = {key: why for key, why in self._failing.items() if key in self._gone}
+        self._failing = {key: why for key, why in faults.items() if key in self._used} | gone
+        self._tried &= self._failing.keys()
 
     # What to do
 
@@ -196,11 +217,13 @@ class HeldLease:
                 yield Claim(member)
         # Until these are released, a manager takes them for the replacements of other extents of their parts.
         old_parts = {_place(one) for one in self._unused.values()}
-        for key in self._wanted:
+        for key in dict.fromkeys((*self._failing, *self._wanted)):
             if key in self._used and is_due(key):
                 old, new = self._used[key], self._replacements.get(key)
                 if new is not None:
                     yield Move(old, new)
+                elif key in self._failing.keys() - self._tried - self._gone:
+                    yield Move(old, old)  # the member may be back
                 elif self._away_since is None and _place(old) not in old_parts:
                     yield Replace(old)
         if self._unused and self._away_since is None and is_due(""):
@@ -245,16 +268,23 @@ class HeldLease:
         self._wanted = tuple((one.member, one.number) for one in wanted)
         lost = self._sort_out()
         if isinstance(step, Replace) and step.extent.key in self._used.keys() - self._replacements.keys():
-            self._retry(step.extent.key, sent, "the manager has given no other extent for it")
+            self._not_replaced(step, sent, "the manager has given no other extent for it")
         return lost
 
     def _sort_out(self) -> tuple[LeasedExtent, ...]:
         """Compare the extents of the lease with those that are used."""
         present = self._extents
-        lost = tuple(one for key, one in self._used.items() if key not in present)
+        kept_parts = {one.part for key, one in self._used.items() if key in present and key not in self._failing}
+        taken = {key: one for key, one in self._used.items() if key not in present}
+        for key in [key for key, one in taken.items() if one.part in kept_parts]:
+            del taken[key]  # another extent has a copy
+            self._gone.add(key)
+            self._failing[key] = "a manager has taken it"
+        self._gone -= taken.keys()
+        lost = tuple(taken.values())
         self._lost += lost
         # The entries may have new addresses of the members.
-        self._used = {key: present[key] for key in self._used if key in present}
+        self._used = {key: present.get(key, one) for key, one in self._used.items() if key not in taken}
         self._taken = {key: one for key, one in self._taken.items() if key in present}
         self._unused = {key: one for key, one in self._unused.items() if key in present}
         self._replacements = {
@@ -268,7 +298,7 @@ class HeldLease:
         self._faults = {
             what: text
             for what, text in self._faults.items()
-            if what in kept and (isinstance(what, str) or what in self._wanted)
+            if what in kept and (isinstance(what, str) or what in self._wanted or what in self._failing)
         }
         return lost
 
@@ -280,7 +310,8 @@ class HeldLease:
             if old is None:
                 continue
             del self._spare[key]
-            if old.key in self._wanted and old.key in self._used and old.key not in self._replacements:
+            is_moving = old.key in self._wanted or old.key in self._failing
+            if is_moving and old.key in self._used and old.key not in self._replacements:
                 self._replacements[old.key] = one
                 self._retry_at.pop(old.key, None)
             else:
@@ -301,7 +332,7 @@ class HeldLease:
             return
         self._renew_at = now + _INTERVAL_MIN_S
         if isinstance(step, Replace):
-            self._retry(step.extent.key, now, why)
+            self._not_replaced(step, now, why)
         elif isinstance(step, Release):
             self._retry_at[""] = now + _RETRY_S
 
@@ -325,16 +356,26 @@ class HeldLease:
     def moved(self, step: Move) -> None:
         """Record that bytes have moved."""
         old = self._used.pop(step.old.key, None)
-        if old is not None:
-            self._unused[old.key] = old
-        self._used[step.new.key] = step.new
+        if step.new.key != step.old.key:
+            if old is not None and old.key not in self._gone:
+                self._unused[old.key] = old
+            self._used[step.new.key] = step.new
+        elif old is not None:
+            self._used[old.key] = old
+        self._failing.pop(step.old.key, None)
+        self._gone.discard(step.old.key)
         self._replacements.pop(step.old.key, None)
         self._retry_at.pop(step.old.key, None)
         self._faults.pop(step.old.key, None)
 
     def not_moved(self, step: Move, now: float, why: str) -> None:
         """Record that bytes could not be moved."""
+        self._tried.add(step.old.key)
         self._retry(step.old.key, now, why)
+
+    def _not_replaced(self, step: Replace, now: float, why: str) -> None:
+        self._tried.discard(step.extent.key)
+        self._retry(step.extent.key, now, why)
 
     def _retry(self, what: str | _Key, now: float, why: str) -> None:
         self._retry_at[what] = now + _RETRY_S
@@ -361,7 +402,14 @@ class HeldLease:
             notes["away" if left > 0 else "expired"] = (
                 f"no manager has renewed the lease {self.lease} for {away:.0f} s: {why}; {state}"
             )
+        for key, why in self._failing.items():
+            if key not in self._used:
+                continue
+            again = f"; it could not be made again: {self._faults[key]}" if key in self._faults else ""
+            notes[f"copy {key}"] = f"a copy of {self._used[key].shown} is out of use: {why}{again}"
         for what, why in self._faults.items():
+            if what in self._failing:
+                continue
             if isinstance(what, tuple) and what in self._used:
                 notes[f"stays {what}"] = f"{self._used[what].shown} are wanted back and cannot be moved: {why}"
             elif isinstance(what, str) and what:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -21,6 +22,8 @@ from farpool.errors import FarpoolError, FarpoolWarning, LeaseRefusedError, Node
 __all__ = ["ExtentUser", "LeaseHolder"]
 
 _LONGEST_REST_S = 600.0
+_LOOK_INTERVAL_S = 1.0
+"""Seconds between two looks if all copies are in use."""
 _CALL_TIMEOUT_S = 2.0
 """Maximum seconds that the thread waits for a manager. `LeaseHolder.close` waits for the thread."""
 
@@ -41,6 +44,7 @@ class ExtentUser(Protocol):
     def move(self, old: LeasedExtent, new: LeasedExtent, go_on: Callable[[], bool]) -> bool:
         """Copy the bytes of `old` to `new`, which was claimed, and use `new` from then on.
 
+        If the bytes of `old` are lost, `new` may be `old`, and the bytes come from another extent with a copy of them.
         `go_on` is called now and then. If it returns False, the bytes stay, and the result is False.
 
         Raises
@@ -48,6 +52,10 @@ class ExtentUser(Protocol):
         FarpoolError
             A member failed. The bytes stay.
         """
+        ...
+
+    def faults(self) -> Mapping[tuple[str, int], str]:
+        """Return the extents whose bytes are lost while another extent has a copy of them, each with the reason."""
         ...
 
     def close(self) -> None:
@@ -137,8 +145,8 @@ class LeaseHolder(Closing):
                 self._held.granted(granted, sent)
                 return self._held.take()
 
-    def show(self, member: str, extents: tuple[LeasedExtent, ...], use: Callable[[], None]) -> None:
-        """Show the ticket to the member of new extents, call `use`, and look after the extents from then on.
+    def show(self, member: str, extents: tuple[LeasedExtent, ...]) -> None:
+        """Show the ticket to the member of new extents, and look after the extents from then on.
 
         Raises
         ------
@@ -148,9 +156,9 @@ class LeaseHolder(Closing):
         with self._shows[member]:
             ticket = self._held.ticket
             self._user.claim(member, ticket, extents)
-            use()
             with self._lock:
                 self._held.use(extents, ticket)
+        self._woken.set()  # copies are looked at often
 
     def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
         """Give back extents that could not be used."""
@@ -204,11 +212,13 @@ class LeaseHolder(Closing):
 
     def _act(self) -> float:
         """Carry the next step out; return the seconds until the next one."""
+        faults = self._user.faults()
         now = time.monotonic()
         with self._lock:
+            self._held.failing(faults)
             step = self._held.step(now)
         if isinstance(step, Rest):
-            return step.until - now
+            return min(step.until - now, _LOOK_INTERVAL_S if self._held.has_copies else math.inf)
         if isinstance(step, Claim):
             self._claim(step)
         elif isinstance(step, Move):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Leased"]
 
-_SLOTS = 32
+_EXTENTS = 32
 """Most extents of a tier's lease. A lease may have 40, and has a second one for each that moves."""
 _SLOT_BYTES = 16 << 30
 """Most bytes by which a lease grows at once. While a node backs them with memory, it takes no later ticket."""
@@ -48,6 +49,9 @@ class Leased(PortTier):
     another member and copies the bytes there while transfers go on. The lease ends when the tier is closed; if the
     program ends without that, the lease expires. While no manager answers, the memory can be used until the last ticket
     expires. The tier verifies its reads, so a pool does not wrap it in `Verified`.
+
+    With ``copies=N`` in the address, N members have each byte. If one of them fails, transfers go on with the others,
+    and the thread makes the copy again: on the same member if that has come back, or else on another one.
 
     Parameters
     ----------
@@ -83,11 +87,6 @@ class Leased(PortTier):
         super().__init__()
         self._name = name
         self._location = parse_location(location, f"nodes of {name}")
-        if self._location.copies > 1:
-            raise ConfigError(
-                f"nodes of {name}: copies is {self._location.copies}, expected 1: a tier keeps one copy of its bytes",
-                setting="nodes",
-            )
         if transport not in BUILT_IN:
             raise ConfigError(
                 f"transport of {name} is {transport!r}, expected one of {', '.join(BUILT_IN)}: nodes do not lend the "
@@ -98,6 +97,7 @@ class Leased(PortTier):
         nbytes = self._location.size if size is None else parse_size(size, f"size of {name}")
         self._size = _whole_stripes(nbytes) if nbytes else 0
         self._slot_bytes = self._size or _SLOT_BYTES
+        self._slots = _EXTENTS // self._location.copies
         self._timeout = checked_timeout(timeout, f"timeout of {name}")
         self._key = None if key is None else client_key(key)
         self._owner = 0
@@ -113,7 +113,7 @@ class Leased(PortTier):
     @property
     def info(self) -> TierInfo:
         """Description of the tier. Without a size, the capacity is the most to which the lease may grow."""
-        return TierInfo(self._name, "remote", self._size or _SLOTS * _SLOT_BYTES, CACHE_LINE_BYTES)
+        return TierInfo(self._name, "remote", self._size or self._slots * _SLOT_BYTES, CACHE_LINE_BYTES)
 
     @property
     def lease(self) -> str:
@@ -123,9 +123,9 @@ class Leased(PortTier):
 
     @property
     def leased(self) -> int:
-        """Bytes that are leased now."""
+        """Bytes that are leased now, without further copies."""
         parts = self._parts
-        return 0 if parts is None else sum(slot.extent.bytes for slot in parts.slots if slot.extent is not None)
+        return 0 if parts is None else sum(slot.nbytes for slot in parts.slots)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Leased(PortTier):
 
     @property
     def mapped(self) -> tuple[bool, ...]:
-        """For each part, True if it is mapped into this process; empty while the tier is closed."""
+        """For each part and copy, True if it is mapped into this process; empty while the tier is closed."""
         parts = self._parts
         return () if parts is None else parts.mapped
 
@@ -158,7 +158,7 @@ class Leased(PortTier):
     @property
     def touched(self) -> int:
         """Bytes of mapped memory up to the end of the highest extent that was ever reserved. The nodes own it."""
-        return sum(self._highs.values()) if all(self.mapped) else 0
+        return self._location.copies * sum(self._highs.values()) if all(self.mapped) else 0
 
     @property
     def port(self) -> Port:
@@ -247,31 +247,32 @@ class Leased(PortTier):
         """Use new extents; if that fails, give back those that are not used."""
         parts = self._parts
         assert parts is not None
+        groups: defaultdict[int, list[LeasedExtent]] = defaultdict(list)
+        for one in sorted(extents, key=lambda one: one.replica):
+            groups[one.part].append(one)
         try:
-            if len(extents) > _SLOTS - len(self._spaces) or any(one.bytes > self._slot_bytes for one in extents):
+            if len(groups) > self._slots - len(self._spaces) or any(one.bytes > self._slot_bytes for one in extents):
                 raise TierFullError(
-                    f"{self._name}: the lease has more than {_SLOTS} parts; open a second tier", tier=self._name
+                    f"{self._name}: the lease has more than {self._slots} parts; open a second tier", tier=self._name
                 )
             for member in dict.fromkeys(one.member for one in extents):
-                own = tuple(one for one in extents if one.member == member)
-                holder.show(member, own, partial(self._use, parts, own))
+                holder.show(member, tuple(one for one in extents if one.member == member))
+            for part in sorted(groups):
+                index = next(index for index in range(self._slots) if index not in self._spaces)
+                parts.use(parts.slots[index], tuple(groups[part]))
+                self._spaces[index] = ExtentSpace(self._name, groups[part][0].bytes, CACHE_LINE_BYTES)
         except BaseException:
-            # Those that are used stay.
-            holder.drop(extents)
-            parts.drop(extents)
+            used = {one.key for slot in parts.slots for one in slot.extents}
+            unused = tuple(one for one in extents if one.key not in used)
+            holder.drop(unused)
+            parts.drop(unused)
             raise
-
-    def _use(self, parts: LeasedParts, extents: tuple[LeasedExtent, ...]) -> None:
-        for one in extents:
-            index = next(index for index in range(_SLOTS) if index not in self._spaces)
-            parts.use(parts.slots[index], one)
-            self._spaces[index] = ExtentSpace(self._name, one.bytes, CACHE_LINE_BYTES)
 
     def _open_port(self) -> Port:
         location = self._location
         key = client_key(self._key)
         client = ManagerClient(location, holder=holder_name(location, key), token=client_token(), timeout=self._timeout)
-        slots = tuple(Slot(self._name) for _ in range(_SLOTS))
+        slots = tuple(Slot(self._name) for _ in range(self._slots))
         parts = LeasedParts(self._name, slots, partial(_channel_to, key, self._transport), self._timeout)
         sent = time.monotonic()
         try:

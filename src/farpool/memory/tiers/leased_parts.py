@@ -6,10 +6,10 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from farpool._native import PythonPort, ReplaceablePort
+from farpool._native import CopiesPort, PythonPort, ReplaceablePort
 from farpool.abc.membership import MemberInfo
 from farpool.cluster.leases.client import LeasedExtent
 from farpool.cluster.wire.address import parse_address
@@ -42,7 +42,7 @@ class _Nothing:
 
 
 class Slot:
-    """A range of the tier's space, which one extent at a time provides.
+    """A range of the tier's space, which one extent at a time provides, or several with the same bytes.
 
     Parameters
     ----------
@@ -54,16 +54,24 @@ class Slot:
     port : ReplaceablePort
         Port to `movable`; transfers through it fail until there is one.
     movable : ReplaceablePort or None
-        Port to the extent.
-    extent : LeasedExtent or None
-        The extent.
+        Port to the extents.
+    extents : tuple of LeasedExtent
+        The extents, one for each copy; empty for a slot that is not used.
+    copies : CopiesPort or None
+        Port to the copies, in the order of `extents`, if there are several.
     """
 
     def __init__(self, tier: str) -> None:
         # It never copies, so it need not know how many bytes the extent will have.
         self.port = ReplaceablePort(tier, PythonPort(_Nothing(tier)), nbytes=1, chunk=1)
         self.movable: ReplaceablePort | None = None
-        self.extent: LeasedExtent | None = None
+        self.extents: tuple[LeasedExtent, ...] = ()
+        self.copies: CopiesPort | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot; 0 if it is not used."""
+        return self.extents[0].bytes if self.extents else 0
 
 
 class _Claimed:
@@ -101,39 +109,64 @@ class LeasedParts:
         self._unlisted: set[str] = set()
         """Members with a channel of which the manager knows no address any more."""
         self._claimed: dict[tuple[str, int], _Claimed] = {}
+        self._remade: set[tuple[str, int]] = set()
+        """Claimed extents that the node made again without their bytes: they need a new port."""
+
+    @property
+    def _used(self) -> Iterator[LeasedExtent]:
+        return (one for slot in self.slots for one in slot.extents)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Addresses of the nodes that have a part of the bytes."""
         with self._lock:
-            return tuple(self._channels[slot.extent.member].name for slot in self.slots if slot.extent is not None)
+            return tuple(self._channels[one.member].name for one in self._used)
 
     @property
     def mapped(self) -> tuple[bool, ...]:
-        """For each part, True if it is mapped into this process."""
+        """For each part and copy, True if it is mapped into this process."""
         with self._lock:
-            return tuple(
-                self._claimed[slot.extent.key].lease.address is not None
-                for slot in self.slots
-                if slot.extent is not None
-            )
+            return tuple(self._claimed[one.key].lease.address is not None for one in self._used)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each part whose node lost its bytes."""
+        return tuple(f"{one.shown} are lost: {why}" for one, why in self._emptied())
+
+    def _emptied(self) -> list[tuple[LeasedExtent, str]]:
+        """Return the extents whose nodes do not have their bytes any more, each with the reason."""
         with self._lock:
-            used = [slot.extent for slot in self.slots if slot.extent is not None]
             emptied = {(member, one) for member, channel in self._channels.items() for one in channel.emptied}
             # A member without an address may still answer at its old one, until another node answers there.
             replaced = {member for member in self._unlisted if self._channels[member].stranger}
-        return (
-            *(f"{one.shown} are lost: the node was started again without them" for one in used if one.key in emptied),
-            *(
-                f"{one.shown} are lost: the node has left the pool, and another one is at its address"
-                for one in used
-                if one.member in replaced
-            ),
-        )
+            return [
+                *((one, "the node was started again without them") for one in self._used if one.key in emptied),
+                *(
+                    (one, "the node has left the pool, and another one is at its address")
+                    for one in self._used
+                    if one.member in replaced
+                ),
+            ]
+
+    def faults(self) -> Mapping[tuple[str, int], str]:
+        """Return the copies that are out of use while other copies of their bytes are in use, each with the reason."""
+        by_key = {one.key: (slot, index) for slot in self.slots for index, one in enumerate(slot.extents)}
+        for one, why in self._emptied():
+            slot, index = by_key.get(one.key, (None, 0))
+            if slot is None or slot.copies is None or not slot.copies.take_out(index, why):
+                continue
+            with self._lock:
+                channel = self._channels.get(one.member)
+                if channel is not None and one.number in channel.emptied:
+                    channel.emptied.discard(one.number)
+                    self._remade.add(one.key)
+        return {
+            one.key: why
+            for slot in self.slots
+            if (copies := slot.copies) is not None
+            for one, why in zip(slot.extents, copies.faults, strict=True)
+            if why
+        }
 
     def claim(self, member: str, ticket: bytes, extents: tuple[LeasedExtent, ...]) -> None:
         """Show a ticket to a member, and make ports to the extents among `extents` that it lends and that have none.
@@ -156,7 +189,8 @@ class LeasedParts:
         channel = self._channel(next(iter(own.values())))
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            new = {number: one for number, one in own.items() if one.key not in self._claimed}
+            known = self._claimed.keys() - self._remade
+            new = {number: one for number, one in own.items() if one.key not in known}
         if new:
             # A node backs new memory with pages before it answers.
             deadline += sum(one.bytes for one in new.values()) / BACKED_PER_SECOND
@@ -172,6 +206,7 @@ class LeasedParts:
                 port = port_to(channel, one.lease, self._tier, self._timeout)
                 with self._lock:
                     self._claimed[extent.key] = _Claimed(channel, one.lease, port)
+                    self._remade.discard(extent.key)
         missing = [one for one in new.values() if one.key not in self._claimed]
         if missing:
             raise NodeError(f"{channel.name}: the ticket does not name {missing[0].shown}", node=channel.name)
@@ -186,43 +221,55 @@ class LeasedParts:
                     raise
                 time.sleep(_PAUSE_S)
 
-    def use(self, slot: Slot, extent: LeasedExtent) -> None:
-        """Use a claimed extent for a slot that has none."""
+    def use(self, slot: Slot, extents: tuple[LeasedExtent, ...]) -> None:
+        """Use claimed extents, copies of the same bytes, for a slot that has none."""
         with self._lock:
-            claimed = self._claimed[extent.key]
-        movable = ReplaceablePort(self._tier, claimed.port, nbytes=extent.bytes, chunk=STRIPE)
+            ports = [self._claimed[one.key].port for one in extents]
+        copies = CopiesPort(self._tier, ports) if len(ports) > 1 else None
+        movable = ReplaceablePort(self._tier, copies or ports[0], nbytes=extents[0].bytes, chunk=STRIPE)
         slot.port.set_target(movable, same_bytes=True)
         slot.port.replace()
         with self._lock:
-            slot.extent, slot.movable = extent, movable
+            slot.extents, slot.copies, slot.movable = extents, copies, movable
 
     def move(self, old: LeasedExtent, new: LeasedExtent, go_on: Callable[[], bool]) -> bool:
         """Copy the bytes of `old` to `new`, which was claimed, and use `new` from then on.
 
-        Transfers go on during the copy. Each chunk is read back and compared.
+        If another extent has a copy of the bytes, they may come from there, and `new` may be `old`. Transfers go on
+        during the copy. Each chunk is read back and compared.
 
         Raises
         ------
         NodeError, TierError
             A node failed. The bytes stay.
         """
-        slot = next((one for one in self.slots if one.extent is not None and one.extent.key == old.key), None)
+        slot, index = next(
+            ((slot, at) for slot in self.slots for at, one in enumerate(slot.extents) if one.key == old.key), (None, 0)
+        )
         if slot is None or slot.movable is None:
             raise TierError(f"{self._tier}: {old.shown} are not used", tier=self._tier)
+        after = (*slot.extents[:index], new, *slot.extents[index + 1 :])
         with self._lock:
-            target, source = self._claimed[new.key], self._claimed[old.key]
+            ports = [self._claimed[one.key].port for one in after]
+            source = self._claimed[old.key]
+        copies = slot.copies
+        if copies is not None:
+            copies = CopiesPort(self._tier, ports, before=copies, fresh=index)
         port = slot.movable
-        port.set_target(target.port)
+        port.set_target(ports[index])
         with contextlib.ExitStack() as undo:
             undo.callback(port.drop_target)
             while port.copy_chunks():
                 if not go_on():
                     return False
-            port.replace()
+            port.replace(copies)
             undo.pop_all()
         with self._lock:
-            slot.extent = new
+            slot.extents, slot.copies = after, copies
+            if old.key == new.key:
+                return True
             del self._claimed[old.key]
+            self._remade.discard(old.key)
         # The lease's thread renews the lease next, so it may not wait long here.
         give_back([source.lease], time.monotonic() + min(self._timeout, PERIOD_S))
         self._close_idle(old.member)
@@ -231,9 +278,9 @@ class LeasedParts:
     def drop(self, extents: tuple[LeasedExtent, ...]) -> None:
         """Forget extents, except the ones that a slot uses."""
         with self._lock:
-            used = {slot.extent.key for slot in self.slots if slot.extent is not None}
-            for key in {one.key for one in extents} - used:
+            for key in {one.key for one in extents} - {one.key for one in self._used}:
                 self._claimed.pop(key, None)
+                self._remade.discard(key)
         for member in {one.member for one in extents}:
             self._close_idle(member)
 
@@ -243,8 +290,9 @@ class LeasedParts:
             claimed, self._claimed = list(self._claimed.values()), {}
             channels, self._channels = list(self._channels.values()), {}
             self._unlisted.clear()
+            self._remade.clear()
             for slot in self.slots:
-                slot.extent = None
+                slot.extents, slot.copies = (), None
         give_back([one.lease for one in claimed], time.monotonic() + self._timeout)
         for channel in channels:
             channel.close()
