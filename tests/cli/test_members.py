@@ -46,12 +46,13 @@ def join(registry: Registry, identity: bytes, *, up: bool = True, **fields: Any)
 
 def test_the_list_shows_what_people_need(place: str, registry: Registry) -> None:
     assert "no members in" in command(place)
-    join(registry, A, labels={"zone": "z", "rack": "r1"}, weight=0.16, media={"dram": 2 << 30, "nvme": 1 << 40})
+    media, bandwidth = {"dram": 2 << 30, "nvme": 1 << 40}, {"dram": 9_140_000_000}
+    join(registry, A, labels={"zone": "z", "rack": "r1"}, weight=0.16, media=media, bandwidth=bandwidth)
     join(registry, B, up=False, addresses=("tls://[fd00::1]:7471", "tls://b.example:7471"), version="0.2")
     join(registry, C, draining=True, weight=0.0, full_weight=0.0)
     lines = command(place).splitlines()
     for words in (
-        ("node-a", "aaaaaaaa", "active", "0.16 of 1", "tcp://10.0.0.10:7471", "dram 2 GiB", "rack=r1 zone=z"),
+        ("node-a", "aaaaaaaa", "active", "0.16 of 1", "tcp://10.0.0.10:7471", "dram 2 GiB, 9.1 GB/s", "rack=r1 zone=z"),
         ("nvme 1 TiB",),
         ("node-b", "bbbbbbbb", "suspect", "1", "tls://[fd00::1]:7471", "0.2"),
         ("tls://b.example:7471",),
@@ -68,6 +69,7 @@ def test_the_list_shows_what_people_need(place: str, registry: Registry) -> None
         "full_weight": 1.0,
         "labels": {"rack": "r1", "zone": "z"},
         "media": {"dram": 2 << 30, "nvme": 1 << 40},
+        "bandwidth": {"dram": 9_140_000_000},
         "version": "",
         "draining": False,
         "joined": 0.0,

@@ -62,6 +62,7 @@ def test_a_node_is_listed_from_its_start_to_its_end(place: str, registry: Regist
         )
         [shown] = json.loads(command("members", "--registry", place, "--json"))
         assert (shown["name"], shown["state"], shown["media"]) == (node.folder.name, "active", {"dram": 64 << 20})
+        assert shown["bandwidth"]["dram"] > 0
         assert node.address in command("members", "--registry", place)
         with urllib.request.urlopen(node.ready["metrics"], timeout=20) as page:
             text = page.read().decode()

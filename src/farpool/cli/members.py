@@ -12,6 +12,7 @@ from farpool.sizes import format_size
 
 if TYPE_CHECKING:
     from farpool.cluster.members.administration import RegisteredMember
+    from farpool.cluster.members.records import MemberRecord
     from farpool.cluster.registry import Registry
 
 __all__ = ["app"]
@@ -92,10 +93,15 @@ def _cells(member: RegisteredMember, digits: int) -> list[str]:
         str(member.state),
         f"{record.weight:.3g}{slow}",
         "\n".join(record.addresses),
-        "\n".join(f"{medium} {format_size(nbytes)}" for medium, nbytes in record.media.items()),
+        "\n".join(_lent(record, medium) for medium in record.media),
         " ".join(f"{name}={value}" for name, value in sorted(record.labels.items())),
         record.version,
     ]
+
+
+def _lent(record: MemberRecord, medium: str) -> str:
+    rate = record.bandwidth.get(medium)
+    return f"{medium} {format_size(record.media[medium])}" + (f", {rate / 1e9:.1f} GB/s" if rate else "")
 
 
 def _fields(member: RegisteredMember) -> dict[str, object]:
@@ -104,7 +110,18 @@ def _fields(member: RegisteredMember) -> dict[str, object]:
     if record is None:
         return {**fields, "damage": member.damage}
     known = msgspec.to_builtins(record)
-    names = ("name", "addresses", "weight", "full_weight", "labels", "media", "version", "draining", "joined")
+    names = (
+        "name",
+        "addresses",
+        "weight",
+        "full_weight",
+        "labels",
+        "media",
+        "bandwidth",
+        "version",
+        "draining",
+        "joined",
+    )
     return {**fields, **{name: known[name] for name in names}}
 
 

@@ -72,6 +72,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
         Weight that the member will have once it has been filled slowly.
     media : dict of str to int
         Bytes that the node lends, by medium: ``dram``, ``nvme``.
+    bandwidth : dict of str to int
+        Bytes per second at which the node's host copied memory when the node started, by medium; only for people.
     draining : bool
         True if the member is about to leave.
     joined : float
@@ -90,6 +92,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: _Weight = 1.0
     full_weight: _Weight = 1.0
     media: dict[str, int] = {}
+    bandwidth: dict[str, int] = {}
     draining: bool = False
     joined: float = 0.0
     version: str = ""

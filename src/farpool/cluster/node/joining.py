@@ -137,6 +137,7 @@ class Joining:
         # Imported here, because most nodes have no registry and are to start at once.
         from farpool.cluster.members.records import MemberRecord
         from farpool.cluster.members.registration import Registration
+        from farpool.cluster.node.speed import copy_rate
 
         assert self.registry is not None
         record = MemberRecord(
@@ -146,6 +147,7 @@ class Joining:
             weight=self.weight,
             full_weight=self.weight,
             media=media,
+            bandwidth={"dram": rate} if (rate := copy_rate(folder, media.get("dram", 0))) else {},
             joined=time.time(),
             version=version("farpool"),
         )

@@ -30,6 +30,7 @@ class MemberModel(BaseModel):
     full_weight: float = 0.0
     labels: dict[str, str] = {}
     media: dict[str, int] = {}
+    bandwidth: dict[str, int] = {}
     version: str = ""
     draining: bool = False
     joined: float = 0.0
@@ -64,6 +65,7 @@ def member_model(member: RegisteredMember) -> MemberModel:
         full_weight=record.full_weight,
         labels=record.labels,
         media=record.media,
+        bandwidth=record.bandwidth,
         version=record.version,
         draining=record.draining,
         joined=record.joined,
