@@ -26,7 +26,7 @@ _TOOLS = ("ip", "unshare", "nsenter")
 _MARKS = itertools.count()
 _FENCE = re.compile(r"^```(console|py|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^([a-z]*)\$ (.*)$")
-_FILE = re.compile(r"# ([a-z.]+)\n")
+_FILE = re.compile(r"# ([a-z.]+)(?:, on ([a-z]+))?\n")
 ALL = "all"
 """The prompt that stands for each machine."""
 SERVERS = ("farpool up",)
@@ -40,7 +40,7 @@ class Step:
     Attributes
     ----------
     machine : str
-        The prompt: a machine's name, `ALL`, or empty for the only machine.
+        The prompt: a machine's name, `ALL`, or empty for the first machine.
     command : str
         The command.
     output : list of str
@@ -70,7 +70,7 @@ def steps(page: str, section: str) -> list[Step]:
         if kind != "console":
             name = _FILE.match(text)
             assert name is not None, f"no name of a file in its first line: {text}"
-            found.append(Step(file=name[1], text=text))
+            found.append(Step(name[2] or "", file=name[1], text=text))
             continue
         is_continued = False
         for line in text.splitlines():
@@ -90,13 +90,16 @@ def play(found: Sequence[Step], cluster: dict[str, Machine]) -> None:
     """Carry steps out on machines, and compare the output with the page's."""
     first = next(iter(cluster.values()))
     for step in found:
-        if step.file:
-            (first.home / step.file).write_text(step.text)
-            continue
-        one = first if step.machine == "" else cluster.get(step.machine)
-        for machine in cluster.values() if one is None else [one]:
-            assert step.machine in ("", ALL, machine.name), f"there is no machine {step.machine}"
-            machine.run(step)
+        if step.machine == ALL:
+            where = list(cluster.values())
+        else:
+            assert step.machine in ("", *cluster), f"there is no machine {step.machine}"
+            where = [cluster[step.machine] if step.machine else first]
+        for machine in where:
+            if step.file:
+                (machine.home / step.file).write_text(step.text)
+            else:
+                machine.run(step)
 
 
 class Machine:

@@ -18,12 +18,12 @@ needs_machines = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 
 def test_a_page_is_read_as_commands_with_output_and_files() -> None:
     page = (
-        "# P\n\n## One\n\n```py\n# work.py\nprint(1)\n```\n\n```console\na$ cat x \\\n  y &\nready …\nall$ ls\n```\n\n"
+        "# P\n\n## One\n\n```py\n# work.py, on a\nprint(1)\n```\n\n```console\na$ cat x \\\n  y &\nready …\nall$ ls\n```\n\n"
         "## Two\n\n```console\n$ no\n```\n"
     )
     found = steps(page, "One")
     assert found == [
-        Step(file="work.py", text="# work.py\nprint(1)\n"),
+        Step("a", file="work.py", text="# work.py, on a\nprint(1)\n"),
         Step("a", "cat x \\\n  y &", ["ready …"]),
         Step("all", "ls"),
     ]
