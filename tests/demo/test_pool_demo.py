@@ -102,6 +102,7 @@ def test_an_event_that_does_not_come_is_an_error_that_names_it(monkeypatch: pyte
         _await(lambda: False, "a miracle")
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_each_node(tmp_path: Path) -> None:
     samples = [Sample(float(second), second, tuple(Held(second, 10) for _ in NAMES)) for second in range(4)]
     draw(samples, OUTCOME.moments, tmp_path / "pool.svg")
