@@ -9,43 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Disk", "Machine", "isolated", "make_switch", "why_not"]
+from tests.machines import add_switch, connect, ip
+
+__all__ = ["Disk", "Machine", "make_switch"]
 
 NETWORK = "10.77.0"
-_SWITCH = "switch"
-
-
-def isolated(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another one in namespaces of its own. It needs root, or namespaces for users."""
-    words = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if os.geteuid() != 0:
-        words.append("--map-root-user")
-    return [*words, *command]
-
-
-def why_not() -> str:
-    """Return the reason why no such run is possible here; empty if one is."""
-    script = "mount -t tmpfs run /run && ip netns add one && ip link add name switch type bridge"
-    try:
-        subprocess.run(isolated(["sh", "-c", script]), check=True, capture_output=True, timeout=30)
-    except FileNotFoundError as error:
-        return f"{error.filename} is not installed"
-    except subprocess.CalledProcessError as error:
-        return f"namespaces cannot be made: {error.stderr.decode(errors='replace').strip()}"
-    return ""
 
 
 def make_switch() -> None:
     """Connect this process's network namespace, a new one, to a switch for the machines."""
     _mount(Path("/run"), "64m")  # the names of namespaces are kept there
-    _ip("link", "set", "lo", "up")
-    _ip("link", "add", "name", _SWITCH, "type", "bridge")
-    _ip("address", "add", f"{NETWORK}.1/24", "dev", _SWITCH)
-    _ip("link", "set", _SWITCH, "up")
+    ip("link", "set", "lo", "up")
+    add_switch(address=f"{NETWORK}.1/24")
 
 
 class Machine:
@@ -62,14 +40,8 @@ class Machine:
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.address = f"{NETWORK}.{number}"
-        self._port = f"to-{name}"
-        _ip("netns", "add", name)
-        _ip("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _ip("link", "set", self._port, "master", _SWITCH)
-        _ip("-n", name, "address", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            _ip("-n", name, "link", "set", device, "up")
-        _ip("link", "set", self._port, "up")
+        ip("netns", "add", name)
+        self._port = connect(name, name, f"{self.address}/24", self.command([]))
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return a command that runs on this machine. Its process has the id of the program itself."""
@@ -78,14 +50,14 @@ class Machine:
     def cut(self, *, near: bool) -> None:
         """Cut the link: at the machine (`near`), where each send fails at once, or at the switch, which is silent."""
         if near:
-            _ip("-n", self.name, "link", "set", "eth0", "down")
+            ip("link", "set", "eth0", "down", at=self.command([]))
         else:
-            _ip("link", "set", self._port, "down")
+            ip("link", "set", self._port, "down")
 
     def mend(self) -> None:
         """Connect the machine again."""
-        _ip("link", "set", self._port, "up")
-        _ip("-n", self.name, "link", "set", "eth0", "up")
+        ip("link", "set", self._port, "up")
+        ip("link", "set", "eth0", "up", at=self.command([]))
 
 
 class Disk:
@@ -117,10 +89,6 @@ class Disk:
     def free(self) -> None:
         """Give the room back."""
         self._ballast.unlink(missing_ok=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
 def _mount(folder: Path, size: str) -> None:

@@ -25,10 +25,11 @@ from tests.chaos import checks
 from tests.chaos.audit import GrantsFollower, NodesAuditor, copies_of, held_by, identity_of
 from tests.chaos.fleet import PATIENCE_S, PROGRAMS, Fleet, persist
 from tests.chaos.journal import Call, read_calls
-from tests.chaos.machines import isolated, make_switch, why_not
+from tests.chaos.machines import make_switch
 from tests.chaos.processes import ChaosProcess
 from tests.chaos.programs import COPIES, NEEDED, digest_of, value_of
 from tests.chaos.schedule import Strike, make_schedule
+from tests.machines import isolated, why_not
 
 __all__ = ["Run", "main"]
 

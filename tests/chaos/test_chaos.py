@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.machines import why_not
+from tests.machines import why_not
 from tests.registry.cluster import needs_etcd
 
 SEED = 1

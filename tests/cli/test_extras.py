@@ -36,16 +36,21 @@ def command_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subpro
     ("package", "extra", "words"),
     [
         ("cryptography", "tls", "certs init"),
-        ("cryptography", "tls", "certs issue trainer --role client"),
-        ("cryptography", "tls", "certs rotate trainer"),
+        pytest.param("cryptography", "tls", "certs issue trainer --role client", marks=pytest.mark.slow),
+        pytest.param("cryptography", "tls", "certs rotate trainer", marks=pytest.mark.slow),
         ("cryptography", "bench", "bench remote --quick"),
-        ("numpy", "bench", "bench --help"),
+        pytest.param("numpy", "bench", "bench --help", marks=pytest.mark.slow),
         ("fastapi", "manager", "manager --listen 127.0.0.1:0 --registry here"),
-        ("uvicorn", "manager", "up --registry here"),
-        ("uvicorn", "manager", "demo --pool"),
+        pytest.param("uvicorn", "manager", "up --registry here", marks=pytest.mark.slow),
+        pytest.param("uvicorn", "manager", "demo --pool", marks=pytest.mark.slow),
         ("prometheus_client", "metrics", "node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0"),
         # Nothing listens on port 1: a command that connected first would report that.
-        ("prometheus_client", "metrics", "store repair --node tcp://127.0.0.1:1 --metrics here.prom"),
+        pytest.param(
+            "prometheus_client",
+            "metrics",
+            "store repair --node tcp://127.0.0.1:1 --metrics here.prom",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_command_without_its_extra_says_how_to_install_it(
@@ -58,12 +63,14 @@ def test_a_command_without_its_extra_says_how_to_install_it(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_benchmark_needs_only_the_packages_that_it_uses(tmp_path: Path) -> None:
     done = command_without(("cryptography", "numpy"), "bench", "growth", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Blocks of the largest pool" in done.stdout
 
 
+@pytest.mark.slow
 def test_metrics_of_a_node_with_tls_need_both_extras(tmp_path: Path) -> None:
     certificate = Certificates(tmp_path).node()
     words = f"node --listen 127.0.0.1:0 --dram 1MiB --folder here --metrics 127.0.0.1:0 --tls {certificate}".split()
@@ -83,12 +90,14 @@ def test_each_extra_brings_its_package() -> None:
     assert not {"cryptography", "prometheus-client"} & {one.partition(">=")[0] for one in project["dependencies"]}
 
 
+@pytest.mark.slow
 def test_help_needs_no_extra(tmp_path: Path) -> None:
     for words in ("certs --help", "certs init --help", "node --help"):
         done = command_without(_PACKAGES, *words.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_node_with_tls_and_a_store_need_no_extra(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     program = f"""

@@ -55,10 +55,10 @@ def test_the_report_says_what_moved_and_what_was_lost() -> None:
     assert OUTCOME.passed
     text = said(OUTCOME)
     assert "equal 40 training steps on leased memory" in text
-    assert "0.0 MB of leased memory from alpha, which drained, to gamma" in text
-    assert "lost 5 copies of objects on beta" in text
+    assert "drained alpha: 0.0 MB of leased memory moved to gamma" in text
+    assert "killed beta, with its memory: 5 copies of objects were lost" in text
     assert "all 8 objects have 2 copies again" in text
-    assert "all 123 reads of the other tenant were right" in text
+    assert "all 123 reads of the other tenant gave the right bytes" in text
     assert "killed: 5 copies lost" in text
     assert "there.png" in text
 
@@ -68,7 +68,10 @@ def test_the_report_says_what_moved_and_what_was_lost() -> None:
     [
         ({"equal": False}, "NOT EQUAL"),
         ({"lost_objects": 1, "short_objects": 3}, "NOT MADE AGAIN 1 of 8 objects are lost, 3 have fewer than 2 copies"),
-        ({"wrong_reads": 2, "first_fault": "page-3: other bytes"}, "2 of 123 reads failed, first page-3: other bytes"),
+        (
+            {"wrong_reads": 2, "first_fault": "page-3: other bytes"},
+            "FAILED READS 2 of 123 reads of the other tenant failed, first page-3: other bytes",
+        ),
     ],
 )
 def test_an_outcome_that_is_not_right_does_not_pass(changes: dict[str, Any], part: str) -> None:
@@ -99,6 +102,7 @@ def test_an_event_that_does_not_come_is_an_error_that_names_it(monkeypatch: pyte
         _await(lambda: False, "a miracle")
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_each_node(tmp_path: Path) -> None:
     samples = [Sample(float(second), second, tuple(Held(second, 10) for _ in NAMES)) for second in range(4)]
     draw(samples, OUTCOME.moments, tmp_path / "pool.svg")

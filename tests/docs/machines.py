@@ -1,8 +1,4 @@
-"""Machines for the commands of a page: each has a network, processes, shared memory and a home of its own. Needs root.
-
-A machine is a set of Linux namespaces. All machines of a network are connected by a bridge in a further namespace, so
-nothing of the host's network changes.
-"""
+"""Machines for the commands of a page, each with a network, processes, shared memory and a home of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import itertools
 import os
 import re
 import selectors
-import shutil
 import subprocess
 import sys
 import time
@@ -19,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Machine", "Step", "machines", "play", "steps", "why_not"]
+from tests.machines import PATIENCE, add_switch, connect, isolated
 
-PATIENCE = 120.0
-_TOOLS = ("ip", "unshare", "nsenter")
+__all__ = ["Machine", "Step", "machines", "play", "steps"]
+
 _MARKS = itertools.count()
 _FENCE = re.compile(r"^```(console|py|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^([a-z]*)\$ (.*)$")
-_FILE = re.compile(r"# ([a-z.]+)\n")
+_FILE = re.compile(r"# ([a-z.]+)(?:, on ([a-z]+))?\n")
 ALL = "all"
 """The prompt that stands for each machine."""
 SERVERS = ("farpool up",)
@@ -40,7 +35,7 @@ class Step:
     Attributes
     ----------
     machine : str
-        The prompt: a machine's name, `ALL`, or empty for the only machine.
+        The prompt: a machine's name, `ALL`, or empty for the first machine.
     command : str
         The command.
     output : list of str
@@ -70,7 +65,7 @@ def steps(page: str, section: str) -> list[Step]:
         if kind != "console":
             name = _FILE.match(text)
             assert name is not None, f"no name of a file in its first line: {text}"
-            found.append(Step(file=name[1], text=text))
+            found.append(Step(name[2] or "", file=name[1], text=text))
             continue
         is_continued = False
         for line in text.splitlines():
@@ -90,13 +85,16 @@ def play(found: Sequence[Step], cluster: dict[str, Machine]) -> None:
     """Carry steps out on machines, and compare the output with the page's."""
     first = next(iter(cluster.values()))
     for step in found:
-        if step.file:
-            (first.home / step.file).write_text(step.text)
-            continue
-        one = first if step.machine == "" else cluster.get(step.machine)
-        for machine in cluster.values() if one is None else [one]:
-            assert step.machine in ("", ALL, machine.name), f"there is no machine {step.machine}"
-            machine.run(step)
+        if step.machine == ALL:
+            where = list(cluster.values())
+        else:
+            assert step.machine in ("", *cluster), f"there is no machine {step.machine}"
+            where = [cluster[step.machine] if step.machine else first]
+        for machine in where:
+            if step.file:
+                (machine.home / step.file).write_text(step.text)
+            else:
+                machine.run(step)
 
 
 class Machine:
@@ -117,8 +115,7 @@ class Machine:
     def __init__(self, name: str, address: str, home: Path) -> None:
         self.name, self.address, self.home = name, address, home
         home.mkdir()
-        spaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._outer = subprocess.Popen(["unshare", *spaces, "sleep", "infinity"])
+        self._outer = subprocess.Popen(isolated(["sleep", "infinity"], "--uts"))
         self._shell: subprocess.Popen[bytes] | None = None
         try:
             self.pid = self._inner()
@@ -162,6 +159,11 @@ class Machine:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
+
+    @property
+    def network(self) -> list[str]:
+        """The words that run a command of this host in the network of the machine."""
+        return ["nsenter", "-t", str(self.pid), "--net"]
 
     def enter(self, *command: str) -> list[str]:
         """The words that run a command on the machine."""
@@ -211,34 +213,15 @@ def machines(folder: Path, *names: str) -> Iterator[dict[str, Machine]]:
         cluster: dict[str, Machine] = {}
         bridge = Machine("switch", "", folder / "switch")
         stack.callback(bridge.close)
-        _ip(bridge, "link", "add", "switch", "type", "bridge")
-        _ip(bridge, "link", "set", "switch", "up")
+        add_switch(bridge.network)
         for number, name in enumerate(names, 1):
             machine = Machine(name, f"10.0.0.{number}", folder / name)
             stack.callback(machine.close)
             cluster[name] = machine
-            ends = ["eth0", "netns", str(machine.pid), "type", "veth", "peer", "name", name, "netns", str(bridge.pid)]
-            subprocess.run(["ip", "link", "add", *ends], check=True, capture_output=True, timeout=PATIENCE)
-            _ip(bridge, "link", "set", "dev", name, "master", "switch", "up")
-            _ip(machine, "address", "add", f"{machine.address}/24", "dev", "eth0")
-            _ip(machine, "link", "set", "eth0", "up")
+            connect(name, str(machine.pid), f"{machine.address}/24", machine.network, bridge.network)
         for machine in cluster.values():
             _copier(machine, cluster)
         yield cluster
-
-
-def why_not() -> str:
-    """Why there can be no machines here; empty if there can."""
-    for tool in _TOOLS:
-        if shutil.which(tool) is None:
-            return f"the command {tool} is not installed"
-    words = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
-    done = subprocess.run(words, check=False, capture_output=True, timeout=PATIENCE)
-    return f"namespaces cannot be made: {done.stderr.decode(errors='replace').strip()}" if done.returncode else ""
-
-
-def _ip(machine: Machine, *words: str) -> None:
-    subprocess.run(machine.enter("ip", *words), check=True, capture_output=True, timeout=PATIENCE)
 
 
 def _copier(machine: Machine, cluster: dict[str, Machine]) -> None:

@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.machines import Step, machines, play, steps, why_not
+from tests.docs.machines import Step, machines, play, steps
+from tests.machines import why_not
 from tests.registry.cluster import needs_etcd
 
 PAGE = Path(__file__).parents[2] / "docs" / "shared-pool.md"
 MISSING = [tool for tool in ("openssl", "curl") if shutil.which(tool) is None]
 needs_tools = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-needs_machines = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
+needs_machines = pytest.mark.skipif(bool(reason := why_not(needs_root=True)), reason=reason)
 
 
 def test_a_page_is_read_as_commands_with_output_and_files() -> None:
     page = (
-        "# P\n\n## One\n\n```py\n# work.py\nprint(1)\n```\n\n```console\na$ cat x \\\n  y &\nready …\nall$ ls\n```\n\n"
+        "# P\n\n## One\n\n```py\n# work.py, on a\nprint(1)\n```\n\n"
+        "```console\na$ cat x \\\n  y &\nready …\nall$ ls\n```\n\n"
         "## Two\n\n```console\n$ no\n```\n"
     )
     found = steps(page, "One")
     assert found == [
-        Step(file="work.py", text="# work.py\nprint(1)\n"),
+        Step("a", file="work.py", text="# work.py, on a\nprint(1)\n"),
         Step("a", "cat x \\\n  y &", ["ready …"]),
         Step("all", "ls"),
     ]

@@ -38,7 +38,9 @@ SECRET = "0123456789abcdef-trainer"
 
 
 class Fleet:
-    """A registry, a manager and nodes that are members."""
+    """A registry, a manager and nodes that are members; `node` is the one that was started last."""
+
+    node: RunningNode
 
     def __init__(self, folder: Path, stack: ExitStack, key: AccessKey | None = None) -> None:
         self.place = f"sqlite://{folder}/registry.sqlite"
@@ -49,6 +51,7 @@ class Fleet:
         node = self._stack.enter_context(running_node(dram, registry=self.place, **options))
         member = identity_of(node).hex()
         eventually(lambda: self._has_room(member))
+        self.node = node
         return node
 
     def _has_room(self, member: str) -> bool:
@@ -120,7 +123,7 @@ def renew(tier: Leased) -> None:
 class TestLeased(TierConformance):
     fleet: Fleet
 
-    @pytest.fixture(autouse=True, params=TRANSPORTS)
+    @pytest.fixture(autouse=True, params=[pytest.param("tcp", marks=pytest.mark.slow), "mapped"])
     def _fleet(self, shared: Fleet, request: pytest.FixtureRequest) -> None:
         self.fleet = shared
         self.transport = request.param
@@ -166,17 +169,16 @@ def test_a_lease_of_a_size_is_taken_at_open_and_given_back_at_close(fleet: Fleet
         assert get(tier, put(tier, 100)[0])
 
 
-def test_a_size_may_be_in_the_address(fleet: Fleet) -> None:
-    fleet.start()
-    with fleet.tier("?size=2500KiB") as tier:
+def test_a_size_may_be_in_the_address(shared: Fleet) -> None:
+    with shared.tier("?size=2500KiB") as tier:
         assert tier.info.capacity == tier.leased == 3 * MIB
 
 
-def test_a_lease_that_cannot_be_granted_names_the_nearest_offer(fleet: Fleet) -> None:
-    fleet.start()
-    with pytest.raises(ConfigError, match=r"nodes of far: .*do not have .*the nearest offer: 32 MiB"):
-        fleet.tier(size="1GiB", name="far").open()
-    assert fleet.manager.service.leases() == []
+def test_a_lease_that_cannot_be_granted_names_the_nearest_offer(shared: Fleet) -> None:
+    eventually(lambda: shared.lent(shared.node) == 0)
+    with pytest.raises(ConfigError, match=r"nodes of far: .*do not have .*the nearest offer: 512 MiB"):
+        shared.tier(size="1GiB", name="far").open()
+    assert shared.manager.service.leases() == []
 
 
 def test_without_a_manager_the_error_names_it(fleet: Fleet) -> None:
@@ -199,6 +201,7 @@ def test_settings_that_are_wrong_are_named(settings: dict[str, Any], part: str) 
         Leased(**settings)
 
 
+@pytest.mark.slow
 def test_without_a_size_the_lease_grows_as_it_is_needed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased, "_FIRST_BYTES", 2 * MIB)
     nodes = [fleet.start("8MiB"), fleet.start("8MiB")]
@@ -222,9 +225,8 @@ def test_without_a_size_the_lease_grows_as_it_is_needed(fleet: Fleet, monkeypatc
     assert fleet.manager.service.leases() == []
 
 
-def test_a_pool_takes_the_address_in_each_form(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.start("64MiB")
-    location = fleet.manager.location + "?size=16MiB&tenant=0"
+def test_a_pool_takes_the_address_in_each_form(shared: Fleet, tmp_path: Path) -> None:
+    location = shared.manager.location + "?size=16MiB&tenant=0"
     spec = RemoteSpec(nodes=location)
     file = tmp_path / "pool.toml"
     file.write_text(f'[pool]\nfast = "1MiB"\nremote = "{location}"\n')
@@ -241,11 +243,12 @@ def test_a_pool_takes_the_address_in_each_form(fleet: Fleet, tmp_path: Path) -> 
     with Pool("1MiB", remote=location) as pool:
         tensors = [pool.full((1 << 16,), float(number)) for number in range(32)]  # 256 KiB each
         assert all(tensor.sum() == number << 16 for number, tensor in enumerate(tensors))
-        assert fleet.manager.service.leases()
+        assert shared.manager.service.leases()
         del tensors
-    assert fleet.manager.service.leases() == []
+    assert shared.manager.service.leases() == []
 
 
+@pytest.mark.slow
 def test_nodes_with_access_keys_lend_to_the_holder_of_the_ticket(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o600)
@@ -265,21 +268,19 @@ def test_nodes_with_access_keys_lend_to_the_holder_of_the_ticket(tmp_path: Path)
         assert fleet.manager.service.leases() == []
 
 
-def test_the_lease_of_a_tier_that_is_dropped_ends(fleet: Fleet) -> None:
-    node = fleet.start()
-    tier = fleet.tier(size=MIB)
+def test_the_lease_of_a_tier_that_is_dropped_ends(shared: Fleet) -> None:
+    tier = shared.tier(size=MIB)
     tier.open()
     gone = weakref.ref(tier)
     del tier
     gc.collect()
     assert gone() is None
-    eventually(lambda: fleet.manager.service.leases() == [])
-    eventually(lambda: fleet.lent(node) == 0)
+    eventually(lambda: shared.manager.service.leases() == [])
+    eventually(lambda: shared.lent(shared.node) == 0)
 
 
-def test_a_forked_child_neither_uses_nor_ends_the_lease(fleet: Fleet) -> None:
-    fleet.start()
-    with fleet.tier(size=MIB) as tier:
+def test_a_forked_child_neither_uses_nor_ends_the_lease(shared: Fleet) -> None:
+    with shared.tier(size=MIB) as tier:
         extent, data = put(tier, 100)
 
         def child() -> None:
@@ -289,12 +290,13 @@ def test_a_forked_child_neither_uses_nor_ends_the_lease(fleet: Fleet) -> None:
 
         in_forked_child(child)
         assert get(tier, extent) == data
-        assert len(fleet.manager.service.leases()) == 1
+        assert len(shared.manager.service.leases()) == 1
 
 
 # ---- memory that lenders want back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_memory_that_a_lender_wants_back_moves_while_the_program_goes_on(fleet: Fleet, transport: str) -> None:
     old = fleet.start("16MiB")
@@ -335,6 +337,7 @@ def test_memory_that_a_lender_wants_back_moves_while_the_program_goes_on(fleet: 
     assert fleet.manager.service.leases() == []
 
 
+@pytest.mark.slow
 def test_a_draining_node_loses_its_extents_one_after_the_other(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     from farpool.cluster.members.administration import drain
 
@@ -352,6 +355,7 @@ def test_a_draining_node_loses_its_extents_one_after_the_other(fleet: Fleet, mon
         assert get(tier, extents[-1][0]) == extents[-1][1]
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_move_is_reported_until_it_can(fleet: Fleet) -> None:
     old = fleet.start("8MiB")
     with fleet.tier(size=6 * MIB) as tier:
@@ -365,6 +369,7 @@ def test_memory_that_cannot_move_is_reported_until_it_can(fleet: Fleet) -> None:
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_memory_that_a_manager_takes_is_lost_and_reported(fleet: Fleet) -> None:
     node = fleet.start("8MiB")
     with fleet.tier(size=4 * MIB, transport="tcp") as tier:
@@ -379,6 +384,7 @@ def test_memory_that_a_manager_takes_is_lost_and_reported(fleet: Fleet) -> None:
                 get(tier, extent)
 
 
+@pytest.mark.slow
 def test_memory_of_a_node_that_was_replaced_is_lost_and_reported(fleet: Fleet) -> None:
     node = fleet.start("8MiB")
     with fleet.tier(size=4 * MIB, transport="tcp", timeout=2.0) as tier:
@@ -397,6 +403,7 @@ def test_memory_of_a_node_that_was_replaced_is_lost_and_reported(fleet: Fleet) -
 # ---- managers and nodes that go away --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_an_error_until_it_is_back(fleet: Fleet) -> None:
     node = fleet.start()
     with fleet.tier(size=4 * MIB, transport="tcp", timeout=1.0) as tier, warnings.catch_warnings():
@@ -409,6 +416,7 @@ def test_a_killed_node_is_an_error_until_it_is_back(fleet: Fleet) -> None:
         eventually(lambda: get_unless_refused(tier, extent) == data)
 
 
+@pytest.mark.slow
 def test_transfers_go_on_while_no_manager_answers_and_the_lease_is_renewed_afterwards(fleet: Fleet) -> None:
     fleet.start()
     with fleet.tier(size=4 * MIB, transport="tcp") as tier:
@@ -426,6 +434,7 @@ def test_transfers_go_on_while_no_manager_answers_and_the_lease_is_renewed_after
         assert (get(tier, extent), get(tier, other)) == (data, more)
 
 
+@pytest.mark.slow
 def test_after_its_ticket_has_expired_a_lease_comes_back_with_its_bytes(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +451,7 @@ def test_after_its_ticket_has_expired_a_lease_comes_back_with_its_bytes(
         eventually(lambda: get_unless_refused(tier, extent) == data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_node_that_is_started_again_gets_the_ticket_again(fleet: Fleet, transport: str) -> None:
     node = fleet.start()
@@ -454,6 +464,7 @@ def test_a_node_that_is_started_again_gets_the_ticket_again(fleet: Fleet, transp
         assert tier.notes == ()
 
 
+@pytest.mark.slow
 def test_the_second_manager_serves_when_the_first_one_is_gone(fleet: Fleet) -> None:
     fleet.start()
     with Manager(fleet.place) as second:
@@ -471,6 +482,7 @@ def test_the_second_manager_serves_when_the_first_one_is_gone(fleet: Fleet) -> N
         assert second.service.leases() == []
 
 
+@pytest.mark.slow
 def test_closing_ends_while_no_manager_and_no_node_answers(fleet: Fleet) -> None:
     node = fleet.start()
     tier = fleet.tier(size=MIB, timeout=0.5, transport="tcp")

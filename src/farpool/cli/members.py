@@ -110,19 +110,8 @@ def _fields(member: RegisteredMember) -> dict[str, object]:
     if record is None:
         return {**fields, "damage": member.damage}
     known = msgspec.to_builtins(record)
-    names = (
-        "name",
-        "addresses",
-        "weight",
-        "full_weight",
-        "labels",
-        "media",
-        "bandwidth",
-        "version",
-        "draining",
-        "joined",
-    )
-    return {**fields, **{name: known[name] for name in names}}
+    names = ("name", "addresses", "weight", "full_weight", "labels", "media", "bandwidth")
+    return {**fields, **{name: known[name] for name in (*names, "version", "draining", "joined")}}
 
 
 @app.command()

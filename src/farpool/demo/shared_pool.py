@@ -154,14 +154,13 @@ def run(picture: Path | None, progress: Progress) -> PoolOutcome:
         with _reading(fleet) as reader:
             story = _Story(fleet, progress)
             leased = _train_on_lease(fleet, story)
-        after = story.end()
     progress("Training without farpool", 0, 1)
     with _one_thread():
         plain = _train(len(leased.losses))
     progress("Training without farpool", 1, 1)
     if picture is not None:
         draw(story.samples, story.moments, picture)
-    return _outcome(story, after, reader, leased, plain, picture)
+    return _outcome(story, reader, leased, plain, picture)
 
 
 # Training
@@ -234,10 +233,10 @@ class _Story:
     ----------
     killed, drained, third : str
         Names of the nodes, once the lease has shown which is which.
-    before : dict of str to Held
-        Memory of each node before the first event.
-    copies_before : dict of str to set of bytes
-        Keys of the objects that each node had before the first event.
+    before, after : dict of str to Held
+        Memory of each node before the first event, and after the last one while the lease still lasts.
+    copies_before, copies_after : dict of str to set of bytes
+        Keys of the objects that each node had then.
     moments, samples : list
         The events and samples so far.
     """
@@ -254,7 +253,9 @@ class _Story:
         self._stop = threading.Event()
         self._future: Future[None] | None = None
         self.before: dict[str, Held] = {}
+        self.after = dict.fromkeys(NAMES, Held())
         self.copies_before: dict[str, set[bytes]] = {}
+        self.copies_after = {name: set[bytes]() for name in NAMES}
         self.moments: list[Moment] = []
         self.samples: list[Sample] = []
 
@@ -283,15 +284,6 @@ class _Story:
                 self._stop.set()
             sampling.result()
 
-    def end(self) -> tuple[dict[str, Held], dict[str, set[bytes]]]:
-        """Ask the nodes that still run for what they have after the last event."""
-        held = dict.fromkeys(NAMES, Held())
-        copies = {name: set[bytes]() for name in NAMES}
-        for name in (self.killed, self.third):
-            held[name] = self._ask(name)
-            copies[name] = self._fleet.copies(name)
-        return held, copies
-
     def _tell(self) -> None:
         fleet, events = self._fleet, 5
         self._progress("Events while the model trains", 0, events)
@@ -316,6 +308,9 @@ class _Story:
         self._wait(lambda: self._is_whole(self.third, self.killed), "two copies of each object on the other nodes")
         fleet.nodes[self.drained].terminate()
         self._note(self.drained, "stopped: others have all that it had")
+        for name in (self.killed, self.third):
+            self.after[name] = self._ask(name)
+            self.copies_after[name] = fleet.copies(name)
         self._progress("Events while the model trains", 5, events)
 
     def _cast(self) -> None:
@@ -417,13 +412,12 @@ def _reading(fleet: Fleet) -> Iterator[_Reader]:
 
 def _outcome(
     story: _Story,
-    after: tuple[dict[str, Held], dict[str, set[bytes]]],
     reader: _Reader,
     leased: _Trained,
     plain: _Trained,
     picture: Path | None,
 ) -> PoolOutcome:
-    held, copies = after
+    held, copies = story.after, story.copies_after
     fates = {story.killed: "killed, came back empty", story.drained: "drained, stopped", story.third: "ran"}
     counts = {key: sum(key in one for one in copies.values()) for one in story.copies_before.values() for key in one}
     parameters = sum(one.numel() for one in plain.state) // 3  # the state has each of them, and two moments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from farpool.demo.shared_pool import PoolOutcome
@@ -14,7 +15,7 @@ __all__ = ["report"]
 
 
 def report(outcome: PoolOutcome) -> RenderableType:
-    """Build the report: first the comparison, then the events in order, then the nodes before and after."""
+    """Build the report: first the results, then the events in order, then the nodes before and after."""
     parts: list[RenderableType] = [_verdict(outcome), _moments(outcome), _nodes(outcome)]
     if outcome.picture:
         parts.append(Text.assemble("Picture: ", (outcome.picture, "bold")))
@@ -26,41 +27,55 @@ def _verdict(outcome: PoolOutcome) -> Panel:
         next((one.name for one in outcome.nodes if one.fate.startswith(fate)), "?") for fate in ("killed", "drained")
     )
     target = next((one.name for one in outcome.nodes if one.leased_after), "no node")
-    lines = [
-        f"[bold green]equal[/]  {outcome.steps} training steps on leased memory gave the same losses, weights and "
-        "moments as without farpool, bit for bit"
-        if outcome.equal
-        else f"[bold red]NOT EQUAL[/]  {outcome.steps} training steps on leased memory gave another model",
-        f"[bold]budget[/]  {_mb(outcome.state_bytes)} of weights, gradients and moments; fast tier "
-        f"{_mb(outcome.fast_bytes)}, the rest in a lease of {_mb(outcome.leased_bytes)}, which began on {drained}",
-        f"[bold]moved[/]  {_mb(outcome.moved_bytes)} of leased memory from {drained}, which drained, to {target}, "
-        "while the model trained",
-        f"[bold]lost[/]  {outcome.lost_copies} copies of objects on {killed}, which was killed with its memory. It "
-        "had no leased memory, of which a lease has one copy: with it the training would have lost its state",
-        _objects(outcome),
-    ]
-    return Panel("\n".join(lines), expand=True)
+    lines = RichTable.grid(padding=(0, 2))
+    if outcome.equal:
+        lines.add_row(
+            "[bold green]equal",
+            f"{outcome.steps} training steps on leased memory gave the same losses, weights and moments as without "
+            "farpool, bit for bit",
+        )
+    else:
+        lines.add_row("[bold red]NOT EQUAL", f"{outcome.steps} training steps on leased memory gave another model")
+    lines.add_row(
+        "[bold]memory",
+        f"{_mb(outcome.state_bytes)} of weights, gradients and moments: at most {_mb(outcome.fast_bytes)} of them in "
+        f"the fast tier, the rest in a lease of {_mb(outcome.leased_bytes)}, which began on {drained}",
+    )
+    lines.add_row(
+        "[bold]killed",
+        f"{killed}, with its memory: {outcome.lost_copies} copies of objects were lost. The demo kills a node without "
+        "leased memory, because a lease has only one copy",
+    )
+    lines.add_row(*_objects(outcome))
+    lines.add_row(
+        "[bold]drained",
+        f"{drained}: {_mb(outcome.moved_bytes)} of leased memory moved to {target} while the model trained",
+    )
+    lines.add_row(*_reads(outcome))
+    return Panel(lines, expand=True)
 
 
-def _objects(outcome: PoolOutcome) -> str:
-    kept = outcome.objects - outcome.lost_objects
+def _objects(outcome: PoolOutcome) -> tuple[str, str]:
     if outcome.lost_objects or outcome.short_objects:
-        head = (
-            f"[bold red]NOT MADE AGAIN[/]  {outcome.lost_objects} of {outcome.objects} objects are lost, "
-            f"{outcome.short_objects} have fewer than {outcome.copies} copies"
+        return (
+            "[bold red]NOT MADE AGAIN",
+            f"{outcome.lost_objects} of {outcome.objects} objects are lost, {outcome.short_objects} have fewer than "
+            f"{outcome.copies} copies",
         )
-    else:
-        head = (
-            f"[bold green]made again[/]  all {kept} objects have {outcome.copies} copies again, made by one node from "
-            "another"
-        )
+    return (
+        "[bold green]made again",
+        f"all {outcome.objects} objects have {outcome.copies} copies again; nodes copied them from each other",
+    )
+
+
+def _reads(outcome: PoolOutcome) -> tuple[str, str]:
     if outcome.wrong_reads:
-        reads = (
-            f"[bold red]{outcome.wrong_reads} of {outcome.reads} reads failed[/], first {escape(outcome.first_fault)}"
+        return (
+            "[bold red]FAILED READS",
+            f"{outcome.wrong_reads} of {outcome.reads} reads of the other tenant failed, first "
+            f"{escape(outcome.first_fault)}",
         )
-    else:
-        reads = f"all {outcome.reads} reads of the other tenant were right"
-    return f"{head}; {reads}"
+    return "[bold green]right reads", f"all {outcome.reads} reads of the other tenant gave the right bytes all the time"
 
 
 def _moments(outcome: PoolOutcome) -> Table:
