@@ -766,6 +766,33 @@ TEST("a put of a present object raises its priority, and only retaining it lower
     CHECK(objects.retain("no key", {7, 0}) == Status::missing);
 }
 
+TEST("a put gives a present object its priority if a higher one has ended, also before the sweep that takes that") {
+    const Folder folder;
+    Budget budget{64 * mib};
+    Catalogue objects = opened(folder, budget);
+    StoppedClock clock(1'700'000'000'000);
+    const auto flags = [&](const std::string& key) { return objects.find(key, false).head.flags; };
+    CHECK(put(objects, "in time", 1000) == Status::done);
+    CHECK(objects.retain("in time", {5, 0, StoppedClock::now + 1000}) == Status::done);
+    StoppedClock::now += 1000;
+    CHECK(put_retained(objects, "in time", 1000, 2) == Status::present);
+    for (int number = 0; number < 6000; ++number) {
+        CHECK(put_retained(objects, "its " + std::to_string(number), 1000, 5, 11) == Status::done);
+    }
+    CHECK_EQUAL(objects.end_session(11), 6000u);
+    CHECK(objects.counts().retained > 1u);  // not all have been swept
+    for (int number = 0; number < 6000; ++number) {
+        const std::string key = "its " + std::to_string(number);
+        CHECK_EQUAL(flags(key), 0u);
+        CHECK(put_retained(objects, key, 1000, 3) == Status::present);
+    }
+    objects.sweep(10'000);
+    CHECK_EQUAL(flags("in time"), 2u << farpool::priority_shift);
+    CHECK_EQUAL(flags("its 0"), 3u << farpool::priority_shift);
+    CHECK_EQUAL(objects.counts().retained, 6001u);
+    CHECK_EQUAL(objects.end_session(11), 0u);
+}
+
 TEST("a priority ends with its time, and the object stays") {
     const Folder folder;
     Budget budget{16 * mib};

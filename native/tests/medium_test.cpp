@@ -132,6 +132,25 @@ TEST("objects move to a medium and back with their priority, and none of a highe
     CHECK(left < 10);
 }
 
+TEST("an object whose session has ended moves without the priority that no sweep has taken yet") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Device device(mib);
+    DeviceMedium medium(device);
+    std::string note;
+    Catalogue objects(folder.path(), 0, budget, &medium, true, note);
+    for (int number = 0; number <= 5000; ++number) {
+        CHECK(put(objects, number, 100) == Status::done);
+        CHECK(objects.retain(std::to_string(number), {4, 9}) == Status::done);
+    }
+    CHECK_EQUAL(objects.end_session(9), 5001u);
+    CHECK(objects.counts().retained > 0u);
+    CHECK(objects.demote(objects.find("5000", false)) == Status::done);
+    CHECK(!checked(objects, 5000, 100).is_mapped_by_readers);
+    objects.sweep(10'000);
+    CHECK_EQUAL(objects.counts().retained, 0u);
+}
+
 TEST("payloads move to a new kind of medium when memory is needed, and the oldest are evicted when it is full, too") {
     const Folder folder;
     Budget budget{4 * mib};

@@ -67,6 +67,7 @@ TEST("random changes, ends of sessions and releases leave what a map has") {
             const Retained expected = found == model.end() ? Retained{} : found->second.retained;
             CHECK_EQUAL(retention.priority(slot), expected.priority);
             CHECK_EQUAL(retention.of(slot).session, expected.session);
+            CHECK_EQUAL(retention.has_ended(slot), found != model.end() && found->second.ended);
         }
     }
     std::set<std::pair<std::uint64_t, bool>> sessions;

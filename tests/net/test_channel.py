@@ -332,6 +332,7 @@ def test_a_node_that_does_not_answer_is_an_error_at_the_deadline() -> None:
         channel.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_an_error_at_the_deadline_and_is_met_again_afterwards() -> None:
     with running_node() as process:
         for transport in TRANSPORTS:
@@ -349,6 +350,7 @@ def test_a_stopped_node_is_an_error_at_the_deadline_and_is_met_again_afterwards(
                 assert channel.call("stats", soon())["objects"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_node_is_met_again(transport: Transport) -> None:
     with running_node() as process, closing(Channel(parse_address(process.address), transport=transport)) as channel:

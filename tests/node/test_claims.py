@@ -38,6 +38,7 @@ pytest.importorskip("cryptography")
 PATIENCE_S = 60.0
 NBYTES = 65536
 LEASE = bytes(range(16))
+LAST_EPOCH = 1 << 40
 SECRET = "0123456789abcdef-"
 KEYS = {"trainer": 1, "neighbour": 1, "stranger": 2, "manager": 0}
 LAPSED, FULL, DENIED, UNKNOWN = 12, 4, 5, 9
@@ -48,7 +49,7 @@ def soon() -> float:
 
 
 class Pool:
-    """A registry with managers' keys, and nodes that are members."""
+    """A registry with managers' keys, and a node that is a member. Each test has another lease."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -66,6 +67,7 @@ class Pool:
         )
         options: dict[str, Any] = {"keys": keys, "registry": self.place, "grace": 60}
         self.node = stack.enter_context(running_node(**options))
+        self.lease = LEASE
         self.wait_for_keys()
 
     def wait_for_keys(self) -> None:
@@ -84,7 +86,7 @@ class Pool:
     def unsigned(self, *, seconds: float = 3600.0, **changes: Any) -> Ticket:
         now = int(time.time() * 1000)
         fields: dict[str, Any] = {
-            "lease": LEASE,
+            "lease": self.lease,
             "tenant": 1,
             "holder": "trainer",
             "epoch": 1,
@@ -96,7 +98,7 @@ class Pool:
         return Ticket(**(fields | changes))
 
     def order(self, epoch: int, action: Any = "end", **changes: Any) -> Answer:
-        fields: dict[str, Any] = {"lease": LEASE, "member": self.member, "epoch": epoch, "action": action}
+        fields: dict[str, Any] = {"lease": self.lease, "member": self.member, "epoch": epoch, "action": action}
         with self.client("manager", "control") as control:
             return control.call("order", order=self.manager.sign(Order(**(fields | changes))))
 
@@ -106,13 +108,23 @@ class Pool:
 
     def claims(self) -> list[dict[str, Any]]:
         with self.client("manager", "control") as control:
-            return [one for one in control.call("holdings").result["holdings"] if one["pool_lease"] == LEASE.hex()]
+            return [one for one in control.call("holdings").result["holdings"] if one["pool_lease"] == self.lease.hex()]
+
+
+@pytest.fixture(scope="module")
+def only_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with ExitStack() as stack:
+        yield Pool(tmp_path_factory.mktemp("pool"), stack)
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with ExitStack() as stack:
-        yield Pool(tmp_path, stack)
+def pool(only_pool: Pool) -> Iterator[Pool]:
+    only_pool.lease = os.urandom(16)
+    yield only_pool
+    assert only_pool.order(LAST_EPOCH).done
+    # The next test finds a node that has lent nothing.
+    with only_pool.client("manager", "control") as control:
+        assert control.call("holdings").result["holdings"] == []
 
 
 def claimed(control: Connection, ticket: bytes) -> int:
@@ -221,7 +233,9 @@ def test_only_orders_of_later_epochs_end_extents_and_old_tickets_stay_refused(po
         assert pool.order(1).status == LAPSED
         assert data.read(lease, 0, 4).done
         with pool.client("manager", "control") as manager:
-            forged = sign(Order(lease=LEASE, member=pool.member, epoch=9, action="end"), SigningKey(os.urandom(32)))
+            forged = sign(
+                Order(lease=pool.lease, member=pool.member, epoch=9, action="end"), SigningKey(os.urandom(32))
+            )
             assert manager.call("order", order=forged).status == LAPSED
         assert pool.order(2, "raise").result == {"ended": []}
         assert data.read(lease, 0, 4).status == LAPSED

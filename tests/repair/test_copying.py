@@ -78,7 +78,7 @@ def head_of(made: Channel, key: bytes) -> tuple[int, int, int]:
     return ttl, copies, flags
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[RunningNode, RunningNode]]:
     with running_node() as one, running_node() as other:
         yield one, other
@@ -124,18 +124,30 @@ def test_a_copy_that_cannot_be_made_says_why(pair: tuple[RunningNode, RunningNod
         assert ordered(target, pair[0], b"k", addresses=["tcp://127.0.0.1:1", pair[0].address])["outcome"] == "done"
 
 
+def test_an_order_with_wrong_arguments_is_refused(pair: tuple[RunningNode, RunningNode]) -> None:
+    with channel(pair[1]) as target:
+        for wrong in ({"addresses": []}, {"seconds": 0.0}, {"key": b""}, {"source": b"short"}):
+            with pytest.raises(NodeError):
+                ordered(target, pair[0], b"wrong", **wrong)
+        assert ordered(target, pair[0], b"wrong", addresses=["nonsense"])["outcome"] == "away"
+
+
 def test_an_order_ends_although_its_source_is_gone(pair: tuple[RunningNode, RunningNode]) -> None:
     with channel(pair[0]) as source, channel(pair[1]) as target:
-        put(source, b"k", b"v")
-        assert ordered(target, pair[0], b"k")["outcome"] == "done"
+        put(source, b"before", b"v")
+        assert ordered(target, pair[0], b"before")["outcome"] == "done"
         pair[0].kill()
-        assert ordered(target, pair[0], b"other", seconds=5.0)["outcome"] == "away"
+        try:
+            assert ordered(target, pair[0], b"after", seconds=5.0)["outcome"] == "away"
+        finally:
+            pair[0].start()
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningNode, RunningNode]]:
     """Two nodes with access keys, which may copy from each other."""
-    keys, peer = tmp_path / "keys.toml", tmp_path / "peer"
+    folder = tmp_path_factory.mktemp("keys")
+    keys, peer = folder / "keys.toml", folder / "peer"
     keys.write_text(KEYS)
     peer.write_text(f"ops:{SECRET}\n")
     for path in (keys, peer):
@@ -167,19 +179,11 @@ def test_other_keys_neither_act_for_a_tenant_nor_order_copies(guarded: tuple[Run
         ordered(own, guarded[0], b"k")
 
 
-def test_a_node_without_a_key_for_others_says_so(tmp_path: Path) -> None:
+def test_a_node_without_a_key_for_others_says_so(guarded: tuple[RunningNode, RunningNode], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(KEYS)
     keys.chmod(0o600)
-    with running_node(keys=keys) as one, running_node(keys=keys) as other, channel(other, REPAIR, 5) as target:
-        answer = ordered(target, one, b"k")
+    with running_node(keys=keys) as other, channel(other, REPAIR, 5) as target:
+        answer = ordered(target, guarded[0], b"k")
         assert answer["outcome"] == "away"
         assert "needs an access key" in answer["reason"]
-
-
-def test_an_order_with_wrong_arguments_is_refused(pair: tuple[RunningNode, RunningNode]) -> None:
-    with channel(pair[1]) as target:
-        for wrong in ({"addresses": []}, {"seconds": 0.0}, {"key": b""}, {"source": b"short"}):
-            with pytest.raises(NodeError):
-                ordered(target, pair[0], b"k", **wrong)
-        assert ordered(target, pair[0], b"k", addresses=["nonsense"])["outcome"] == "away"

@@ -20,7 +20,7 @@ from farpool.cluster.wire.frames import Op, Status
 from tests.nodes import eventually
 from tests.repair.test_copying import ask, channel
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KEYS = [b"key %d" % number for number in range(40)]
 POLICY = RepairPolicy(nbytes_rate=None, settings=Settings(grace=1.0, settle=1.0, first_pause=0.1))
 

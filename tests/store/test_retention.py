@@ -218,6 +218,19 @@ def test_a_copy_whose_priority_would_not_end_is_not_retained_and_others_keep_the
         assert priority(target, "of none") == 3
 
 
+def test_a_node_that_restarts_keeps_the_objects_and_forgets_their_priorities(local: Nodes) -> None:
+    (node,) = local()
+    with store_over([node]) as store:
+        store.put("k", VALUE, priority=3, session="s")
+        node.kill()
+        node.restart()
+        assert store.get("k") == VALUE
+        assert priority(store, "k") == 0
+        assert (stats(node)["retained_objects"], store.end_session("s")) == (0, 0)
+        assert store.retain(["k"], 3, session="s") == [1]
+        assert priority(store, "k") == 3
+
+
 @pytest.mark.parametrize("wrong", [-1, 8, 1.5, True])
 def test_a_wrong_priority_is_refused_before_anything_is_sent(local: Nodes, wrong: int) -> None:
     with store_over(local()) as store:

@@ -13,7 +13,7 @@ import pytest
 from farpool.cluster.store import PutOutcome, Store
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
-from farpool.errors import IncompatibleError
+from farpool.errors import FarpoolWarning, IncompatibleError
 from tests.nodes import PATIENCE, eventually, stats
 from tests.upgrade.releases import Program, Releases
 
@@ -129,7 +129,9 @@ def test_nodes_of_the_previous_release_store_values_with_a_priority_and_are_aske
             assert store.end_session("s") == len(KEYS)
             assert store.get_many(KEYS) == [key.encode() for key in KEYS]
         with Store(older.address, timeout=PATIENCE) as store:
-            assert store.get_many([*KEYS, "plain"]) == [*[key.encode() for key in KEYS], b"plain"]
+            with pytest.warns(FarpoolWarning, match="was put with replicas=2"):
+                found = store.get_many([*KEYS, "plain"])
+            assert found == [*[key.encode() for key in KEYS], b"plain"]
             assert store.retain(["plain"], 1) == [0]
 
 

@@ -115,7 +115,7 @@ Found Catalogue::find(std::string_view key, bool visit) {
 
 // Answers a put of a key that already has an object; this counts as a use. The higher priority stays.
 Found Catalogue::present(std::uint32_t slot, std::uint64_t expiry, std::uint8_t priority) {
-    if (priority > entries_.priority(slot)) {
+    if (priority > entries_.retained(slot).priority) {
         entries_.set_retained(slot, {priority});
     }
     index_->set_expiry(slot, extended(index_->at(slot).expiry, expiry));
@@ -296,7 +296,7 @@ Status Catalogue::retain(std::string_view key, const Retained& retained, bool ra
     if (slot == Index::none) {
         return Status::missing;
     }
-    if (!raises || retained.priority >= entries_.priority(slot)) {
+    if (!raises || retained.priority >= entries_.retained(slot).priority) {
         entries_.set_retained(slot, retained);
     }
     if (retained.priority > 0) {

@@ -63,7 +63,7 @@ Found Entries::found_at(std::uint32_t slot) const {
     found.crc = header.payload_crc;
     found.pins = references_.count(entry.offset);
     found.visited = entry.blocks != 0 && queues_.was_visited(slot);
-    const Retained retained = queues_.retention().has_lapsed(slot) ? Retained{} : this->retained(slot);
+    const Retained retained = this->retained(slot);
     const bool ends = retained.session != 0 || retained.until != 0;
     const std::uint32_t flags =
         (is_kept(entry) ? kept_object : 0) | (ends ? priority_ends : 0) | std::uint32_t{retained.priority} << priority_shift;
@@ -312,7 +312,7 @@ void Entries::sweep(std::size_t slots) {
         sweep_at_ = sweep_at_ + 1 < used ? sweep_at_ + 1 : 0;
         if (index_.is_live(sweep_at_) && is_over(index_.at(sweep_at_))) {
             remove_over(sweep_at_);
-        } else if (queues_.retention().has_lapsed(sweep_at_)) {
+        } else if (queues_.retention().has_ended(sweep_at_)) {
             set_retained(sweep_at_, {});
         }
     }

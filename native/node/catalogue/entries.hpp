@@ -89,7 +89,10 @@ public:
     void set_expiry(std::uint32_t slot, std::uint64_t word);
 
     std::uint8_t priority(std::uint32_t slot) const { return queues_.retention().priority(slot); }
-    Retained retained(std::uint32_t slot) const { return queues_.retention().of(slot); }
+    // Nothing if the priority has ended, although no sweep has taken it yet.
+    Retained retained(std::uint32_t slot) const {
+        return queues_.retention().has_ended(slot) ? Retained{} : queues_.retention().of(slot);
+    }
     void set_retained(std::uint32_t slot, const Retained& retained);
     // Ends a session that retains objects, and returns their number. sweep() does what is left to do with many objects.
     std::size_t end_session(std::uint64_t session);

@@ -12,6 +12,22 @@ Retained Retention::of(std::uint32_t slot) const {
     return {object.priority, object.number == 0 ? 0 : sessions_.at(object.number).session, object.until};
 }
 
+bool Retention::has_ended(std::uint32_t slot) const {
+    if (priority(slot) == 0) {
+        return false;
+    }
+    const Object& object = objects_[slot];
+    if (object.until != 0 && object.until <= now_milliseconds()) {
+        return true;
+    }
+    if (object.number == 0) {
+        return false;
+    }
+    // A session that ends loses its number, which a later session of the same name does not get.
+    const auto known = numbers_.find(sessions_.at(object.number).session);
+    return known == numbers_.end() || known->second != object.number;
+}
+
 void Retention::set(std::uint32_t slot, const Retained& retained) {
     if (slot >= objects_.size()) {
         if (retained.priority == 0) {

@@ -36,10 +36,9 @@ public:
 
     std::uint8_t priority(std::uint32_t slot) const { return slot < objects_.size() ? objects_[slot].priority : 0; }
     Retained of(std::uint32_t slot) const;
-    // True if the time of the object's priority is over.
-    bool has_lapsed(std::uint32_t slot) const {
-        return priority(slot) > 0 && objects_[slot].until != 0 && objects_[slot].until <= now_milliseconds();
-    }
+    // True if the time of the object's priority is over, or its session has ended. The priority counts for nothing then, but
+    // the object stays in its queue until a sweep takes the priority.
+    bool has_ended(std::uint32_t slot) const;
     // Replaces what is known of the object in a slot.
     void set(std::uint32_t slot, const Retained& retained);
 
