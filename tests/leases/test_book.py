@@ -9,11 +9,13 @@ import pytest
 
 from farpool.abc.registry import Commit, Condition, Delete, Operation, Put
 from farpool.cluster.leases import changes, offers
-from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S
+from farpool.cluster.leases.book import CONFLICTS_MAX, TURN_S, Book
 from farpool.cluster.leases.changes import CLOCK_TOLERANCE_S
+from farpool.cluster.leases.draft import Moment
 from farpool.cluster.leases.engine import Clock, Engine
 from farpool.cluster.leases.offers import Lender, in_order, place
 from farpool.cluster.leases.records import (
+    BURST,
     EXTENTS_MAX,
     GRAIN_BYTES,
     TENANT,
@@ -45,6 +47,7 @@ from farpool.cluster.leases.requests import (
     TenantLimits,
 )
 from farpool.cluster.leases.upkeep import FORGOTTEN_S, GONE_S
+from farpool.cluster.leases.view import PREFIXES
 from farpool.cluster.members.records import ALIVE, RECORD, AliveRecord, MemberRecord
 from farpool.cluster.members.records import encode as encode_member
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError
@@ -672,24 +675,36 @@ def test_no_answer_comes_from_entries_that_are_out_of_date() -> None:
     granted(pool.ask(first, Grant(terms(G)))[0])
 
 
-def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guaranteed() -> None:
+def beginning_with(member: str, lenders: Sequence[Lender]) -> bytes:
+    """Return a seed with which a member is asked first."""
+    seeds = (number.to_bytes(2, "big") for number in range(1000))
+    return next(seed for seed in seeds if in_order(lenders, seed)[0].member == member)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_two_managers_do_not_both_lend_the_memory_that_a_third_tenant_is_guaranteed(grows: bool) -> None:
     pool, manager = pool_of(4 * G, 4 * G)
     pool.policies = {1: TenantLimits(guaranteed={"dram": 4 * G}), 2: TenantLimits(), 3: TenantLimits()}
-    # The two grants use different members and different tenants, so they meet in nothing else.
-    other = pool.manager()
+    second: Request = Grant(terms(3 * G, tenant=3))
+    if grows:
+        manager._seed = beginning_with(B, list(manager.book.view.lenders("dram")))
+        lease = granted(pool.ask(manager, Grant(terms(G, tenant=3)))[0])
+        second = Resize(lease.lease, 3, lease.record.epoch, 4 * G)
     decisions = []
-    for engine, tenant in ((manager, 2), (other, 3)):
-        engine._seed = next(
-            seed
-            for number in range(100)
-            for seed in [number.to_bytes(2, "big")]
-            if in_order([Lender(A, 4 * G), Lender(B, 4 * G)], seed)[0].member == (A, B)[tenant - 2]
-        )
-        decisions.append(engine._decide([Grant(terms(4 * G, tenant=tenant))]))
-    assert manager._commit(decisions[0], 1.0)
-    assert not other._commit(decisions[1], 1.0)
-    refused(pool.ask(other, Grant(terms(4 * G, tenant=3)))[0], Reason.QUOTA)
-    granted(pool.ask(other, Grant(terms(4 * G)))[0])
+    books = Book("first"), Book("second")
+    for book, member, request in zip(books, (A, B), (Grant(terms(3 * G, tenant=2)), second), strict=True):
+        book.read(pool.registry.range(*PREFIXES), pool.tick)
+        seed = beginning_with(member, list(book.view.lenders("dram")))
+        decision = book.decide([request], Moment(pool.now, pool.tick, pool.policies, seed))
+        assert decision.outcomes
+        granted(decision.outcomes[0])  # type: ignore[arg-type]
+        decisions.append(decision)
+    # They write for different tenants and on different members, and meet in nothing but the burst entry.
+    assert decisions[0].changes.keys() & decisions[1].changes.keys() == {BURST}
+    first, late = (pool.registry.commit(one.conditions, one.operations) for one in decisions)
+    assert first.succeeded
+    assert not late.succeeded
+    refused(pool.ask(pool.manager(), second)[0], Reason.QUOTA)
 
 
 def test_a_damaged_account_of_a_tenant_keeps_no_manager_from_its_upkeep() -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,27 @@ def check_cleared(manager: RunningManager, stream: Stream, kind: str) -> None:
         pass
 
 
-def until(condition: Callable[[], bool], act: Callable[[], object]) -> None:
-    """Do something again and again until a condition holds."""
+@contextmanager
+def repeated(act: Callable[[], object]) -> Iterator[None]:
+    """Do something again and again, because an alarm ends soon after its cause."""
+    end, errors = threading.Event(), list[BaseException]()
 
-    def step() -> bool:
-        act()
-        return condition()
+    def run() -> None:
+        try:
+            while not end.wait(0.02):
+                act()
+        except BaseException as error:
+            errors.append(error)
 
-    eventually(step)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def data(node: RunningNode, purpose: str = "data") -> Connection:
@@ -127,13 +141,10 @@ def test_lookups_that_find_nothing_while_puts_succeed(pool: Pool) -> None:
             connection.lookup([b"layout-2/%d" % number for number in range(done, done + 20)])
             done += 20
 
-        until(lambda: raised(manager, "no-hits") is not None, work)
-        check(pool, manager, stream, "no-hits", "not one key was found", "tenant-0")
-        until(
-            lambda: raised(manager, "no-hits") is None,
-            lambda: connection.lookup([b"layout-1/%d" % number for number in range(20)]),
-        )
-        check_cleared(manager, stream, "no-hits")
+        with repeated(work):
+            check(pool, manager, stream, "no-hits", "not one key was found", "tenant-0")
+        with repeated(lambda: connection.lookup([b"layout-1/%d" % number for number in range(20)])):
+            check_cleared(manager, stream, "no-hits")
 
 
 def test_objects_with_fewer_copies_than_confirmed(pool: Pool) -> None:
@@ -177,8 +188,8 @@ def test_eviction_that_makes_no_room(pool: Pool) -> None:
         lent = [control.lend(MIB).result.get("lease") for _ in range(16)]
         assert lent[-1] is None  # all memory is lent, so nothing can be evicted
         value = b"v" * MIB
-        until(lambda: raised(manager, "eviction-stuck") is not None, lambda: connection.put(b"key", value))
-        check(pool, manager, stream, "eviction-stuck", "for want of room in [0-9]+ s, and has evicted nothing")
+        with repeated(lambda: connection.put(b"key", value)):
+            check(pool, manager, stream, "eviction-stuck", "for want of room in [0-9]+ s, and has evicted nothing")
         for lease in lent:
             if lease is not None:
                 control.release(lease)
@@ -280,8 +291,9 @@ def test_nvme_wear_above_its_budget(pool: Pool) -> None:
             number += 1
             connection.put(b"key-%d" % number, value)
 
-        until(lambda: raised(manager, "nvme-wear") is not None, work)
-    check(pool, manager, stream, "nvme-wear", "written to its NVMe file than 64 KiB a day", node.ready["identity"])
+        with repeated(work):
+            text = "written to its NVMe file than 64 KiB a day"
+            check(pool, manager, stream, "nvme-wear", text, node.ready["identity"])
     node.kill()
     remove(pool.registry, node.ready["identity"], force=True)
     check_cleared(manager, stream, "nvme-wear")
@@ -299,6 +311,6 @@ def test_a_version_that_is_refused_at_the_hello(pool: Pool) -> None:
             while connection.recv(1 << 16):
                 pass
 
-    until(lambda: raised(manager, "incompatible") is not None, greet)
-    check(pool, manager, stream, "incompatible", "has to be upgraded", node.ready["identity"])
+    with repeated(greet):
+        check(pool, manager, stream, "incompatible", "has to be upgraded", node.ready["identity"])
     check_cleared(manager, stream, "incompatible")

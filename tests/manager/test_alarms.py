@@ -171,7 +171,8 @@ def test_objects_below_their_redundancy_raise_an_alarm_after_a_minute() -> None:
     pool.repairs = {0: Repair(lacking=0, progress=2)}
     assert pool.look() == set()
     pool.repairs = {0: Repair(lacking=3, progress=3)}
-    assert pool.look(14) == {("too-few-copies", "tenant-0")}
+    assert pool.look(12) == set()  # the minute begins again
+    assert pool.look(2) == {("too-few-copies", "tenant-0")}
     assert "3 objects have fewer copies" in pool.text(Kind.TOO_FEW_COPIES, "tenant-0")
     pool.lead_anew()
     pool.repairs = {}  # the new leader has not scanned yet
@@ -389,6 +390,16 @@ def test_a_mismatch_at_the_hello_raises_an_alarm_for_ten_minutes() -> None:
     pool.lead_anew()
     assert pool.look(60) == {("incompatible", A)}
     assert pool.look(70) == set()
+
+
+def test_a_node_that_starts_again_or_counts_less_refused_nothing() -> None:
+    pool = Pool()
+    pool.counters[A] |= {"incompatible": 5.0, "full": 9.0, "evictions": 7.0}
+    assert pool.look(2) == set()
+    pool.counters[A] |= dict.fromkeys(("incompatible", "full", "evictions"), 0.0)
+    assert pool.look(2) == set()
+    del pool.counters[A]["drops"], pool.counters[A]["incompatible"]  # a node of another release
+    assert pool.look(2) == set()
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -80,6 +80,7 @@ def test_a_member_is_listed_and_found(client: httpx.Client, node: RunningNode) -
     assert problem["expected"] == "a name, an address or at least 4 digits of an identity"
 
 
+@pytest.mark.slow
 def test_a_member_is_drained_unless_it_is_the_last_one(
     client: httpx.Client, manager: RunningManager, node: RunningNode, place: str
 ) -> None:
@@ -154,6 +155,7 @@ def test_names_and_versions_come_in_pages(client: httpx.Client, node: RunningNod
     assert client.get("/v1/names?prefix=%00").status_code == 422
 
 
+@pytest.mark.slow
 def test_events_follow_the_pool(client: httpx.Client, manager: RunningManager, node: RunningNode, place: str) -> None:
     with events(client) as stream, manager.client() as other:
         path = f"/v1/members/{node.ready['identity']}"
@@ -186,6 +188,7 @@ def test_a_client_from_the_future_reads_again(client: httpx.Client) -> None:
         assert 0 < int(stream.id) < 999999999
 
 
+@pytest.mark.slow
 def test_a_client_that_came_too_late_reads_again(client: httpx.Client, registry: Registry, place: str) -> None:
     for _ in range(3):
         last = registry.commit([], [Put("other", b"")]).revision
@@ -299,6 +302,7 @@ def test_a_manager_needs_its_address_and_its_files(place: str, manager: RunningM
             RunningManager(place, *options, listen=listen)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "manager.md").read_text()

@@ -147,6 +147,7 @@ def test_every_path_is_in_the_matrix(secure: Secure) -> None:
     assert replaced - tried == {("GET", "/v1/objects")}  # asks a member: below
 
 
+@pytest.mark.slow
 def test_a_tenant_sees_only_its_own_objects(secure: Secure, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o600)
@@ -253,6 +254,7 @@ def test_a_new_certificate_is_used_after_sighup(secure: Secure) -> None:
     eventually(lambda: serial() != before)
 
 
+@pytest.mark.slow
 def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
@@ -315,6 +317,7 @@ def test_a_caller_whose_role_is_not_enough_cannot_fill_the_audit_log(secure: Sec
     assert 1 <= len(lines) < 60
 
 
+@pytest.mark.slow
 def test_a_caller_does_not_choose_the_address_that_is_limited_and_audited(tmp_path: Path) -> None:
     with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
         answers = {client.get("/v1/members", headers={"X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(60)}
@@ -324,6 +327,7 @@ def test_a_caller_does_not_choose_the_address_that_is_limited_and_audited(tmp_pa
         assert all(one["address"].startswith("127.") for one in denied)
 
 
+@pytest.mark.slow
 def test_a_page_in_a_browser_does_not_lock_its_reader_out(tmp_path: Path) -> None:
     with running_manager(str(tmp_path / "registry.sqlite")) as manager, manager.client() as client:
         page = {"Origin": "https://example.org"}
@@ -331,6 +335,7 @@ def test_a_page_in_a_browser_does_not_lock_its_reader_out(tmp_path: Path) -> Non
         assert client.get("/v1/members").status_code == 200
 
 
+@pytest.mark.slow
 def test_long_texts_of_a_caller_are_cut_in_the_audit_log(tmp_path: Path) -> None:
     with running_manager(str(tmp_path / "registry.sqlite"), "--require-token") as manager, manager.client() as client:
         assert client.get("/v1/members/" + "x" * 12_000).status_code == 401
@@ -355,6 +360,7 @@ def test_on_loopback_the_first_token_ends_the_access_without_one(tmp_path: Path)
         assert client.get("/v1/members").status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_this_host_needs_a_token(tmp_path: Path) -> None:
     place = str(tmp_path / "registry.sqlite")
@@ -388,6 +394,7 @@ def as_nobody(act: Callable[[], list[int]]) -> list[int]:
         return [int(one) for one in pipe.read().split()]
 
 
+@pytest.mark.slow
 def test_nothing_is_changed_without_the_audit_log(tmp_path: Path) -> None:
     place = str(tmp_path / "registry.sqlite")
     with running_manager(place) as manager, manager.client() as client:

@@ -32,6 +32,8 @@ from tests.manager.running import RunningManager, events, leader, running_manage
 from tests.members.registered import identity_of
 from tests.nodes import eventually
 
+pytestmark = pytest.mark.slow
+
 KIB = 1 << 10
 MIB = 1 << 20
 SECRET = "0123456789abcdef-"

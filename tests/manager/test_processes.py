@@ -20,6 +20,8 @@ from tests.nodes import eventually
 from tests.registry.cluster import needs_etcd, running_cluster
 from tests.registry.conftest import place, single
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["place", "single"]
 
 
@@ -39,7 +41,6 @@ def names(manager: RunningManager) -> list[str]:
     return [one["name"] for one in manager.get("/v1/members")["members"]]
 
 
-@pytest.mark.slow
 def test_another_manager_takes_over_from_a_killed_one(place: str, registry: Registry) -> None:
     with running_manager(place) as first:
         eventually(lambda: leader(registry) == first.ready["manager"])
@@ -73,7 +74,6 @@ def test_another_manager_takes_over_from_a_killed_one(place: str, registry: Regi
     assert registry.range(RUNNING).entries == ()
 
 
-@pytest.mark.slow
 def test_a_stream_goes_on_at_a_manager_that_started_later(place: str, registry: Registry) -> None:
     with running_manager(place) as first, first.client() as client, events(client) as stream:
         publish(registry, 1)
@@ -99,7 +99,6 @@ def test_a_manager_ends_cleanly_with_open_streams(place: str, registry: Registry
         assert "Traceback" not in manager.log
 
 
-@pytest.mark.slow
 def test_a_stopped_leader_does_not_lead_when_it_wakes(place: str, registry: Registry) -> None:
     with running_manager(place, "--ttl", "1") as first:
         eventually(lambda: leader(registry) == first.ready["manager"])
@@ -113,7 +112,6 @@ def test_a_stopped_leader_does_not_lead_when_it_wakes(place: str, registry: Regi
             eventually(lambda: len(second.get("/v1/managers")["managers"]) == 2)
 
 
-@pytest.mark.slow
 @needs_etcd
 def test_a_manager_waits_for_a_registry_that_is_away() -> None:
     with running_cluster(1) as cluster:
@@ -147,7 +145,6 @@ def test_a_manager_waits_for_a_registry_that_is_away() -> None:
             assert manager.terminate() == 0
 
 
-@pytest.mark.slow
 @needs_etcd
 def test_a_manager_starts_without_its_registry() -> None:
     with running_cluster(1) as cluster:

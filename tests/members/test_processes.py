@@ -27,6 +27,10 @@ from tests.registry.conftest import place, single
 
 __all__ = ["place", "single"]
 
+pytestmark = pytest.mark.slow
+of_one_kind = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+"""Registries of the other kind behave alike here, as tests without processes show."""
+
 COMMAND = [sys.executable, "-c", "from farpool.cli.main import main; main()"]
 
 
@@ -78,6 +82,7 @@ def test_a_node_is_listed_from_its_start_to_its_end(place: str, registry: Regist
         assert state(registry, node) is MemberState.SUSPECT
 
 
+@of_one_kind
 def test_a_killed_node_does_not_wait_for_its_lease(place: str, registry: Registry) -> None:
     with running_node(registry=place, member_ttl=3600) as node:
         before = identity(node)
@@ -107,6 +112,7 @@ def test_a_node_that_stood_still_past_its_lease_comes_back_by_itself(place: str,
         assert after.revision > before.revision
 
 
+@of_one_kind
 def test_a_copied_folder_is_refused_while_the_original_runs(place: str, registry: Registry, tmp_path: Path) -> None:
     with running_node(registry=place, member_ttl=5) as node:
         entry = registry.get(record_key(identity(node)))
@@ -124,6 +130,7 @@ def test_a_copied_folder_is_refused_while_the_original_runs(place: str, registry
             assert state(registry, copy) is state(registry, node) is MemberState.ACTIVE
 
 
+@of_one_kind
 def test_of_two_processes_with_one_identity_only_one_writes(place: str, registry: Registry, tmp_path: Path) -> None:
     with running_node(registry=place, member_ttl=1) as node, contextlib.ExitStack() as stack:
         copy = RunningNode(str(tmp_path / "copy"), ["--dram", "64MiB", "--registry", place, "--member-ttl", "3600"])
@@ -145,7 +152,7 @@ def test_of_two_processes_with_one_identity_only_one_writes(place: str, registry
         assert node.log.count("another process is this member") == 1
 
 
-@pytest.mark.slow
+@of_one_kind
 def test_a_member_drains_on_after_a_restart(place: str, registry: Registry) -> None:
     with running_node(registry=place) as node, running_node(registry=place) as other:
         command("members", "drain", node.folder.name, "--registry", place)
@@ -172,6 +179,7 @@ def test_a_member_drains_on_after_a_restart(place: str, registry: Registry) -> N
         assert state(registry, other) is MemberState.ACTIVE
 
 
+@of_one_kind
 def test_a_node_refuses_objects_of_programs_with_an_old_list_while_its_record_says_that_it_drains(place: str) -> None:
     with (
         running_node(registry=place, member_ttl=1) as node,
@@ -221,7 +229,6 @@ def own_etcd() -> Iterator[tuple[Cluster, str]]:
 
 
 @needs_etcd
-@pytest.mark.slow
 def test_a_node_goes_on_while_its_registry_is_away_and_starts_again_without_it() -> None:
     with own_etcd() as (cluster, url), running_node(registry=url, member_ttl=2) as node:
         [etcd] = cluster.members

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from farpool.errors import FarpoolError
 from farpool.sim.plan import make_plan
 from farpool.sim.shrink import shrink
 from farpool.sim.simulation import run_plan
-from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.mutants import MUTANTS, UNSEEN, Mutant
 
 STEPS = 100
 SEEDS_PER_MUTANT_MAX = 80
@@ -72,6 +74,16 @@ def found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name.replace(" ", "-"))
 def test_a_defect_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     found(mutant, monkeypatch)
+
+
+@pytest.mark.parametrize(("mutant", "test"), UNSEEN, ids=[one.name.replace(" ", "-") for one, _ in UNSEEN])
+def test_a_defect_that_no_run_finds_is_found_by_a_test_of_the_book(
+    mutant: Mutant, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test()
+    mutant.put(monkeypatch)
+    with pytest.raises((AssertionError, FarpoolError)):
+        test()
 
 
 def test_at_least_20_defects_are_tried() -> None:

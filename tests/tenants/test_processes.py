@@ -22,6 +22,10 @@ from tests.members.registered import write
 from tests.nodes import eventually, stats
 from tests.registry.cluster import needs_etcd, running_cluster
 
+pytestmark = pytest.mark.slow
+of_one_kind = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+"""Registries of the other kind behave alike here, as tests without processes show."""
+
 MIB = 1 << 20
 COMMAND = [sys.executable, "-c", "from farpool.cli.main import main; main()", "tenants"]
 SECRET = "x" * 32
@@ -107,6 +111,7 @@ def test_a_policy_reaches_running_nodes_and_the_commands_show_it(place: str, reg
         assert of_tenant(one, 0, "burst_bytes") == 0
 
 
+@of_one_kind
 def test_a_guarantee_is_kept_and_a_lowered_burst_evicts_only_its_tenant(
     place: str, registry: Registry, keys: Path
 ) -> None:
@@ -132,6 +137,7 @@ def test_a_guarantee_is_kept_and_a_lowered_burst_evicts_only_its_tenant(
         assert first.exists("a/99")
 
 
+@of_one_kind
 def test_a_killed_node_keeps_the_policy_when_its_registry_was_wiped(place: str, registry: Registry) -> None:
     options: dict[str, Any] = {"registry": place, "slow_start": 0, "member_ttl": 2}
     with running_node("32MiB", **options) as node:
@@ -157,7 +163,6 @@ def test_a_killed_node_keeps_the_policy_when_its_registry_was_wiped(place: str, 
 
 
 @needs_etcd
-@pytest.mark.slow
 def test_a_killed_node_starts_with_its_policy_while_the_registry_is_away() -> None:
     with running_cluster(1) as cluster:
         [etcd], url = cluster.members, f"etcd://{cluster.hosts}/pool"
@@ -185,6 +190,7 @@ def test_a_killed_node_starts_with_its_policy_while_the_registry_is_away() -> No
             eventually(lambda: stats(node.address)["registered"] == 1)
 
 
+@of_one_kind
 def test_a_node_without_a_registry_or_a_policy_is_as_before(place: str) -> None:
     with running_node("32MiB", share=["5=4MiB"]) as node:
         assert "policy_revision" not in stats(node.address)

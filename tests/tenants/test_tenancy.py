@@ -139,9 +139,13 @@ def test_a_pool_without_a_policy_changes_nothing_and_leaves_no_copy(make: Make, 
     assert list((tmp_path / "n").iterdir()) == []
 
 
-def test_the_copy_is_used_while_the_registry_is_away(make: Make, pool: Registry) -> None:
+def test_the_copy_is_used_while_the_registry_is_away(
+    make: Make, pool: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     revision = guarantee(pool, 1, GIB)
     make()[0].close()
+    for module in (following, tenancy):
+        monkeypatch.setattr(module, "CALL_TIMEOUT_S", 0.2)
     _, applied = make(AWAY, address=pool.address, is_away=True)
     assert applied.guaranteed == {1: GIB}
     follower, applied = make(AWAY, address=pool.address)
