@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, FarpoolError
 from farpool_bench.cluster import PARTS
 from farpool_bench.cluster_parts.figures import at_least, at_most
 from farpool_bench.cluster_parts.stranding import Change, Host, Pod, enough, peak, provision, replay
 from farpool_bench.cluster_parts.victim import FLOODS
+from farpool_bench.harness import Row
 from farpool_bench.measure import quantile
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
@@ -128,9 +130,41 @@ def test_a_part_that_lacks_its_trace_says_so(tmp_path: Path) -> None:
     check_page(report.read_text())
 
 
+def test_a_result_file_gets_parts_and_keeps_those_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts() -> Any:
+        return result_of("cluster", file.read_text()).parts
+
+    def measured(value: float) -> Callable[[Any, Any], Row]:
+        return lambda bench, stack: Row(figures=(at_least("a", value, 1),))
+
+    file = tmp_path / "cluster.json"
+    for number, name in enumerate(("path", "victim", "path")):
+        monkeypatch.setattr(f"farpool_bench.cluster_parts.{name}.measure", measured(number))
+        bench("cluster", "--into", str(file), name)
+    assert list(parts()) == ["victim", "path"]
+    assert [row.figures[0].value for row in parts().values()] == [1, 2]
+    assert all(row.command and row.took >= 0 for row in parts().values())
+
+    # What was measured before a part fails is in the file.
+    def fail(bench: Any, stack: Any) -> Any:
+        raise FarpoolError("no room")
+
+    monkeypatch.setattr("farpool_bench.cluster_parts.leased.measure", fail)
+    with pytest.raises(FarpoolError, match="no room"):
+        bench("cluster", "--into", str(file), "leased", "victim")
+    assert list(parts()) == ["victim", "path"]
+    assert [row.figures[0].value for row in parts().values()] == [1, 2]
+    assert list(tmp_path.iterdir()) == [file]
+    other = tmp_path / "other.json"
+    other.write_text(file.read_text().replace('"benchmark": "cluster"', '"benchmark": "turns"'))
+    with pytest.raises(ConfigError, match=r"other\.json"):
+        bench("cluster", "--into", str(other), "leased")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (("cluster", "--into", "nowhere/cluster.json"), "cluster.json cannot be written"),
         (("cluster", "tenants"), "part 'tenants' is not known; expected one of victim, fair"),
         (("cluster", "--pods", "here.csv"), "here.csv is no file"),
         (("cluster", "--folder", "nowhere"), "nowhere is no folder"),

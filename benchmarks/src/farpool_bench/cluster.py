@@ -12,14 +12,18 @@ and asks the node for nothing.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from farpool.errors import ConfigError
+from farpool.observe.provenance import provenance
 from farpool_bench import harness
-from farpool_bench.harness import Option, Row, check_known
+from farpool_bench.harness import Option, Result, Row, check_known, told
 from farpool_bench.render import Grid
 
 PARTS = (
@@ -62,6 +66,9 @@ class Bench(harness.Benchmark):
     hosts: Annotated[Path | None, Option("Hosts of this trace", "CSV")] = None
     group: Annotated[int, Option("Hosts that share a pool, for the part stranding", least=1)] = 16
     far: Annotated[float, Option("Largest part of a pod's memory that may be in the pool", "PART", least=0)] = 0.5
+    into: Annotated[
+        Path | None, Option("Result file that gets each part when it is measured, and keeps the others", "FILE.json")
+    ] = None
     QUICK: ClassVar = {
         "seconds": 0.1,
         "rounds": 1,
@@ -84,18 +91,43 @@ class Bench(harness.Benchmark):
                 raise ConfigError(f"{file} is no file")
         if (self.pods is None) != (self.hosts is None):
             raise ConfigError("a trace has two files: name both with --pods and --hosts")
+        self._kept = Row() if self.into is None else self._kept_in(self.into)
 
     def cases(self) -> Iterable[str]:
-        return [name for name in PARTS if name in (self.named or PARTS)]
+        return told(self.progress, "Parts", [name for name in PARTS if name in (self.named or PARTS)])
 
     def measure(self, case: str) -> tuple[str, Row]:
         """Measure one part; returns its name and its row."""
+        start = time.monotonic()
         with ExitStack() as stack:
             row: Row = importlib.import_module(f"farpool_bench.cluster_parts.{case}").measure(self, stack)
+        if self.into is not None:
+            row = Row(row, command=provenance().command, took=time.monotonic() - start)
+            self._kept[case] = row
+            self._write(self.into)
+            print(f"{case} took {row.took:.0f} s and is in {self.into}", file=sys.stderr)
         return case, row
 
     def outcome(self, found: list[tuple[str, Row]]) -> Row:
-        return Row(parts=Row(found))
+        parts = self._kept | dict(found)
+        return Row(parts=Row({name: parts[name] for name in PARTS if name in parts}))
+
+    def _kept_in(self, file: Path) -> Row:
+        """Parts that a result file has; none if there is no such file yet."""
+        if not file.exists():
+            if not os.access(file.parent, os.W_OK | os.X_OK):
+                raise ConfigError(f"{file} cannot be written; name a file in a folder that can be")
+            return Row()
+        result = Result.read(file)
+        if result.benchmark.name != self.name:
+            raise ConfigError(f"--into: {file} has a result of {result.benchmark.name}, not of {self.name}")
+        return Row(result.outcome.parts)
+
+    def _write(self, file: Path) -> None:
+        """Replace the result file, so that it is whole at each moment."""
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(Result(type(self), self.outcome([]), provenance()).encode() + "\n")
+        part.replace(file)
 
     @staticmethod
     def tables(outcome: Any) -> Iterable[Grid | str]:
