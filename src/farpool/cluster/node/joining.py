@@ -134,10 +134,10 @@ class Joining:
         ConfigError
             The registry does not answer or refuses, or another process is this member.
         """
-        # Imported here, because most nodes have no registry and are to start at once.
+        # Imported here: most nodes have no registry and are to start at once.
         from farpool.cluster.members.records import MemberRecord
         from farpool.cluster.members.registration import Registration
-        from farpool.cluster.node.speed import copy_rate
+        from farpool.cluster.node.speed import copy_rates
 
         assert self.registry is not None
         record = MemberRecord(
@@ -147,7 +147,7 @@ class Joining:
             weight=self.weight,
             full_weight=self.weight,
             media=media,
-            bandwidth={"dram": rate} if (rate := copy_rate(folder, media.get("dram", 0))) else {},
+            bandwidth=copy_rates(folder, media),
             joined=time.time(),
             version=version("farpool"),
         )

@@ -6,15 +6,16 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 
-__all__ = ["copy_rate"]
+__all__ = ["copy_rates"]
 
 _NBYTES_MAX = 32 << 20
 """Bytes that are copied; more than most caches have."""
 _COPIES = 3
 
 
-def copy_rate(folder: str | os.PathLike[str], nbytes: int) -> int:
+def copy_rates(folder: str | os.PathLike[str], media: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes per second at which bytes of a file in a folder are copied out of a mapping of it.
 
     It takes some 0.02 s. The best of three copies counts, because other programs only make copies slower.
@@ -23,17 +24,17 @@ def copy_rate(folder: str | os.PathLike[str], nbytes: int) -> int:
     ----------
     folder : path-like
         Folder of the node's memory.
-    nbytes : int
-        Bytes that the node lends; no more than these are used, and given back.
+    media : mapping of str to int
+        Bytes that the node lends, by medium. At most these of ``dram`` are used, and given back.
 
     Returns
     -------
-    int
-        The rate; 0 if the folder has no room for the file.
+    dict of str to int
+        The rate of ``dram``; empty if the node lends none or the folder has no room for the file.
     """
-    nbytes = min(nbytes, _NBYTES_MAX)
+    nbytes = min(media.get("dram", 0), _NBYTES_MAX)
     if nbytes <= 0:
-        return 0
+        return {}
     into = bytearray(nbytes)  # written once, so that the system has backed it
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -42,8 +43,8 @@ def copy_rate(folder: str | os.PathLike[str], nbytes: int) -> int:
             with mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as mapped:
                 best = min(_copy_time(mapped, into) for _ in range(_COPIES))
     except OSError:
-        return 0
-    return int(nbytes / best)
+        return {}
+    return {"dram": int(nbytes / best)}
 
 
 def _copy_time(source: mmap.mmap, into: bytearray) -> float:
