@@ -163,6 +163,7 @@ def nvme(tmp_path: Path, *arguments: str) -> Row:
     return outcome
 
 
+@pytest.mark.slow
 def test_nvme_takes_samples_of_every_kind_and_leaves_no_file(tmp_path: Path) -> None:
     outcome = nvme(tmp_path)
     assert {(row.write, row.depth) for row in outcome.rows} == {(w, d) for w in (True, False) for d in (1, 2)}

@@ -119,6 +119,7 @@ def test_the_table_and_the_picture_show_every_policy(trace: Path, tmp_path: Path
     assert "name a .png, .svg or .pdf file" in str(wrong.exception)
 
 
+@pytest.mark.slow
 def test_real_nodes_of_each_size_have_about_the_hits_of_simulated_ones_and_a_pool_has_them() -> None:
     done = CliRunner().invoke(
         app,
@@ -160,6 +161,7 @@ def test_real_bytes_of_a_part_of_the_requests_have_the_hits_of_that_part(trace: 
     assert (real.loaded_bytes, real.stored_bytes) == (4 * 3072, 6 * 3072)
 
 
+@pytest.mark.slow
 def test_nodes_keep_more_of_prefixes_than_policies_on_blocks_where_memory_is_short() -> None:
     done = CliRunner().invoke(app, ["kv", "--json", "--nodes", "1", "--policy", "node", "--policy", "lru"])
     outcome = rows_of(json.loads(done.stdout)["result"])
@@ -390,6 +392,7 @@ def test_a_file_of_another_form_is_refused_with_what_it_is(tmp_path: Path, data:
         kv_requests.read(tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_reading_holds_one_line_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.jsonl.gz"
     path.write_bytes(gzip.compress(b"[7]\n" * 10 + b" " * 5_000_000))

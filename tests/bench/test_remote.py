@@ -124,6 +124,7 @@ def test_the_reference_program_finds_wrong_bytes_on_either_server(program: Path)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.slow
 def test_copies_that_go_one_after_the_other_are_found_out(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_by_one(
         self: Cluster, asks: Sequence[Ask], deadline: float, *, fresh: bool = False

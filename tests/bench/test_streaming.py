@@ -53,6 +53,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert (tmp_path / "page.html").read_text().count("<svg") == 2
 
 
+@pytest.mark.slow
 def test_no_pass_is_faster_than_the_link_lets_it_be() -> None:
     (case,) = Bench(**Bench.QUICK).run(silent).cases
     demand = case.peers[0]

@@ -18,6 +18,7 @@ def certs(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_from_an_authority_to_an_object_in_a_few_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (
         ["init"],

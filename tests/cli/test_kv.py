@@ -42,6 +42,7 @@ def listed(node: RunningNode, folder: Path) -> dict[str, int]:
     return {one["namespace"]: one["blocks"] for one in json.loads(said.stdout)}
 
 
+@pytest.mark.slow
 def test_kv_is_listed_and_purged_by_weights_tenant_and_namespace(node: RunningNode, tmp_path: Path) -> None:
     one = save(node, 2, weights="one", tenant="alice").hex()
     two = save(node, 3, weights="two", tenant="alice").hex()
@@ -106,6 +107,7 @@ def test_a_purge_of_nothing_is_refused(node: RunningNode, tmp_path: Path, option
     assert said in refused.stderr
 
 
+@pytest.mark.slow
 def test_another_process_says_why_a_request_missed(node: RunningNode, tmp_path: Path) -> None:
     program = (
         "import sys\n"

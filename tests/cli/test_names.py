@@ -40,6 +40,7 @@ def run(folder: Path, *arguments: str, stdin: bytes = b"") -> subprocess.Complet
 
 
 @objects
+@pytest.mark.slow
 def test_a_name_is_published_watched_read_and_taken_away(node: RunningNode, tmp_path: Path) -> None:
     value = os.urandom(40 << 20)
     (tmp_path / "in").write_bytes(value)

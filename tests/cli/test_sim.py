@@ -37,6 +37,7 @@ def test_many_seeds_are_counted() -> None:
     assert (found["seeds"], found["runs"]) == ([3, 6], 3)
 
 
+@pytest.mark.slow
 def test_the_first_failure_ends_the_runs_and_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "check_ticket", lambda ticket, **given: 1000.0)
     done = CliRunner().invoke(app, ["sim", "--seeds", "0:200", "--json"])

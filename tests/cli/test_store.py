@@ -22,6 +22,7 @@ def node() -> Iterator[RunningNode]:
         yield running
 
 
+@pytest.mark.slow
 def test_what_was_put_is_got_listed_shown_and_removed(node: RunningNode, tmp_path: Path) -> None:
     value = bytes(range(256)) * 5000
     (tmp_path / "in").write_bytes(value)
@@ -134,6 +135,7 @@ def test_a_source_without_end_is_refused_when_it_is_larger_than_any_node(node: R
     assert f"/dev/zero has more than {largest} bytes" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_sweep_says_what_it_has_mended(tmp_path: Path) -> None:
     with running_node() as one, running_node() as other:
         with Store(one.address) as store:
@@ -154,6 +156,7 @@ def test_a_sweep_says_what_it_has_mended(tmp_path: Path) -> None:
                 assert alone.get("two") == b"value"
 
 
+@pytest.mark.slow
 def test_a_sweep_names_what_it_could_not_mend_and_why(tmp_path: Path) -> None:
     with running_node() as one, running_node() as other:
         with Store(one.address, other.address, replicas=2) as store:
@@ -172,6 +175,7 @@ def test_a_sweep_names_what_it_could_not_mend_and_why(tmp_path: Path) -> None:
         assert [(entry["key"], entry["lacking"]) for entry in left] == [("k1", 1)]
 
 
+@pytest.mark.slow
 def test_a_rotation_says_what_it_did_on_each_node_and_fails_if_one_was_not_reached(tmp_path: Path) -> None:
     with running_node() as first, running_node() as second:
         both = ("--node", first.address, "--node", second.address)

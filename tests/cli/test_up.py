@@ -131,6 +131,7 @@ def test_a_part_that_cannot_start_ends_the_other(tmp_path: Path) -> None:
         assert "the manager ended with exit code 2; the lines above say why" in log
 
 
+@pytest.mark.slow
 def test_a_password_does_not_get_into_the_list_of_processes(tmp_path: Path) -> None:
     with up(tmp_path, "--registry", "etcd://root:secret@127.0.0.1:1/farpool") as one:
         assert one.process.wait(PATIENCE) == 2

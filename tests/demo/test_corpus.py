@@ -13,6 +13,7 @@ def library() -> list[Passage]:
     return library_passages()
 
 
+@pytest.mark.slow
 def test_the_standard_library_has_hundreds_of_passages_in_a_fixed_order(library: list[Passage]) -> None:
     assert len(library) >= 512
     assert library == library_passages()

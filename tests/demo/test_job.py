@@ -51,6 +51,7 @@ def test_every_lower_tier_is_read(tmp_path: Path) -> None:
     assert {"dram", "nvme"} <= read
 
 
+@pytest.mark.slow
 def test_progress_ends_complete_in_each_step(few: Settings) -> None:
     last: dict[str, tuple[int, int]] = {}
 

@@ -27,6 +27,7 @@ def test_embeddings_are_those_of_sentence_transformers(embedder: Embedder, texts
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_batches_hold_each_text_once_and_the_longest_first(embedder: Embedder, texts: list[str]) -> None:
     batches = embedder.batches(texts, 8)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(texts)))

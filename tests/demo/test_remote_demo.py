@@ -47,6 +47,7 @@ def test_the_remote_demo_gives_the_same_bits_from_nodes_and_from_mapped_weights(
     assert msgspec.json.encode(outcome)
 
 
+@pytest.mark.slow
 def test_nodes_run_for_as_long_as_the_context_and_leave_nothing() -> None:
     with lending(2, 8 << 20) as nodes:
         folders = [Path(_socket(node)).parent for node in nodes]

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import farpool
 from farpool import errors
 
@@ -31,6 +33,7 @@ def _strings() -> set[str]:
     return said | {text for tree in trees for node in ast.walk(tree) if (text := _text(node)) is not None}
 
 
+@pytest.mark.slow
 def test_every_quoted_message_is_said_somewhere() -> None:
     sources = "\0".join(_strings())
     assert len(QUOTED) > 30

@@ -255,6 +255,7 @@ def test_an_unknown_key_is_a_miss_in_each_way(store: Store) -> None:
         store.pin("unknown")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_ends_a_node_with_its_reason(node: RunningNode, store: Store) -> None:
     taken = node.address.removeprefix("tcp://")
     with pytest.raises(RuntimeError, match=f"{taken}.*another process listens there"), running_node(listen=taken):

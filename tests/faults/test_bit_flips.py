@@ -60,6 +60,7 @@ def read_all(connection: Connection, known: Known) -> None:
 
 @pytest.mark.parametrize("trials", WIRE_TRIALS)
 @pytest.mark.parametrize("direction", ["request", "reply"])
+@pytest.mark.slow
 def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer, direction: str, trials: int) -> None:
     """A key that has a value is dropped, one that has none is put; only a damaged reply comes too late."""
     rng = random.Random(f"{SEED} {direction}")
@@ -191,6 +192,7 @@ def test_a_flip_in_the_index_never_gives_wrong_bytes(server: NodeServer) -> None
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_starts_on_damaged_segments_gives_the_right_bytes_or_none(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     for trial in range(40):

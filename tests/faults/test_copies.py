@@ -76,6 +76,7 @@ def test_a_node_that_is_met_while_a_key_is_looked_for_is_asked_for_it(
         assert next(calls) > (2 if lookup else 3)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_each_node_is_replaced_with_sweeps_between(nodes: list[ForgedNode]) -> None:
     """Nobody reads meanwhile, so only the sweeps make copies."""
     with opened(nodes) as store:

@@ -139,6 +139,7 @@ def test_a_call_succeeds_if_the_node_that_it_needs_comes_back_within_its_deadlin
 
 
 @pytest.mark.parametrize("act", acts("put", "get_many"))
+@pytest.mark.slow
 def test_a_node_that_is_stopped_takes_its_share_of_the_time_and_the_others_do_the_work(
     act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def firsts(store: Store, address: str) -> int:
     return sum(view.places(key.encode())[0].name == address for key in KEYS)
 
 
+@pytest.mark.slow
 def test_reads_leave_a_slow_node_out_until_it_answers_promptly_again(site: Site) -> None:
     with Store(*[proxy.address for proxy in site.proxies], replicas=2, transport="tcp", timeout=20) as store:
         store.put_many((key, key.encode()) for key in KEYS)
@@ -87,6 +88,7 @@ def test_reads_leave_a_slow_node_out_until_it_answers_promptly_again(site: Site)
         assert [status.times_slow for status in store.nodes()] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_slow_node_is_read_if_the_other_copy_is_lost(site: Site) -> None:
     with Store(*[proxy.address for proxy in site.proxies], replicas=2, transport="tcp", timeout=20) as store:
         store.put_many((key, key.encode()) for key in KEYS)
@@ -105,6 +107,7 @@ def test_a_slow_node_is_read_if_the_other_copy_is_lost(site: Site) -> None:
         assert site.proxies[0].address in slow(store)
 
 
+@pytest.mark.slow
 def test_nodes_that_are_all_slow_are_read_as_before(site: Site) -> None:
     with Store(*[proxy.address for proxy in site.proxies], replicas=2, transport="tcp", timeout=20) as store:
         store.put_many((key, key.encode()) for key in KEYS)

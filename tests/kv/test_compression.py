@@ -267,6 +267,7 @@ def damaged(data: Any, kept: bytes) -> bytes:
 
 @settings(REVIEW, max_examples=300)
 @given(st.sampled_from(["zstd", "int8", "int4"]), st.sampled_from(list(FLOATS)), st.data())
+@pytest.mark.slow
 def test_damaged_bytes_are_refused_or_decoded_and_nothing_else_is_written(name: str, dtype: str, data: Any) -> None:
     axes = Axes("std", (2, 40, 6))
     one = codec(name, dtype, axes)

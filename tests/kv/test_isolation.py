@@ -172,6 +172,7 @@ def test_no_key_of_another_tenant_is_looked_for_in_its_index(transport: str) -> 
         assert [b"".join(one) for one in into] == [b"".join(one) for one in values]
 
 
+@pytest.mark.slow
 def test_no_operation_of_another_tenant_searches_the_index_of_the_owner() -> None:
     with Lab() as lab:
         grounds = Grounds(lab, 4)

@@ -78,6 +78,7 @@ def check_agreement(node: RunningNode, size: int, model: str, requests: int) -> 
 
 
 @pytest.mark.parametrize(("size", "model"), [(2, "full"), (4, "windows")])
+@pytest.mark.slow
 def test_all_ranks_decide_and_load_alike(node: RunningNode, size: int, model: str) -> None:
     check_agreement(node, size, model, 150)
 

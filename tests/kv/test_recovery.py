@@ -196,6 +196,7 @@ def test_a_request_may_have_any_name(name: str) -> None:
     eventually(lambda: any(one.note == note for pid, own in runs(name) if pid == os.getpid() for one in own))
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_that_knows_the_whole_name_answers_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

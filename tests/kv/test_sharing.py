@@ -74,6 +74,7 @@ def test_a_handoff_tells_how_much_is_kept_and_why_not_more(make: Make) -> None:
     assert giver.take(nothing.note).found == 0
 
 
+@pytest.mark.slow
 def test_what_was_taken_outlives_the_process_that_gave_it() -> None:
     given: dict[str, Any] = {"model": "m", "weights_id": "1", "dtype": "float16", "block": BLOCK, "timeout": PATIENCE}
     with running_node("64MiB", grace=0.2) as node, PrefixCache([node.address], [FULL], **given) as taker:

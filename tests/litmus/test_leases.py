@@ -95,6 +95,7 @@ def test_l2_of_writes_at_the_same_time_each_byte_is_one_of_them_and_one_order_is
             assert one.read() == two.read() == value
 
 
+@pytest.mark.slow
 def test_l3_after_the_expiry_nothing_is_read_or_written_and_a_later_ticket_finds_the_bytes(lease: Lease) -> None:
     with lease.program(seconds=2.0) as one:
         last = 0
@@ -173,6 +174,7 @@ def test_l6_a_read_only_lease_can_be_read_and_does_not_change_until_a_later_epoc
         assert one.read() == filled(3)
 
 
+@pytest.mark.slow
 def test_l7_the_bytes_and_the_epoch_outlive_the_node(lease: Lease) -> None:
     with lease.program() as one:
         assert one.write(filled(5)) == 0

@@ -23,6 +23,7 @@ in_one_way = pytest.mark.parametrize("transport", ["mapped"], indirect=True, sco
 
 
 @in_one_way
+@pytest.mark.slow
 def test_n1_an_open_that_begins_after_a_publish_sees_that_version_or_a_later_one(programs: Programs) -> None:
     writer, first, second = programs(3)
     versions = 12

@@ -62,6 +62,7 @@ def client(manager: RunningManager) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_member_is_listed_and_found(client: httpx.Client, node: RunningNode) -> None:
     identity = node.ready["identity"]
     listed = client.get("/v1/members").json()

@@ -279,6 +279,7 @@ def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) 
         assert not answers(old, new.bundle)
 
 
+@pytest.mark.slow
 def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:
     context = client_context(None, secure.certificates.bundle)
     lines = len(secure.manager.audit)
@@ -298,6 +299,7 @@ def test_an_address_that_guesses_tokens_has_to_wait(secure: Secure) -> None:
     assert 1 <= sum(one["status"] == 429 for one in denied) <= 1 + len(answers) // 10
 
 
+@pytest.mark.slow
 def test_callers_that_share_an_address_are_not_refused_for_one_that_fails(secure: Secure) -> None:
     context = client_context(None, secure.certificates.bundle)
     with secure.manager.client(context) as client:
@@ -308,6 +310,7 @@ def test_callers_that_share_an_address_are_not_refused_for_one_that_fails(secure
         assert client.get("/v1/members", headers=good).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_caller_whose_role_is_not_enough_cannot_fill_the_audit_log(secure: Secure) -> None:
     token, stored = create_token(secure.registry, Role.TENANT, tenant=3)
     with secure.manager.client(client_context(None, secure.certificates.bundle), token) as client:

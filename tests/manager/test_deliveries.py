@@ -135,6 +135,7 @@ def test_a_stray_ends_after_an_hour_without_a_valid_ticket() -> None:
     assert machine.strays == 2
 
 
+@pytest.mark.slow
 def test_members_are_looked_at_now_and_then_and_not_all_at_once() -> None:
     machine = deliveries(look_interval=100.0, visits_max=1000)
     members = {f"{number:032x}": UP for number in range(300)} | {A: AWAY, B: None}

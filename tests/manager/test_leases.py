@@ -92,6 +92,7 @@ def terms(size: int | str, **fields: object) -> dict[str, object]:
     return {"bytes": size, "tenant": 1, "holder": "trainer", **fields}
 
 
+@pytest.mark.slow
 def test_a_lease_is_granted_with_a_ticket_that_any_node_can_verify(pool: Pool) -> None:
     wanted = terms("2MiB", redundancy="copies:2", spread=["rack"], reclaim_ms=500, ttl=100, request="first")
     with pool.client() as client:

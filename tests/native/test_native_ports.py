@@ -31,6 +31,7 @@ def file_port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
 
 @settings(max_examples=25)
 @given(st.data())
+@pytest.mark.slow
 def test_a_file_agrees_with_a_bytearray(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("ports")
     direct, ring = data.draw(st.sampled_from(KINDS))

@@ -294,6 +294,7 @@ def test_the_interpreter_ends_with_live_queues() -> None:
     run("for n in range(2, 50): queue.submit(n, port, Queue.READ, [(0, memory.address, 1 << 20)] * 20)")
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_a_python_tier_is_stuck() -> None:
     run(
         """

@@ -462,6 +462,7 @@ def test_no_more_requests_are_under_way_than_the_window_holds() -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.slow
 def test_the_interpreter_ends_while_a_daemon_thread_waits_for_a_reply(answered: bool) -> None:
     """The reply, or the timeout, comes while the interpreter ends; the thread then waits for the lock in vain."""
     program = f"""

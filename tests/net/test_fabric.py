@@ -287,6 +287,7 @@ def test_an_exposure_that_was_killed_is_made_anew_without_an_error(node: Running
         assert server.pid not in [other.pid for other in servers(node.pid)]
 
 
+@pytest.mark.slow
 def test_a_part_moves_to_another_member_one_sided(node: RunningNode, pair: list[RunningNode]) -> None:
     joined = pair[0]
     members = StaticMembers(node.address, pair[1].address)
@@ -307,6 +308,7 @@ def test_a_part_moves_to_another_member_one_sided(node: RunningNode, pair: list[
         assert into == data[::-1]
 
 
+@pytest.mark.slow
 def test_a_stopped_exposure_is_the_tiers_timeout(node: RunningNode) -> None:
     with Remote(node.address, size=8 * MIB, transport="socket", timeout=1.0) as tier:
         extent = tier.reserve(MIB)
@@ -376,6 +378,7 @@ def test_an_exposure_that_failed_the_session_is_made_anew_although_it_looks_aliv
     assert not servers(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_forked_child_reads_by_itself_and_leaves_the_parents_way_alone(node: RunningNode) -> None:
     with Store(node.address, transport="socket") as store:
         store.put("key", b"a" * MIB)

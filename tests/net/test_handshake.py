@@ -325,6 +325,7 @@ tables = st.lists(
 
 @given(tables, tables)
 @settings(deadline=None, max_examples=200)
+@pytest.mark.slow
 def test_two_releases_agree_on_features_or_one_refuses_the_other_by_name(
     client: list[Feature], node: list[Feature]
 ) -> None:
@@ -342,6 +343,7 @@ def test_two_releases_agree_on_features_or_one_refuses_the_other_by_name(
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.text(max_size=40), max_size=70), tables)
 @settings(deadline=None, max_examples=200)
+@pytest.mark.slow
 def test_any_features_in_a_hello_give_known_bits_or_a_typed_error(
     bits: int, requires: list[str], node: list[Feature]
 ) -> None:
@@ -460,6 +462,7 @@ metas = st.one_of(
 
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(0, 65535), metas), min_size=1, max_size=3), st.booleans())
 @settings(deadline=None, max_examples=300)
+@pytest.mark.slow
 def test_whole_frames_with_any_content_give_a_typed_error(frames: list[tuple[int, int, bytes]], greeted: bool) -> None:
     data = b"".join(pack_frame(op, meta, status=status) for op, status, meta in frames)
     node, client = NodeHandshake(IDENTITY, KEYS), ClientHandshake(NODE, "data", READER)

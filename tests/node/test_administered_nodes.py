@@ -53,6 +53,7 @@ def set_state(node: RunningNode, state: str, name: str = "") -> dict[str, Any]:
         return calls.call("set_state", soon(), state=state, reason="test")
 
 
+@pytest.mark.slow
 def test_a_store_puts_elsewhere_while_a_node_drains_by_order() -> None:
     with running_node() as one, running_node() as two, Store(one.address, two.address, timeout=20) as store:
         store.put("before", b"value")

@@ -195,6 +195,7 @@ def test_the_memory_of_an_ended_pin_is_not_used_again_before_the_program_lets_it
     peer.close()
 
 
+@pytest.mark.slow
 def test_an_ended_pin_leaves_with_its_time_or_its_session(tmp_path: Path) -> None:
     with node(tmp_path, 1 << 20, grace=0.01) as server:
         peer = Peer(server)

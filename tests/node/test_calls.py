@@ -231,6 +231,7 @@ def test_another_operation_is_refused_and_a_broken_frame_ends_the_connection(nod
         assert connection.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_the_node_keeps_no_descriptors_of_connections_that_ended() -> None:
     with running_node(grace=0.1) as node:  # less than `settled` waits
         folder = Path(f"/proc/{node.pid}/fd")
@@ -275,6 +276,7 @@ def test_a_call_under_way_ends_when_its_connection_is_closed(node: RunningNode) 
         first.call("stats", soon())
 
 
+@pytest.mark.slow
 def test_a_session_is_alive_as_long_as_its_control_connection() -> None:
     with running_node(grace=0.2) as node:
         with tcp(node) as control:

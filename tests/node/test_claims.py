@@ -458,6 +458,7 @@ class _Away(Registry):
 
 
 @pytest.mark.parametrize("transport", ["tcp", "mapped"])
+@pytest.mark.slow
 def test_a_port_moves_the_bytes_of_a_claimed_extent(pool: Pool, transport: Any) -> None:
     key = AccessKey("trainer", f"{SECRET}trainer".encode())
     channel = Channel(parse_address(pool.node.address), key=key, transport=transport)

@@ -80,6 +80,7 @@ def test_a_node_tells_its_addresses_and_media(tmp_path: Path) -> None:
     assert (tmp_path / "n" / "identity").read_bytes() == member.identity
 
 
+@pytest.mark.slow
 def test_an_object_does_not_read_as_missing_while_its_node_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def serving() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_idle_connections_are_few_threads_and_keep_nobody_out(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_ready_line_says_where_and_how_much(tmp_path: Path) -> None:
     assert line.endswith(", 2 MiB\n")
 
 
+@pytest.mark.slow
 def test_the_ready_line_as_json_names_every_way_in() -> None:
     with running_node("2MiB", metrics="127.0.0.1:0") as node:
         assert node.ready["event"] == "ready"
@@ -94,6 +95,7 @@ def test_reading_a_nodes_log_leaves_the_place_where_the_node_writes(tmp_path: Pa
     node.close()
 
 
+@pytest.mark.slow
 def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     program = "import time, farpool.cluster.node as n; n.Node.stop = lambda self: time.sleep(90); " + COMMAND[2]
     options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n")]
@@ -125,6 +127,7 @@ def test_signals_that_follow_at_once_are_the_same_stop(tmp_path: Path) -> None:
     assert not (tmp_path / "n").exists()
 
 
+@pytest.mark.slow
 def test_a_sigterm_that_arrives_while_it_is_suspended_ends_it_when_it_goes_on() -> None:
     for _ in range(3):
         with running_node("1MiB") as node:
@@ -134,6 +137,7 @@ def test_a_sigterm_that_arrives_while_it_is_suspended_ends_it_when_it_goes_on() 
             assert node.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_restarted_node_has_port_name_and_leases_as_before() -> None:
     with running_node(grace=60) as node:
         calls = control(node)
@@ -148,6 +152,7 @@ def test_a_restarted_node_has_port_name_and_leases_as_before() -> None:
             assert again.call("leases", soon()) == {"leases": [[lease, 1 << 20]]}
 
 
+@pytest.mark.slow
 def test_a_node_is_the_same_one_at_each_start_and_another_folder_another_one(tmp_path: Path) -> None:
     with running_node() as node, running_node() as other:
         told = []
@@ -193,6 +198,7 @@ def test_a_session_of_another_key_is_refused_before_its_welcome(tmp_path: Path) 
             assert calls.call("leases", soon()) == {"leases": [[lease, 4096]]}
 
 
+@pytest.mark.slow
 def test_a_node_of_a_test_keeps_its_port_while_it_does_not_run() -> None:
     with running_node("1MiB") as node:
         address = node.address
@@ -207,6 +213,7 @@ def test_a_node_of_a_test_keeps_its_port_while_it_does_not_run() -> None:
             assert calls.call("stats", soon())["capacity"] == 1 << 20
 
 
+@pytest.mark.slow
 def test_an_ephemeral_node_leaves_nothing_and_takes_nothing_over() -> None:
     with running_node() as node:
         with control(node) as calls:
@@ -387,6 +394,7 @@ def test_a_file_that_cannot_be_made_is_not_left_behind(tmp_path: Path, nbytes: i
 
 
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+@pytest.mark.slow
 def test_it_lends_also_where_nobody_reads_its_ready_line(tmp_path: Path, redirection: str) -> None:
     options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n"), "--ephemeral"]
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *options]

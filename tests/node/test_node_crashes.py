@@ -177,6 +177,7 @@ def test_a_lease_that_the_system_refuses_says_why_and_leaves_no_file(tmp_path: P
     assert run(REFUSED, tmp_path) == (0, ["True []"])
 
 
+@pytest.mark.slow
 def test_a_node_killed_while_its_file_is_made_makes_it_anew(tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
     begin = "with node(folder / 'n', nvme=str(folder / 'nvme'), nvme_capacity=8 << 20): pass"
@@ -214,6 +215,7 @@ def test_a_node_starts_again_on_a_file_system_that_is_full_and_says_what_it_has(
             node.close()
 
 
+@pytest.mark.slow
 def test_a_node_whose_objects_were_pinned_starts_again_without_them_on_a_file_system_that_is_full() -> None:
     with small_disk(24) as disk:
         node = RunningNode(str(disk / "node"), ["--dram", "16MiB"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from farpool.cluster.wire.frames import Right
 from tests.attacks.lab import KIB, MIB, Key, Lab
 from tests.node.nodes import ALL, Peer, node
@@ -15,6 +17,7 @@ OF_A_TENANT = 256 * KIB
 OBJECTS = 25_000
 
 
+@pytest.mark.slow
 def test_many_small_objects_of_several_tenants_and_their_tables_lie_within_what_is_lent() -> None:
     keys = [Key(f"tenant{number}", tenant=number) for number in range(TENANTS)]
     with Lab() as lab:
@@ -38,6 +41,7 @@ def test_many_small_objects_of_several_tenants_and_their_tables_lie_within_what_
         assert abs(names["farpool_node_process_bytes"] - running.own_memory()) <= 8 * MIB
 
 
+@pytest.mark.slow
 def test_tables_that_have_grown_count_as_what_the_tenant_uses_and_cannot_be_evicted(tmp_path: Path) -> None:
     with node(tmp_path, 8 * MIB) as server:
         peer = Peer(server)

@@ -246,6 +246,7 @@ def test_after_a_kill_the_epoch_is_what_it_was(tmp_path: Path) -> None:
         assert peer.get(b"7").status == Status.MISSING
 
 
+@pytest.mark.slow
 def test_more_objects_than_are_looked_at_at_once_are_all_unreadable_at_once(tmp_path: Path) -> None:
     count = 50_000
     keys = [b"%d" % number for number in range(count)]
@@ -271,6 +272,7 @@ def test_more_objects_than_are_looked_at_at_once_are_all_unreadable_at_once(tmp_
         until(lambda: server.tenants()[0]["used"] < used - count * 64, "the memory is not free")
 
 
+@pytest.mark.slow
 def test_objects_that_were_not_swept_away_before_a_stop_are_not_adopted(tmp_path: Path) -> None:
     with node(tmp_path, 32 * MIB) as server:
         peer = Peer(server)

@@ -116,6 +116,7 @@ def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_pa
         assert keeper.get(b"key").status == Status.DONE
 
 
+@pytest.mark.slow
 def test_a_held_session_without_data_connections_lives(tmp_path: Path) -> None:
     with node(tmp_path, grace=0.0) as server:
         server.connect(7, 0, "")

@@ -40,6 +40,7 @@ def samples(node: RunningNode | str) -> dict[tuple[str, ...], float]:
     return found
 
 
+@pytest.mark.slow
 def test_evictions_and_refusals_are_counted_by_tenant_and_reason() -> None:
     with running_node("2MiB", metrics="127.0.0.1:0") as node:
         with farpool.Store(node.address, transport="tcp") as store:
@@ -70,6 +71,7 @@ def refused_with(client: ClientHandshake, hello: bytes, node: RunningNode) -> st
     return "not refused"
 
 
+@pytest.mark.slow
 def test_clients_that_lack_a_version_or_a_feature_are_told_so_and_counted() -> None:
     later = ClientHandshake("n", "data", None, features=Features([Feature(9, "later", "9.0", client_requires=True)]))
     newer = pack_frame(Op.HELLO, msgspec.msgpack.encode({"versions": [9, 9]}))
@@ -111,6 +113,7 @@ def test_bytes_work_and_bandwidth_are_counted_by_tenant(tmp_path: Path) -> None:
     assert found[f"{tenant}bandwidth_cap_bytes_per_second", "tenant=7"] == 0
 
 
+@pytest.mark.slow
 def test_times_of_operations_are_histograms_whose_buckets_add_up() -> None:
     with running_node("8MiB", metrics="127.0.0.1:0") as node:
         began = time.monotonic()

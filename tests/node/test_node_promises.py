@@ -125,6 +125,7 @@ def test_more_of_the_file_can_be_asked_for_at_once_than_is_read_at_once(tmp_path
             assert peer.connection.receive(deadline).payload == value
 
 
+@pytest.mark.slow
 def test_a_pin_of_a_node_that_is_gone_can_be_let_go() -> None:
     with running_node(dram="8MiB") as process:
         store = Store(process.address, timeout=2)

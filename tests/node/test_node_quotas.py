@@ -308,6 +308,7 @@ def test_a_pool_of_connections_in_many_programs_of_one_key_is_normal_use(tmp_pat
         assert server.keys()["one"]["connections"] == 576
 
 
+@pytest.mark.slow
 def test_metrics_tell_what_keys_of_the_file_hold() -> None:
     with Lab() as lab:
         running = lab.node(16 * MIB, [Key("one", tenant=3), Key("two", tenant=3)], metrics=True)

@@ -9,6 +9,8 @@ import struct
 import threading
 from pathlib import Path
 
+import pytest
+
 from farpool import _native
 from farpool.cluster.wire.frames import Status
 from tests.node.nodes import Peer, node
@@ -66,6 +68,7 @@ def write(server: _native.NodeServer, ended: threading.Event, seed: int) -> None
     peer.close()
 
 
+@pytest.mark.slow
 def test_a_reader_of_mapped_memory_sees_whole_objects_and_none_again_that_has_gone(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

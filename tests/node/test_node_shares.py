@@ -75,6 +75,7 @@ def test_gets_and_hits_are_counted_for_each_tenant(tmp_path: Path) -> None:
         assert (stats["gets"], stats["hits"]) == (7, 4)
 
 
+@pytest.mark.slow
 def test_metrics_tell_the_gets_and_hits_of_each_tenant() -> None:
     one, two = Key("one", tenant=3), Key("two", tenant=4)
     with Lab() as lab:
@@ -173,6 +174,7 @@ def test_a_session_has_so_many_unfinished_publishes_and_leases(tmp_path: Path) -
         assert peer.prepared(b"one more", 1).status == Status.DONE
 
 
+@pytest.mark.slow
 def test_a_session_has_so_many_pins(tmp_path: Path) -> None:
     with node(tmp_path) as server:
         peer, other = Peer(server), Peer(server, session=8)
@@ -210,6 +212,7 @@ def taken(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.glob("*.data"))
 
 
+@pytest.mark.slow
 def test_several_tenants_together_take_no_more_memory_than_the_node_lends(tmp_path: Path) -> None:
     most = 16 * MIB + 8 * 16384  # headers, and what the file system needs for itself
     with node(tmp_path, 16 * MIB) as server:

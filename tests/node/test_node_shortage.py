@@ -68,12 +68,14 @@ def running() -> Iterator[RunningNode]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_node_without_descriptors_is_full_for_a_while_and_denies_nobody(running: RunningNode) -> None:
     with short(running.pid, 1), pytest.raises(NodeFullError, match="is short of descriptors or memory") as caught:
         dial(parse_address(running.address), "data", deadline=time.monotonic() + PATIENCE)
     assert not caught.value.refused  # so a store asks it again
 
 
+@pytest.mark.slow
 def test_a_store_waits_for_a_node_that_has_no_descriptors(running: RunningNode) -> None:
     ends = threading.Event()
 
@@ -96,6 +98,7 @@ def test_a_store_waits_for_a_node_that_has_no_descriptors(running: RunningNode) 
         holder.join()
 
 
+@pytest.mark.slow
 def test_a_program_maps_no_objects_of_a_node_without_descriptors_for_them_and_reads_them_all_the_same(
     running: RunningNode,
 ) -> None:
@@ -115,6 +118,7 @@ def test_a_publish_area_that_the_node_has_no_descriptor_for_is_refused_and_the_c
         assert peer.published(b"key", bytes(100_000))
 
 
+@pytest.mark.slow
 def test_a_program_without_descriptors_says_that_the_shortage_is_its_own(running: RunningNode) -> None:
     with short(os.getpid(), 0), pytest.raises(NodeError, match="this process is short of descriptors or memory"):
         dial(parse_address(running.address), "data", deadline=time.monotonic() + PATIENCE)

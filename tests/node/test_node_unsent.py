@@ -6,6 +6,8 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from farpool import _native
 from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import NodeError
@@ -117,6 +119,7 @@ def test_who_waits_for_others_of_its_key_is_served_when_they_have_gone(tmp_path:
             assert peer.connection.receive(soon()).payload == values[key]
 
 
+@pytest.mark.slow
 def test_who_takes_a_byte_now_and_then_runs_out_of_patience(tmp_path: Path) -> None:
     with node(tmp_path, 16 * MIB, stall=0.5, grace=0.0) as server:
         publisher, values = filled(server)

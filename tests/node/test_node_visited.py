@@ -92,6 +92,7 @@ def test_the_marks_lie_in_no_file_and_nobody_can_change_their_length(tmp_path: P
         assert not os.get_inheritable(file)
 
 
+@pytest.mark.slow
 def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> None:
     with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
         store.put_many({f"key {n}": b"value" * 100 for n in range(50)})
@@ -118,6 +119,7 @@ def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> Non
             other.stdout.close()
 
 
+@pytest.mark.slow
 def test_the_marks_decide_who_stays_also_where_several_objects_share_one(tmp_path: Path) -> None:
     count = 70_000
     with node(tmp_path, 16 << 20) as server, visited(server) as file, reader(server) as mapped:
@@ -195,6 +197,7 @@ def test_the_marks_are_charged_and_bounded_in_number(tmp_path: Path) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_program_that_may_not_map_any_more_is_served_over_the_socket() -> None:
     with running_node() as running, Store(running.address, timeout=20) as publisher:
         publisher.put("key", b"value")
@@ -237,6 +240,7 @@ def test_a_restarted_node_has_new_marks_and_the_old_ones_stay_whole_for_who_has_
             assert marked(new) == 1
 
 
+@pytest.mark.slow
 def test_a_program_marks_what_it_reads_in_the_memory_of_a_restarted_node() -> None:
     with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
         store.put("key", b"value")
@@ -272,6 +276,7 @@ def test_what_an_earlier_farpool_left_of_the_marks_is_removed(tmp_path: Path) ->
     assert names == ["objects-0.data", "objects-0.index", "of somebody else.visited"]
 
 
+@pytest.mark.slow
 def test_passing_the_files_or_refusing_to_leaves_none_open_in_the_node() -> None:
     with running_node(grace=0.5) as running:
         with attached(running):

@@ -205,6 +205,7 @@ def test_a_user_of_no_group_does_not_reach_the_socket_and_is_served_over_tcp(
 
 
 @as_root
+@pytest.mark.slow
 def test_a_start_without_a_group_lets_nobody_in_any_more(parent: Path) -> None:
     with started(parent, "--socket-group", str(GROUP)) as running:
         assert mode(running.folder) == (0o710, GROUP)
@@ -309,6 +310,7 @@ def test_the_user_at_the_other_end_is_the_one_who_opened_it() -> None:
     assert seen == [OTHER]
 
 
+@pytest.mark.slow
 def test_a_killed_ephemeral_node_leaves_no_memory(parent: Path) -> None:
     with started(parent, "--ephemeral") as running:
         with Store(running.address, key=TEXT, timeout=PATIENCE) as store:
@@ -324,6 +326,7 @@ def test_a_killed_ephemeral_node_leaves_no_memory(parent: Path) -> None:
             assert store.get("key 0") is None
 
 
+@pytest.mark.slow
 def test_an_ephemeral_node_removes_what_an_earlier_start_has_left(parent: Path) -> None:
     with started(parent) as running:
         with Store(running.address, key=TEXT, timeout=PATIENCE) as store:

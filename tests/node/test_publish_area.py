@@ -230,6 +230,7 @@ def test_what_was_changed_before_the_node_has_copied_it_is_not_stored(
     assert publisher.reply().status == Status.DONE
 
 
+@pytest.mark.slow
 def test_what_changes_while_the_node_copies_it_is_stored_as_announced_or_not_at_all(
     server: _native.NodeServer, publisher: Publisher
 ) -> None:

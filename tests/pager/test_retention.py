@@ -121,6 +121,7 @@ def test_rows_looked_up_in_a_tied_head_do_not_cost_what_is_kept_of_it(share: flo
 @pytest.mark.parametrize(
     ("ratio", "most_bytes", "most_seconds"), [(0.8, 1.05, 1.05), (1.0, 1.05, 1.08), (4.0, 1.03, 1.03)]
 )
+@pytest.mark.slow
 def test_the_link_goes_on_while_the_program_computes_after_many_accesses(
     ratio: float, most_bytes: float, most_seconds: float
 ) -> None:
@@ -129,6 +130,7 @@ def test_the_link_goes_on_while_the_program_computes_after_many_accesses(
     assert seconds <= most_seconds
 
 
+@pytest.mark.slow
 def test_blocks_that_are_replaced_leave_kept_what_is_kept() -> None:
     loop = Loop(BLOCKS, 0.25, 1.0, together=32)
     fetched, _ = loop.settled()

@@ -50,6 +50,7 @@ def walk(pool: BlockPool, uses: list[Use], passes: int) -> None:
             pool.release(pool.acquire([use]))
 
 
+@pytest.mark.slow
 def test_what_a_loop_makes_the_heap_grow_by_is_on_the_ledger() -> None:
     if not heap():
         pytest.skip("the C library counts no allocations, for example under a sanitizer")

@@ -103,6 +103,7 @@ def test_a_list_with_a_bad_line_is_refused(line: str, reason: str) -> None:
     assert read_flaky("# a comment\n\n3 | tests/a.py::one[a | b] | a race\n") == {"tests/a.py::one[a | b]": 3}
 
 
+@pytest.mark.slow
 def test_what_failed_runs_once_more_and_a_skip_is_no_pass(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = run_target("test")
     assert run.flaky == ["suite/test_suite.py::test_fails_once"]
@@ -112,6 +113,7 @@ def test_what_failed_runs_once_more_and_a_skip_is_no_pass(project: Path, capfd: 
     assert "by chance" in capfd.readouterr().out  # the log shows the failure
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_finish_is_never_forgiven(project: Path) -> None:
     (project / "crash").touch()
     run = run_target("test")
@@ -119,6 +121,7 @@ def test_a_run_that_does_not_finish_is_never_forgiven(project: Path) -> None:
     assert run.flaky == run.failed == []
 
 
+@pytest.mark.slow
 def test_a_target_that_passes_reports_its_closing_line(project: Path) -> None:
     (project / "mark").touch()
     run = run_target("test")
@@ -126,6 +129,7 @@ def test_a_target_that_passes_reports_its_closing_line(project: Path) -> None:
     assert "3 passed, 1 skipped" in run.closing
 
 
+@pytest.mark.slow
 def test_no_more_than_a_few_failures_run_again(project: Path) -> None:
     with (project / "suite/test_suite.py").open("a") as suite:
         suite.write("\n@pytest.mark.parametrize('number', range(20))\ndef test_broken(number):\n    assert False\n")

@@ -30,6 +30,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: Path) -> None:
     done = run("pool = open_pool(); model = farpool.offload(make(), pool)", tmp_path)
     assert done.returncode == 0

@@ -73,6 +73,7 @@ def test_a_step_that_fails_does_not_keep_the_next_from_running(tmp_path: Path, c
     assert summary["failed"] == ["bad", "half"]
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, command: list[str]) -> None:
     complete, (parent, good, _) = run(tmp_path, command, Step("parent", 2), Step("good", 30))
     assert not complete
@@ -86,6 +87,7 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path,
     assert not sleeping
 
 
+@pytest.mark.slow
 def test_what_no_longer_fits_is_reported_as_not_run(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, signal, threading, time
 import torch
@@ -59,6 +61,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_interrupt_arrives_and_the_other_thread_gets_its_operands() -> None:
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert ran.stdout.splitlines() == ["interrupted None", f"[{float((4 + 5) * (16 << 10))}] 0"], ran.stderr

@@ -68,6 +68,7 @@ def test_a_file_that_names_no_commit_is_an_error(repository: Path) -> None:
     assert "must name one commit, by its 40 digits" in reason
 
 
+@pytest.mark.slow
 def test_a_release_that_cannot_be_built_is_an_error_and_does_not_count_as_finished(repository: Path) -> None:
     status, said, reason = script(repository)  # the commit has no package in it
     assert (status, said) == (1, "")

@@ -111,6 +111,7 @@ def test_a_lease_without_renewal_ends_and_others_see_it(fresh: Fresh) -> None:
         holder.keep_alive(lease)
 
 
+@pytest.mark.slow
 def test_a_renewed_lease_does_not_end(registry: Registry) -> None:
     for _ in range(20):
         lease = registry.grant(2.0)

@@ -71,6 +71,7 @@ def check(turns: list[tuple[int, str, int]], turn_lists: list[list[str]], regist
     return len(won)
 
 
+@pytest.mark.slow
 def test_every_revision_has_one_winner(place: str) -> None:
     assert compete(place, 4, 40) >= 40
 

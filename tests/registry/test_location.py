@@ -173,6 +173,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_etcd
+@pytest.mark.slow
 def test_certificates_are_checked_on_both_sides(authority: Path) -> None:
     options = [f"--{name}={authority}/{file}" for name, file in _TLS.items()] + ["--client-cert-auth"]
     with running_cluster(1, scheme="https", options=options) as cluster:

@@ -138,10 +138,12 @@ class Machine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+@pytest.mark.slow
 def test_a_file_behaves_as_the_model() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=25))
 
 
+@pytest.mark.slow
 def test_etcd_behaves_as_the_model(single: Cluster) -> None:
     class OnEtcd(Machine):
         cluster = single

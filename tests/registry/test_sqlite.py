@@ -142,6 +142,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_point_leaves_whole_transactions(tmp_path: Path) -> None:
     path = tmp_path / "registry"
     for trial in range(8):
@@ -187,6 +188,7 @@ def test_many_threads_make_the_same_file_at_once(tmp_path: Path) -> None:
     assert not failures
 
 
+@pytest.mark.slow
 def test_many_processes_make_the_same_file_at_once(tmp_path: Path) -> None:
     code = """
 import sys

@@ -84,6 +84,7 @@ def pair() -> Iterator[tuple[RunningNode, RunningNode]]:
         yield one, other
 
 
+@pytest.mark.slow
 def test_a_node_copies_an_object_from_another_with_all_that_belongs_to_it(
     pair: tuple[RunningNode, RunningNode],
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_node_copies_an_object_from_another_with_all_that_belongs_to_it(
         assert head_of(target, b"kept")[2] & KEPT
 
 
+@pytest.mark.slow
 def test_a_copy_that_cannot_be_made_says_why(pair: tuple[RunningNode, RunningNode]) -> None:
     with channel(pair[0]) as source, channel(pair[1]) as target:
         assert ordered(target, pair[0], b"nothing")["outcome"] == "lost"
@@ -124,6 +126,7 @@ def test_a_copy_that_cannot_be_made_says_why(pair: tuple[RunningNode, RunningNod
         assert ordered(target, pair[0], b"k", addresses=["tcp://127.0.0.1:1", pair[0].address])["outcome"] == "done"
 
 
+@pytest.mark.slow
 def test_an_order_with_wrong_arguments_is_refused(pair: tuple[RunningNode, RunningNode]) -> None:
     with channel(pair[1]) as target:
         for wrong in ({"addresses": []}, {"seconds": 0.0}, {"key": b""}, {"source": b"short"}):
@@ -156,6 +159,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningN
         yield one, other
 
 
+@pytest.mark.slow
 def test_a_key_with_the_right_to_repair_acts_for_each_tenant(guarded: tuple[RunningNode, RunningNode]) -> None:
     with channel(guarded[0], WRITER) as writer, channel(guarded[1], REPAIR, 5) as target:
         put(writer, b"k", b"value")
@@ -172,6 +176,7 @@ def test_a_key_with_the_right_to_repair_acts_for_each_tenant(guarded: tuple[Runn
         assert {number for number, counts in tenants.items() if counts["objects"]} == {5}
 
 
+@pytest.mark.slow
 def test_other_keys_neither_act_for_a_tenant_nor_order_copies(guarded: tuple[RunningNode, RunningNode]) -> None:
     with channel(guarded[1], WRITER, 0) as other, pytest.raises(AccessDeniedError, match="lacks the right 'repair'"):
         other.connect(deadline())
@@ -179,6 +184,7 @@ def test_other_keys_neither_act_for_a_tenant_nor_order_copies(guarded: tuple[Run
         ordered(own, guarded[0], b"k")
 
 
+@pytest.mark.slow
 def test_a_node_without_a_key_for_others_says_so(guarded: tuple[RunningNode, RunningNode], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(KEYS)

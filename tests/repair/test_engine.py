@@ -289,6 +289,7 @@ def test_whatever_happens_all_copies_are_there_at_the_end(seed: int) -> None:
     assert not extra
 
 
+@pytest.mark.slow
 def test_the_simulation_sees_what_it_is_for() -> None:
     worlds = [disturbed(seed) for seed in range(6)]
     assert sum(len(world.started) for world in worlds) > 50

@@ -129,10 +129,12 @@ class Machine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+@pytest.mark.slow
 def test_sessions_over_a_file_behave_as_the_model() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=25, deadline=None))
 
 
+@pytest.mark.slow
 def test_sessions_over_etcd_behave_as_the_model(single: Cluster) -> None:
     class OnEtcd(Machine):
         cluster = single

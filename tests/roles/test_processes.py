@@ -54,6 +54,7 @@ def count(registry: Registry) -> int:
     return int(entry.value) if entry else 0
 
 
+@pytest.mark.slow
 def test_competing_processes_write_one_after_another(place: str, registry: Registry) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(worker(place, f"w{i}", 12, 30.0)) for i in range(3)]
@@ -70,6 +71,7 @@ def test_competing_processes_write_one_after_another(place: str, registry: Regis
     assert holder_of(registry, "worker") is None
 
 
+@pytest.mark.slow
 def test_a_killed_holder_is_followed_when_its_lease_has_ended(place: str, registry: Registry) -> None:
     with worker(place, "killed", 2, 1.0, 1) as victim, worker(place, "next", 1, 30.0) as successor:
         signal_line(victim)
@@ -82,6 +84,7 @@ def test_a_killed_holder_is_followed_when_its_lease_has_ended(place: str, regist
     assert next_number == number + 1
 
 
+@pytest.mark.slow
 def test_a_holder_that_was_stopped_for_longer_than_its_lease_changes_nothing(place: str, registry: Registry) -> None:
     with worker(place, "stopped", 2, 1.0, 0) as process, Session(registry, 3600.0, timeout=60.0) as session:
         signal_line(process)

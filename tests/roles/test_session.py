@@ -236,6 +236,7 @@ def test_a_session_that_never_needed_a_lease_asks_for_none(make: MakeSession, mo
     assert counts == {}
 
 
+@pytest.mark.slow
 def test_the_thread_of_a_session_renews_its_lease_and_calls_back(place: str, make: MakeSession) -> None:
     renewals: list[int] = []
     session = make(ttl=1.5, on_renewal=lambda: renewals.append(threading.get_ident()))
@@ -245,6 +246,7 @@ def test_the_thread_of_a_session_renews_its_lease_and_calls_back(place: str, mak
     held.confirm()
 
 
+@pytest.mark.slow
 def test_a_session_renews_its_lease_although_a_callback_fails(
     make: MakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +262,7 @@ def test_a_session_renews_its_lease_although_a_callback_fails(
     held.confirm()
 
 
+@pytest.mark.slow
 def test_a_session_renews_its_lease_although_a_callback_takes_long(make: MakeSession) -> None:
     begun: list[float] = []
     go_on = threading.Event()

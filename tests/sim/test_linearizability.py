@@ -55,6 +55,7 @@ def drawn(chance: random.Random) -> list[Call]:
     return calls
 
 
+@pytest.mark.slow
 def test_the_search_decides_as_trying_every_order_does() -> None:
     chance = random.Random(1)
     found = [0, 0]

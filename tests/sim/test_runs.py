@@ -38,6 +38,7 @@ def test_500_runs_keep_all_rules() -> None:
     assert totals["crashes"] > 300
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
     logs = []
     for hashing in ("1", "2"):
@@ -91,6 +92,7 @@ def test_at_least_20_defects_are_tried() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@pytest.mark.slow
 def test_a_failing_schedule_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = next(one for one in MUTANTS if one.name == "tickets do not expire")
     seed = found(mutant, monkeypatch)

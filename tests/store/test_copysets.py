@@ -172,6 +172,7 @@ def named(nodes: Sequence[LocalNode]) -> Listed:
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["listed-identities", "addresses"])
+@pytest.mark.slow
 def test_a_store_and_its_repair_put_copies_on_the_groups(local: Nodes, knows: bool) -> None:
     nodes, redundancy = local(6), Copysets(2, 1)
     keys = [f"key {number}" for number in range(80)]

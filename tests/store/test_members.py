@@ -516,6 +516,7 @@ def test_a_list_that_knows_identities_moves_a_member_at_once(local: Nodes) -> No
         assert sum(entry[4] for entry in walked(nodes[1].server, 0, b"", b"", 1000)) == 0
 
 
+@pytest.mark.slow
 def test_another_node_at_the_address_of_a_member_is_not_used(local: Nodes) -> None:
     nodes = local(2)
     members = Listed(*map(identified, nodes))

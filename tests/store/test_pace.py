@@ -557,6 +557,7 @@ def slow_member(store: Store) -> StoreMember:
     return member
 
 
+@pytest.mark.slow
 def test_a_member_that_is_late_is_read_last_until_it_has_answered_many_probes(local: Nodes) -> None:
     nodes = local(3)
     with store_over(nodes, replicas=2) as store:
@@ -583,6 +584,7 @@ def test_a_member_that_is_late_is_read_last_until_it_has_answered_many_probes(lo
     assert scraped(StoreCollector(cache=store)) == {}
 
 
+@pytest.mark.slow
 def test_a_store_that_is_dropped_while_a_member_is_slow_leaves_no_thread(local: Nodes) -> None:
     store = store_over(local(2), replicas=2)
     store.put("key", b"value")
@@ -629,6 +631,7 @@ def test_a_handler_of_a_signal_may_read_from_the_store_while_a_late_member_is_re
     assert set(pool.pacing._reports) == {second}
 
 
+@pytest.mark.slow
 def test_a_slow_member_that_fails_recovers_after_it_has_come_back(local: Nodes) -> None:
     nodes = local(2)
     with store_over(nodes, replicas=2) as store:

@@ -43,6 +43,7 @@ def pinned(store: Store) -> int:
     return sum(info.pins for info in store.objects())
 
 
+@pytest.mark.slow
 def test_many_are_pinned_where_they_lie_and_those_that_are_missing_are_told(store: Store) -> None:
     keys = ["none", *VALUES, "nothing", "7"]
     mapped = store.nodes()[0].mapped

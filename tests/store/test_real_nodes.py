@@ -74,6 +74,7 @@ def test_batches_do_as_single_calls_do(nodes: list[RunningNode], transport: str)
         assert list(store.keys("key")) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_replica_does_not_hold_up_the_others() -> None:
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(running_node()) for _ in range(3)]
@@ -92,6 +93,7 @@ def test_a_stopped_replica_does_not_hold_up_the_others() -> None:
         assert store.get_many(f"new{key}" for key in keys) == [b"new"] * 20
 
 
+@pytest.mark.slow
 def test_a_single_node_that_stops_is_an_error_at_the_deadline_that_tells_since_when() -> None:
     with running_node() as node, Store(node.address, timeout=0.5, transport="tcp") as store:
         persist(lambda: store.put("k", b"v"))
@@ -118,6 +120,7 @@ def persist(act: Callable[[], object]) -> object:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_node_that_was_restarted_has_its_objects(transport: str) -> None:
     with running_node() as node, Store(node.address, transport=transport, timeout=10) as store:  # type: ignore[arg-type]
         store.put("k", LARGE)

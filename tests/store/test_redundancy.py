@@ -55,6 +55,7 @@ def racks(nodes: Sequence[LocalNode]) -> Listed:
     )
 
 
+@pytest.mark.slow
 def test_a_redundancy_from_outside_places_writes_and_repairs(local: Nodes) -> None:
     nodes = local(6)
     with store_over(nodes, redundancy=RackCopies(2), members=racks(nodes)) as store:

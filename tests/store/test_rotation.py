@@ -127,6 +127,7 @@ def _down(node: RunningNode) -> Iterator[None]:
     node.restart()
 
 
+@pytest.mark.slow
 def test_a_program_that_has_met_a_rotated_node_reads_nothing_older_from_one_that_stands_still(
     cluster: Callable[..., list[RunningNode]],
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_program_that_has_met_a_rotated_node_reads_nothing_older_from_one_that
         assert store.get_many(keys) == [None] * len(keys)
 
 
+@pytest.mark.slow
 def test_what_only_one_who_was_away_knows_is_still_given_out_by_it(
     cluster: Callable[..., list[RunningNode]],
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_name_says_that_its_objects_are_gone_until_it_is_published_anew(tmp_pa
             assert opened.read() == LARGE
 
 
+@pytest.mark.slow
 def test_the_rights_admin_and_publish_are_needed(cluster: Callable[..., list[RunningNode]]) -> None:
     nodes = cluster(2)
     for name in ("publisher", "reader", "monitor"):
@@ -305,6 +308,7 @@ def test_a_key_without_the_right_to_publish_does_not_spread_an_epoch(local: Node
     assert held(nodes[1]) == left
 
 
+@pytest.mark.slow
 def test_a_put_that_was_confirmed_during_rotations_has_all_its_copies_or_none(
     local: Nodes,
 ) -> None:

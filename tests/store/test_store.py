@@ -307,6 +307,7 @@ def test_a_hot_object_stays_on_all_its_nodes_while_others_come_and_go(local: Nod
             assert {key.encode() for key in hot} <= held(node)
 
 
+@pytest.mark.slow
 def test_a_sweep_makes_missing_copies_again_and_keeps_what_is_kept(local: Nodes) -> None:
     nodes = local(3)
     with store_over(nodes, 2) as store:
@@ -421,6 +422,7 @@ def asked(nodes: list[LocalNode]) -> int:
     return sum(node.server.stats()["gets"] for node in nodes if node.server is not None)
 
 
+@pytest.mark.slow
 def test_who_depends_on_nodes_that_were_never_met_is_told_which_and_why(local: Nodes) -> None:
     nodes = local(3)
     for node in nodes[1:]:
@@ -510,6 +512,7 @@ def test_a_connection_that_broke_while_idle_is_made_anew(local: Nodes, shape: tu
             call(store)
 
 
+@pytest.mark.slow
 def test_a_call_uses_its_time_up_before_it_fails_and_succeeds_if_the_node_comes_back(local: Nodes) -> None:
     (node,) = local()
     with store_over([node], timeout=0.3) as store:

@@ -139,6 +139,7 @@ def test_a_pool_without_a_policy_changes_nothing_and_leaves_no_copy(make: Make, 
     assert list((tmp_path / "n").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_copy_is_used_while_the_registry_is_away(
     make: Make, pool: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

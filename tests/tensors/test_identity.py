@@ -274,6 +274,7 @@ def _total(tensor: torch.Tensor) -> tuple[str, float]:
     return type(tensor).__name__, tensor.sum().item()
 
 
+@pytest.mark.slow
 def test_another_process_receives_a_plain_tensor(evil: EvilPool) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as workers:
         assert workers.apply_async(_total, (from_tensor(evil, VALUES),)).get(timeout=100) == ("Tensor", 66.0)

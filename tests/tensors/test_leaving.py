@@ -230,6 +230,7 @@ def test_a_read_error_in_the_middle_loses_nothing() -> None:
 
 
 @pytest.mark.usefixtures("thawed")
+@pytest.mark.slow
 def test_frozen_objects_are_found() -> None:
     with pytest.warns(FarpoolWarning, match=LEFT), Pool("16KiB", dram="1MiB") as pool:
         model = farpool.offload(make(), pool)

@@ -40,6 +40,7 @@ def await_transfer(pool: Pool) -> None:
     [torch.sub, lambda left, right: left.sub_(right), lambda left, right: torch._foreach_sub([left], [right])[0]],
     ids=["result", "in place", "lists"],
 )
+@pytest.mark.slow
 def test_operands_are_not_mixed_up_when_a_pool_is_left_while_an_operation_waits(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:

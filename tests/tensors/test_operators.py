@@ -41,6 +41,7 @@ _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that PyTorch cannot compare."""
 
 
+@pytest.mark.slow
 def test_the_committed_table_is_what_is_registered(tmp_path: Path) -> None:
     if operators.BUILD not in operators.SUMMARY.read_text():
         pytest.skip(f"the table was written for another build of torch than {operators.BUILD}")
@@ -148,6 +149,7 @@ def op_db() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # samples call what is deprecated, too
+@pytest.mark.slow
 def test_some_operators_give_the_same_bits_with_everything_paged(op_db: list[Any]) -> None:
     outcomes = _sweep(op_db[::60], 1)
     assert outcomes["same"] > 8

@@ -133,6 +133,7 @@ def test_a_second_version_sends_what_has_changed_and_readers_keep_theirs(node: R
         assert torch.equal(farpool.map_tensors(reader, "m", 1)["head"], head)
 
 
+@pytest.mark.slow
 def test_mapped_tensors_hold_their_version_until_the_last_is_gone(registry: Path) -> None:
     with (
         running_node("64MiB", ephemeral=True) as node,
@@ -167,6 +168,7 @@ def test_mapped_tensors_hold_their_version_until_the_last_is_gone(registry: Path
             farpool.map_tensors(reader, "m", 1)
 
 
+@pytest.mark.slow
 def test_tensors_on_several_nodes_are_mapped_where_they_lie(node: RunningNode, registry: Path) -> None:
     tensors = {f"{number}": torch.full((5000,), float(number)) for number in range(40)}
     with (
@@ -233,6 +235,7 @@ with farpool.Store(sys.argv[1], transport="mapped", registry=sys.argv[2]) as sto
 """
 
 
+@pytest.mark.slow
 def test_mapping_tensors_imports_nothing_of_paged_tensors(node: RunningNode, registry: Path) -> None:
     with Store(node.address, registry=registry) as store:
         farpool.publish_tensors(store, "first", {"a": torch.arange(5)})
@@ -299,6 +302,7 @@ def test_a_damaged_tensor_is_handed_to_no_one_and_leaves_nothing_pinned(tmp_path
         node.kill()
 
 
+@pytest.mark.slow
 def test_what_a_tenant_may_not_keep_is_not_published_and_goes(registry: Path) -> None:
     with (
         running_node("24MiB", ephemeral=True) as small,

@@ -213,6 +213,7 @@ def test_a_failed_write_says_that_elements_may_have_changed(monkeypatch: pytest.
     assert_same_bits(materialize(paged)[:, 1:].contiguous(), plain[:, 1:].contiguous())
 
 
+@pytest.mark.slow
 def test_views_that_count_as_apart_share_no_element() -> None:
     rng = random.Random(7)
     apart = 0

@@ -72,6 +72,7 @@ def run(budget: int, build: Callable[[], nn.Module], operation: Callable[[nn.Mod
     "name",
     ["forward", *quick("cat", ["cat of two", "stack of weights", "norm", "norms", "matrix", "exponential"])],
 )
+@pytest.mark.slow
 def test_the_named_budget_works_and_one_byte_less_does_not(name: str, build: Callable[[], nn.Module]) -> None:
     def largest(module: nn.Module) -> nn.Parameter:
         return max(module.parameters(), key=lambda parameter: parameter.numel())

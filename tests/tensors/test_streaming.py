@@ -49,6 +49,7 @@ def test_a_table_is_copied_filled_and_converted_in_pieces(table: PagedTensor, ti
     assert_same(transposed.copy_(table), TABLE)
 
 
+@pytest.mark.slow
 def test_views_of_a_table_are_copied_in_pieces(table: PagedTensor) -> None:
     plain = TABLE.clone()
     for view in (lambda t: t[:, 3:7], lambda t: t.t(), lambda t: t[::7], lambda t: t[100:450]):

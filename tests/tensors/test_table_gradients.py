@@ -85,6 +85,7 @@ def gradient(pick: Pick, table: torch.Tensor, rows: torch.Tensor, *, paged: bool
     "dtype", [torch.float32, torch.bfloat16, *[pytest.param(d, marks=SLOW) for d in (torch.float64, torch.float16)]]
 )
 @pytest.mark.parametrize("number", [pytest.param(1, marks=SLOW), 2])
+@pytest.mark.slow
 def test_gradients_of_picked_rows_have_the_bits_of_the_plain_program(
     number: int, dtype: torch.dtype, size: tuple[int, ...], threads: Callable[[int], None]
 ) -> None:
@@ -170,6 +171,7 @@ def test_gradients_of_gradients_of_picked_rows_are_alike(name: str, pool: Pool) 
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_picked_rows_is_never_whole_in_plain_memory() -> None:
     with Pool("256KiB", dram="128MiB") as pool:
         table = pool.zeros(105_000, 64).requires_grad_()  # 26 MiB

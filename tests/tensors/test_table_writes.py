@@ -214,6 +214,7 @@ def test_elements_within_rows_are_picked_and_written_a_few_rows_at_a_time(name: 
         assert (got is None and expected is None) or torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_many_rows_are_written_alike() -> None:
     """More elements than one thread takes."""
     table = values(6 * COUNT, 40)

@@ -268,6 +268,7 @@ def test_nodes_with_access_keys_lend_to_the_holder_of_the_ticket(tmp_path: Path)
         assert fleet.manager.service.leases() == []
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_tier_that_is_dropped_ends(shared: Fleet) -> None:
     tier = shared.tier(size=MIB)
     tier.open()

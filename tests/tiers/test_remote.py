@@ -351,6 +351,7 @@ def test_memory_outlives_a_restart_also_when_the_program_is_busy_with_other_thin
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_what_an_ephemeral_node_has_forgotten_is_an_error_that_says_so() -> None:
     with (
         running_node(ephemeral=True) as node,
@@ -367,6 +368,7 @@ def test_what_an_ephemeral_node_has_forgotten_is_an_error_that_says_so() -> None
             put(tier, 10)
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_an_error_with_its_name_within_the_deadline(node: RunningNode) -> None:
     with Remote(node.address, size=8 * MIB, transport="tcp", timeout=1) as tier:
         extent, data = put(tier, 2 * MIB)
@@ -439,6 +441,7 @@ def test_a_node_killed_during_transfers_gives_typed_errors_and_no_wrong_byte(
         assert get(tier, kept) == content
 
 
+@pytest.mark.slow
 def test_a_pool_names_tier_node_and_block_and_goes_on_when_the_node_is_back(node: RunningNode) -> None:
     with Pool("256KiB", [Remote(node.address, size="8MiB", transport="tcp", timeout=10)], timeout=20) as pool:
         tensors = [pool.full((1 << 15,), float(number)) for number in range(16)]  # 128 KiB each

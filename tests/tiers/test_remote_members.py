@@ -175,6 +175,7 @@ def test_only_a_tier_over_a_membership_can_replace_its_ports(pair: list[str]) ->
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 def test_a_member_that_moves_keeps_its_lease_and_its_bytes(start: Start, transport: str) -> None:
     nodes = [start(), start()]
     members = StaticMembers(*[node.address for node in nodes])
@@ -219,6 +220,7 @@ def test_a_member_is_found_also_if_it_moves_after_its_new_address_was_listed(sta
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_a_member_that_moves_is_found_by_the_identity_in_the_list(start: Start) -> None:
     node = start()
     channel = Channel(parse_address(node.address))
@@ -234,6 +236,7 @@ def test_a_member_that_moves_is_found_by_the_identity_in_the_list(start: Start) 
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_another_node_at_the_address_is_refused_and_the_member_is_found_where_it_is_now(start: Start) -> None:
     node, other = start(), start()
     address = node.address
@@ -294,6 +297,7 @@ def test_the_bytes_of_a_member_that_leaves_move_to_one_that_joined(start: Start,
     assert [lent(nodes[1]), lent(joined)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_member_that_leaves_move_to_another_one_that_has_room(start: Start) -> None:
     nodes = [start(), start(), start()]
     a, b, c = (node.address for node in nodes)
@@ -311,6 +315,7 @@ def test_the_bytes_of_a_member_that_leaves_move_to_another_one_that_has_room(sta
     assert lent(nodes[2]) == 0
 
 
+@pytest.mark.slow
 def test_a_part_without_room_elsewhere_stays_is_reported_and_moves_when_a_member_joins(start: Start) -> None:
     nodes = [start("8MiB"), start("8MiB")]
     a, b = (node.address for node in nodes)
@@ -345,6 +350,7 @@ def test_a_member_that_stays_after_all_is_not_reported_any_more(start: Start) ->
         eventually(lambda: tier.notes == ())
 
 
+@pytest.mark.slow
 def test_a_member_that_is_gone_is_the_error_of_a_lost_node_and_its_part_is_reported(start: Start) -> None:
     nodes = [start(), start()]
     members = StaticMembers(*[node.address for node in nodes])
@@ -363,6 +369,7 @@ def test_a_member_that_is_gone_is_the_error_of_a_lost_node_and_its_part_is_repor
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_a_target_that_dies_during_the_copy_changes_nothing_and_another_one_is_used(start: Start) -> None:
     nodes = [start("128MiB")]
     members = StaticMembers(nodes[0].address)
@@ -411,6 +418,7 @@ def test_a_member_that_joins_gets_nothing_until_another_one_leaves(start: Start)
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_closing_ends_a_copy_and_gives_all_memory_back(start: Start) -> None:
     nodes = [start("128MiB"), start("128MiB")]
     a, b = (node.address for node in nodes)
@@ -443,6 +451,7 @@ assert tier.nodes == (old,)
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_during_a_copy(start: Start) -> None:
     nodes = [start("300MiB", grace=1), start("300MiB", grace=1)]
     command = [sys.executable, "-c", EXITS, *[node.address for node in nodes]]
@@ -451,6 +460,7 @@ def test_a_program_may_end_during_a_copy(start: Start) -> None:
     eventually(lambda: [lent(node) for node in nodes] == [0, 0])
 
 
+@pytest.mark.slow
 def test_a_tier_that_is_dropped_is_not_kept_by_the_list(start: Start) -> None:
     node = start(grace=0.5)
     members = Listed(MemberInfo((node.address,)))
@@ -465,6 +475,7 @@ def test_a_tier_that_is_dropped_is_not_kept_by_the_list(start: Start) -> None:
     eventually(lambda: lent(node) == 0 and not members.subscribers)
 
 
+@pytest.mark.slow
 def test_a_forked_child_follows_a_list_of_its_own(start: Start) -> None:
     nodes = [start(), start()]
     a, b = (node.address for node in nodes)
@@ -500,6 +511,7 @@ def test_a_list_that_cannot_be_read_is_reported_and_the_tier_goes_on(pair: list[
         assert get(tier, extent) == data
 
 
+@pytest.mark.slow
 def test_a_change_of_a_list_that_cannot_be_read_at_once_is_followed_later(
     pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,10 @@ from farpool_nixl.endpoint import NixlEndpoint, NixlRegion
 from tests.nodes import PATIENCE, stop
 
 INSTALLED = importlib.util.find_spec("nixl_cu13") is not None
-pytestmark = pytest.mark.skipif(not INSTALLED, reason="nixl-cu13 is not installed (farpool[nixl])")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not INSTALLED, reason="nixl-cu13 is not installed (farpool[nixl])"),
+]
 
 MIB = 1 << 20
 
@@ -85,6 +88,7 @@ def read(region: NixlRegion, offset: int, nbytes: int, seconds: float = 10.0) ->
 
 
 @pytest.mark.parametrize("transports", ["tcp", "all"])
+@pytest.mark.slow
 def test_what_is_written_one_sided_is_in_the_file_and_is_read_back(
     exposures: Exposures, segment: Path, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +106,7 @@ def test_what_is_written_one_sided_is_in_the_file_and_is_read_back(
         endpoint.close()
 
 
+@pytest.mark.slow
 def test_a_range_outside_of_what_is_exposed_is_refused(
     exposures: Exposures, segment: Path, endpoint: NixlEndpoint
 ) -> None:
@@ -111,6 +116,7 @@ def test_a_range_outside_of_what_is_exposed_is_refused(
             read(region, offset, nbytes)
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_a_timeout_and_never_writes_into_the_callers_memory_later(
     exposures: Exposures, segment: Path, endpoint: NixlEndpoint
 ) -> None:
@@ -137,6 +143,7 @@ def test_a_stopped_peer_is_a_timeout_and_never_writes_into_the_callers_memory_la
     assert read(region, 0, 24 * MIB) == contents
 
 
+@pytest.mark.slow
 def test_a_write_that_was_given_up_never_overtakes_a_later_one(
     exposures: Exposures, segment: Path, endpoint: NixlEndpoint
 ) -> None:
@@ -157,6 +164,7 @@ def test_a_write_that_was_given_up_never_overtakes_a_later_one(
     assert read(region, 0, 8 * MIB) == b"3" * 8 * MIB
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_in_the_middle_of_a_transfer_leaves_the_memory_to_be_exposed_again(
     exposures: Exposures, segment: Path, endpoint: NixlEndpoint
 ) -> None:
@@ -181,6 +189,7 @@ def test_a_program_that_ends_in_the_middle_of_a_transfer_leaves_the_memory_to_be
         again.close()
 
 
+@pytest.mark.slow
 def test_many_threads_read_at_once(exposures: Exposures, segment: Path, endpoint: NixlEndpoint) -> None:
     region = endpoint.attach(exposures.expose(1, str(segment)))
     contents = segment.read_bytes()
@@ -201,6 +210,7 @@ def test_many_threads_read_at_once(exposures: Exposures, segment: Path, endpoint
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_is_withdrawn_cannot_be_read_any_more(exposures: Exposures, segment: Path, endpoint: NixlEndpoint) -> None:
     region = endpoint.attach(exposures.expose(1, str(segment)))
     assert len(read(region, 0, 1)) == 1
@@ -221,6 +231,7 @@ def test_a_process_that_uses_nixl_ends_with_status_zero() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_published_objects_are_read_one_sided(node: Node) -> None:
     with Store(str(node.address), transport="nixl", timeout=PATIENCE) as store:
         payloads = {f"key {size}": os.urandom(size) for size in (0, 1, 4096, MIB, 9 * MIB + 7)}
@@ -237,6 +248,7 @@ def test_published_objects_are_read_one_sided(node: Node) -> None:
         assert [info.pins for info in store.objects()] == [0] * len(payloads)
 
 
+@pytest.mark.slow
 def test_an_exposure_that_was_killed_is_made_anew_without_an_error(node: Node) -> None:
     with Remote(str(node.address), size=8 * MIB, transport="nixl", timeout=PATIENCE) as tier:
         extent = tier.reserve(3 * MIB)

@@ -67,6 +67,7 @@ def grounds(folder: Path, seed: str) -> Iterator[Grounds]:
         yield Grounds(nodes, [file], proxies)
 
 
+@pytest.mark.slow
 def test_threads_that_share_prefixes_get_right_bytes_or_a_reason_whatever_happens_to_nodes(tmp_path: Path) -> None:
     seed = "1"
     with grounds(tmp_path, seed) as given:
@@ -100,6 +101,7 @@ def engines(programs: list[Program], seed: str, count: int, requests: int) -> li
     ]
 
 
+@pytest.mark.slow
 def test_engines_whose_weights_change_get_their_own_kv_or_nothing_whatever_happens_to_nodes(tmp_path: Path) -> None:
     with grounds(tmp_path, "engines") as given:
         programs = [

@@ -83,6 +83,7 @@ def test_all_copies_of_a_name_are_kept_although_a_node_dies_during_the_publish(
     assert read(store, "n") == b"".join(VALUE)
 
 
+@pytest.mark.slow
 def test_names_survive_the_replacement_of_every_node_with_repairs_in_between(
     nodes: list[LocalNode], store: Store
 ) -> None:
@@ -167,6 +168,7 @@ def test_nodes_release_the_objects_of_a_stopped_sweep_while_another_node_is_away
 
 
 @pytest.mark.parametrize("who", ["repair is stopped", "sweep is stopped"])
+@pytest.mark.slow
 def test_a_repair_during_a_sweep_leaves_no_kept_copy_without_a_name(
     nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_threads_of_one_program_write_a_name_one_at_a_time(names: Names) -> None
 
 
 @WAITS
+@pytest.mark.slow
 def test_another_writer_follows_a_dead_one_and_its_objects_are_released(
     make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_names_hold_their_objects_and_no_others(make: MakeNames, store: MemorySt
 
 
 @WAITS
+@pytest.mark.slow
 def test_the_previous_version_stays_for_its_hold_time(make: MakeNames, store: MemoryStore) -> None:
     names = make(hold=3.0)
     names.publish("n", b"one")
@@ -285,6 +287,7 @@ def test_a_hold_that_arrives_twice_is_released(
 
 
 @WAITS
+@pytest.mark.slow
 def test_a_dead_reader_holds_nothing(make: MakeNames) -> None:
     writer, reader = make(hold=0.0), make(lease=2.0)
     writer.publish("n", b"one")
@@ -578,6 +581,7 @@ def test_errors_for_bad_input_name_the_expected_input(names: Names) -> None:
             Names(MemoryStore(), names._registry, **setting)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_readers_keep_their_objects_while_writers_publish_and_sweep(make: MakeNames, store: MemoryStore) -> None:
     values = [bytes([i]) * 50 for i in range(4)]  # few, so that versions and names share objects all the time
     failures: list[BaseException] = []

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from farpool.cluster.names import Names
 from tests.store.names.folder_store import FolderStore
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_each_version_has_one_publisher_and_follows_the_expected_version(place: str, tmp_path: Path) -> None:
     objects = tmp_path / "objects"
     objects.mkdir()

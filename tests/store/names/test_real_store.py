@@ -32,6 +32,7 @@ def read(names: Names, name: str) -> bytes:
         return opened.read()
 
 
+@pytest.mark.slow
 def test_the_objects_of_a_name_survive_churn_and_the_loss_of_a_node(nodes: list[RunningNode], tmp_path: Path) -> None:
     value = os.urandom(3 << 20)
     with (
@@ -104,6 +105,7 @@ def test_a_name_survives_while_its_nodes_die_one_after_the_other_with_repairs_in
         assert reader.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_node_refuses_to_keep_or_release_a_copy_whose_mark_has_changed(nodes: list[RunningNode]) -> None:
     with Store(*(node.address for node in nodes), replicas=2, timeout=30.0) as store:
         store.put("k", b"value", ttl=1000)
@@ -141,6 +143,7 @@ with farpool.Store(node, timeout=30.0) as store, farpool.Names(store, registry, 
 """
 
 
+@pytest.mark.slow
 def test_no_name_waits_for_killed_publishers_of_other_names(tmp_path: Path) -> None:
     chance, registry = random.Random(5), tmp_path / "registry"
     with contextlib.ExitStack() as stack:

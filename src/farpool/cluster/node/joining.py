@@ -152,10 +152,7 @@ class Joining:
             version=version("farpool"),
         )
         made = Registration(
-            self.registry,
-            identity,
-            record,
-            folder,
+            *(self.registry, identity, record, folder),
             ttl=self.ttl,
             slow_start=self.slow_start,
             kept=kept,
