@@ -392,6 +392,7 @@ def test_without_its_file_the_next_process_waits_for_the_lease(
     assert log.events == ["waiting for the end of another process"]
 
 
+@pytest.mark.slow
 def test_a_copied_folder_is_refused_and_changes_nothing(make: Make, registry: Registry, tmp_path: Path) -> None:
     first = running(make(ttl=5.0))
     shutil.copytree(tmp_path / "n", tmp_path / "copy")
@@ -419,6 +420,7 @@ def test_a_node_at_the_address_of_a_member_that_is_down_takes_its_place(
     assert log.events == ["removed a member that is gone"]
 
 
+@pytest.mark.slow
 def test_the_address_of_a_member_that_is_up_is_refused(make: Make, registry: Registry, log: Log) -> None:
     first = running(make(ttl=2.0))
     before = registry.range(MEMBERS).entries

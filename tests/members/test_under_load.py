@@ -66,6 +66,7 @@ def nodes_of(store: Store) -> set[str]:
     return {member.name for member in store._open().snapshot.met}
 
 
+@pytest.mark.slow
 def test_a_store_works_while_its_registry_is_away_and_then_follows_it_again(fleet: Fleet) -> None:
     fleet.join()
     with contextlib.ExitStack() as stack:
