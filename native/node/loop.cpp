@@ -13,8 +13,6 @@ namespace farpool {
 namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
-// Units of work of a turn while only one access key has connections. Long turns move a little more.
-constexpr std::uint64_t lone_turn = 2 * 1024 * 1024;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -83,7 +81,7 @@ void Loop::serve_turns() {
         if (next == nullptr) {
             return;
         }
-        services_.turn = Turn(turns_.is_shared() || turns_.is_capped(*next) ? Turns::quantum : lone_turn);
+        services_.turn = Turn(turns_.turn_units(*next));
         NodeConnection& connection = *connections_.at(static_cast<int>(next->name()));
         connection.begin_turn(services_.deadlines.at(now_));
         work_on(connection, [&] { connection.serve(scratch_); });

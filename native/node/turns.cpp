@@ -285,6 +285,13 @@ Turns::Flow* Turns::next(Clock::time_point now) noexcept {
     return chosen_;
 }
 
+std::uint64_t Turns::turn_units(const Flow& flow) const noexcept {
+    const Bucket& cap = tenant_of(flow).cap_;
+    const auto most = static_cast<double>(is_shared() ? quantum : lone_turn);
+    const double units = cap.is_used() ? std::clamp(cap.level(), static_cast<double>(quantum), most) : most;
+    return static_cast<std::uint64_t>(units);
+}
+
 void Turns::charge(Flow& flow, const Work& work, Clock::time_point now) noexcept {
     const bool was_chosen = &flow == std::exchange(chosen_, nullptr);
     for (Flow* one = &flow; one->above_ != nullptr; one = one->above_) {

@@ -42,6 +42,8 @@ class Turns {
 public:
     // Units of work in a turn. A unit is about the work of moving a byte.
     static constexpr std::int64_t quantum = 64 * 1024;
+    // The same while only one access key has connections. Long turns move more in the same time.
+    static constexpr std::int64_t lone_turn = 2 * 1024 * 1024;
     // We remember so many access keys without a connection. If there are more, we forget the key that left first.
     static constexpr std::size_t remembered_max = 1024;
     // Units that urgent connections and guarantees may take in advance of a tenant's or a key's part.
@@ -133,7 +135,9 @@ public:
 
     // True if connections of more than one access key have joined.
     bool is_shared() const noexcept { return keys_ > 1; }
-    bool is_capped(const Flow& flow) const noexcept { return tenant_of(flow).cap_.is_used(); }
+    // Units that the turn of the connection that next() returned may take. A turn that is longer than a quantum takes no more
+    // than is left of the tenant's cap, so that the tenant exceeds its cap by no more than it does with short turns.
+    std::uint64_t turn_units(const Flow& flow) const noexcept;
 
 private:
     struct Tenant : Flow {

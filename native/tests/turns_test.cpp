@@ -449,6 +449,46 @@ TEST("over any time a tenant has its cap, 20 ms of it and a turn at most, in tur
     }
 }
 
+TEST("a tenant alone has long turns, as far as its cap allows") {
+    Busy busy(0);
+    busy.add(1, 1, 1);
+    const auto units = [&] { return busy.turns.turn_units(*busy.next()); };
+    constexpr auto lone = static_cast<std::uint64_t>(Turns::lone_turn);
+    CHECK_EQUAL(units(), lone);
+    busy.turns.set_bandwidth({{1, {1.0, 0, std::uint64_t{1} << 40}}}, busy.now);
+    CHECK_EQUAL(units(), lone);
+    // A cap that gives 1 MB in the time for which it is filled: turns end with it, but not before a quantum.
+    busy.turns.set_bandwidth({{1, {1.0, 0, 50'000'000}}}, busy.now);
+    CHECK_EQUAL(units(), std::uint64_t{1'000'000});
+    busy.turns.charge(*busy.next(), other(700'000), busy.now);
+    CHECK_EQUAL(units(), std::uint64_t{300'000});
+    busy.turns.charge(*busy.next(), other(299'999), busy.now);
+    CHECK_EQUAL(units(), quantum);
+    busy.add(2, 2, 1);
+    busy.turns.set_bandwidth({}, busy.now);
+    CHECK_EQUAL(units(), quantum);
+}
+
+TEST("over any time a tenant has its cap, 20 ms of it and a quantum, if its turns are as long as they may be") {
+    for (const std::uint64_t cap : {1'000'000, 50'000'000, 400'000'000}) {
+        Busy busy(0);
+        busy.add(1, 1, 2);
+        busy.turns.set_bandwidth({{1, {1.0, 0, cap}}}, busy.now);
+        Excess excess(static_cast<double>(cap));
+        for (int turn = 0; turn < 5000; ++turn) {
+            Turns::Flow* flow = busy.next();
+            if (flow == nullptr) {
+                busy.now = busy.turns.next_at(busy.now).value();
+                flow = busy.next();
+            }
+            const std::uint64_t units = busy.turns.turn_units(*flow);
+            excess.add(busy.now, units);
+            busy.charge(*flow, units);
+        }
+        CHECK(excess.most() <= depth(static_cast<double>(cap)) + static_cast<double>(quantum) + 1);
+    }
+}
+
 TEST("a cap counts bytes of both directions, and other work if that is more") {
     for (const Work& work :
          {Work{1000, 99'000, 5000}, Work{60'000, 40'000, 100'000}, Work{0, 0, 100'000}, Work{10, 20, 100'000}}) {

@@ -205,7 +205,7 @@ def remote() -> list[str]:
 
 
 def stranding() -> list[str]:
-    outcome = result("cluster-stranding")["parts"]["stranding"]
+    outcome = result("cluster")["parts"]["stranding"]
     figures = {figure["what"]: figure["value"] for figure in outcome["figures"]}
     alone, pool, delivered, stranded, saved = figures.values()
     return [

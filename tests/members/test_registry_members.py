@@ -361,6 +361,7 @@ def damage(file: SqliteRegistry, key: str) -> None:
         file.range("members/")
 
 
+@pytest.mark.slow
 @needs_etcd
 @pytest.mark.timeout(300)
 @pytest.mark.slow
@@ -395,6 +396,7 @@ def test_an_etcd_that_is_killed_restarted_or_wiped_takes_no_member_away(follow: 
         assert states == {A: MemberState.SUSPECT, B: MemberState.ACTIVE, C: MemberState.SUSPECT}
 
 
+@pytest.mark.slow
 @needs_etcd
 @pytest.mark.slow
 def test_a_list_that_may_begin_empty_fills_when_the_registry_comes(follow: MakeMembers) -> None:

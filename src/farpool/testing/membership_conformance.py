@@ -111,6 +111,7 @@ class MembershipConformance:
             while not stop.is_set():
                 if (seen := _addresses(members)) not in (set(_FIRST), set(_LATER)):
                     wrong.append(seen)
+                time.sleep(1e-4)  # the changes need the interpreter, too
 
         readers = [threading.Thread(target=read) for _ in range(2)]
         for reader in readers:

@@ -32,6 +32,8 @@ _REPAIR_WINDOWS = 6
 _GRACE_WINDOWS = 3
 _MEMBER_TTL_S = 1.0
 _LOOK_S = 0.02
+_LOOK_PART = 0.1
+"""Seconds between two looks at a repair under way, for each second of a sample."""
 _TIMEOUT_S = 300.0
 _ROUNDS_MAX = 3
 
@@ -77,7 +79,7 @@ def _repaired(bench: Bench) -> Row:
         wait_for(lambda: _status(manager)["nbytes"] > before["nbytes"], "the begin of the repair", _TIMEOUT_S)
         program.ask("", "window")
         first, since = _status(manager)["nbytes"], time.monotonic()
-        nbytes, seconds, during = _mended(manager, program, first, since)
+        nbytes, seconds, during = _mended(bench, manager, program, first, since)
         windows.append(during)
         rates = [window["gets"] / window["seconds"] for window in windows]
         failed = sum(window["failed"] for window in windows)
@@ -91,7 +93,9 @@ def _status(manager: RunningManager) -> Any:
     return tenants.get("0", {"scans": 0, "nbytes": 0, "waiting": 0})
 
 
-def _mended(manager: RunningManager, program: Worker, first: int, since: float) -> tuple[int, float, Counter[str]]:
+def _mended(
+    bench: Bench, manager: RunningManager, program: Worker, first: int, since: float
+) -> tuple[int, float, Counter[str]]:
     """Wait until nothing is left to copy.
 
     Returns
@@ -106,7 +110,7 @@ def _mended(manager: RunningManager, program: Worker, first: int, since: float) 
     last, at = first, since
     reads, later = Counter[str](), Counter[str]()
     while True:
-        time.sleep(_LOOK_S)
+        time.sleep(max(_LOOK_S, bench.seconds * _LOOK_PART))  # each look takes time from the reads
         now, status = time.monotonic(), _status(manager)
         window = msgspec.json.decode(program.ask("", "window"))
         later.update({name: window[name] for name in ("gets", "failed", "seconds")})
