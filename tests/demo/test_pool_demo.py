@@ -29,6 +29,7 @@ OUTCOME = PoolOutcome(
     object_bytes=100,
     copies=2,
     lost_copies=5,
+    lost_bytes=20_000,
     moved_bytes=20_000,
     short_objects=0,
     lost_objects=0,
@@ -38,7 +39,7 @@ OUTCOME = PoolOutcome(
     moments=(Moment(1.5, 7, "beta", "killed: 5 copies lost", is_loss=True), Moment(3.0, 20, "alpha", "drains")),
     nodes=(
         NodeOutcome("alpha", "drained, stopped", 20_000, 0, 6, 0),
-        NodeOutcome("beta", "killed, came back empty", 0, 0, 5, 8),
+        NodeOutcome("beta", "killed, came back empty", 20_000, 20_000, 5, 8),
         NodeOutcome("gamma", "ran", 0, 20_000, 5, 8),
     ),
     picture="there.png",
@@ -55,8 +56,8 @@ def test_the_report_says_what_moved_and_what_was_lost() -> None:
     assert OUTCOME.passed
     text = said(OUTCOME)
     assert "equal 40 training steps on leased memory" in text
-    assert "drained alpha: 0.0 MB of leased memory moved to gamma" in text
-    assert "killed beta, with its memory: 5 copies of objects were lost" in text
+    assert "drained alpha: 0.0 MB of leased memory moved to beta" in text
+    assert "killed beta, with its memory: a copy of 0.0 MB of leased memory and copies of 5 objects were lost" in text
     assert "all 8 objects have 2 copies again" in text
     assert "all 123 reads of the other tenant gave the right bytes" in text
     assert "killed: 5 copies lost" in text
@@ -128,9 +129,11 @@ def test_the_model_has_the_same_bits_and_no_object_is_lost(tmp_path: Path) -> No
     assert outcome["fast_bytes"] * 3 < outcome["state_bytes"] <= outcome["leased_bytes"]
     nodes = {one["fate"].partition(",")[0]: one for one in outcome["nodes"]}
     killed, drained, ran = nodes["killed"], nodes["drained"], nodes["ran"]
-    assert (killed["leased_before"], drained["leased_before"]) == (0, outcome["leased_bytes"])
-    assert (drained["leased_after"], drained["copies_after"]) == (0, 0)
-    assert killed["leased_after"] + ran["leased_after"] == outcome["moved_bytes"] == outcome["leased_bytes"]
+    leased = outcome["leased_bytes"]
+    assert [one["leased_before"] for one in (killed, drained, ran)] == [leased, leased, 0]
+    assert [one["leased_after"] for one in (killed, drained, ran)] == [leased, 0, leased]
+    assert outcome["lost_bytes"] == outcome["moved_bytes"] == leased
+    assert drained["copies_after"] == 0
     assert killed["copies_before"] == outcome["lost_copies"] > 0
     assert killed["copies_after"] == ran["copies_after"] == outcome["objects"]
     assert (outcome["lost_objects"], outcome["short_objects"], outcome["wrong_reads"]) == (0, 0, 0)

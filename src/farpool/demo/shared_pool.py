@@ -1,9 +1,10 @@
 """``farpool demo --pool``: a model trains on leased memory of a shared pool, while one node is killed and one drained.
 
 Three nodes on this host lend memory to two tenants. The tenant `trainer` trains a small model whose weights, gradients
-and moments are in a lease; the tenant `web` stores objects, two copies each, and reads them all the time. First a node
-that has no leased memory is killed, and the manager has its copies made again. It comes back empty. Then the node with
-the leased memory drains and stops. The demo compares the trained model with the same training without farpool.
+and moments are in a lease on two nodes; the tenant `web` stores objects, two copies each, and reads them all the time.
+First one of the nodes with leased memory is killed. The trainer's tier makes the lost copy of its bytes again, and the
+manager has the copies of objects made again. The node comes back empty. Then the other one of them drains and stops.
+The demo compares the trained model with the same training without farpool.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,8 +25,8 @@ from farpool import Pool, offload, restore
 from farpool.cluster.members.administration import drain
 from farpool.demo.fleet import NAMES, Fleet, Held, running_fleet
 from farpool.demo.shared_pool_picture import Moment, Sample, draw
-from farpool.errors import FarpoolError
-from farpool.memory.tiers import RemoteSpec
+from farpool.errors import FarpoolError, FarpoolWarning
+from farpool.memory.tiers import Leased
 from farpool.observe.timeline import check_drawable
 
 __all__ = ["NodeOutcome", "PoolOutcome", "run"]
@@ -33,7 +35,7 @@ _MIB = 1 << 20
 _NODE_BYTES = 192 * _MIB
 _GUARANTEES = {"trainer": 240 * _MIB, "web": 240 * _MIB}
 _LEASE_BYTES = 48 * _MIB
-_RECLAIM_MS = 3000
+_RECLAIM_MS = 10_000
 _FAST_BYTES = 12 * _MIB
 _LAYERS, _WIDTH, _BATCH = 16, 384, 32
 _OBJECTS, _OBJECT_BYTES = 64, 192 << 10
@@ -85,8 +87,9 @@ class PoolOutcome:
         Bytes of weights, gradients and moments; of the fast tier; of the lease.
     objects, object_bytes, copies : int
         Number of the other tenant's objects, size of each, and number of copies of each.
-    lost_copies, moved_bytes : int
-        Copies of objects that were on the killed node, and leased bytes that moved off the drained one.
+    lost_copies, lost_bytes, moved_bytes : int
+        Copies of objects and leased bytes that were on the killed node, and leased bytes that moved off the drained
+        one.
     short_objects, lost_objects : int
         Objects that have too few copies at the end, and objects that have none.
     reads, wrong_reads : int
@@ -111,6 +114,7 @@ class PoolOutcome:
     object_bytes: int
     copies: int
     lost_copies: int
+    lost_bytes: int
     moved_bytes: int
     short_objects: int
     lost_objects: int
@@ -151,7 +155,8 @@ def run(picture: Path | None, progress: Progress) -> PoolOutcome:
         _await(lambda: all(map(fleet.takes_objects, NAMES)), "three nodes in the pool")
         fleet.guarantee(_GUARANTEES)
         progress("Starting a manager and nodes", 1, 1)
-        with _reading(fleet) as reader:
+        with _reading(fleet) as reader, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FarpoolWarning)  # of the lost copy, which is in the report
             story = _Story(fleet, progress)
             leased = _train_on_lease(fleet, story)
     progress("Training without farpool", 0, 1)
@@ -205,9 +210,11 @@ def _train(steps: int, pool: Pool | None = None, goes_on: Callable[[int], bool] 
 
 def _train_on_lease(fleet: Fleet, story: _Story) -> _Trained:
     """Train with weights, gradients and moments in a lease, until the story has ended."""
-    location = f"farpool://{fleet.manager}?tenant=trainer&size={_LEASE_BYTES}&reclaim_ms={_RECLAIM_MS}"
+    terms = f"tenant=trainer&size={_LEASE_BYTES}&copies={_COPIES}&reclaim_ms={_RECLAIM_MS}"
+    location = f"farpool://{fleet.manager}?{terms}"
     # The nodes are on this host, but the pool uses them over TCP as if they were other hosts.
-    lease = RemoteSpec(nodes=location, key=fleet.key("trainer"), timeout=30.0, transport="tcp")
+    lease = Leased(location, key=fleet.key("trainer"), timeout=5.0, transport="tcp")
+    story.tier = lease
     with Pool(_FAST_BYTES, [lease]) as pool, story.told(), _one_thread():
         return _train(0, pool, story.goes_on)
 
@@ -231,6 +238,8 @@ class _Story:
 
     Attributes
     ----------
+    tier : Leased
+        The tier in which the model trains.
     killed, drained, third : str
         Names of the nodes, once the lease has shown which is which.
     before, after : dict of str to Held
@@ -241,6 +250,7 @@ class _Story:
         The events and samples so far.
     """
 
+    tier: Leased
     killed: str
     drained: str
     third: str
@@ -290,10 +300,14 @@ class _Story:
         self._wait(lambda: self._steps >= _STEPS_BETWEEN, "the first training steps")
         self._cast()
         fleet.lose(self.killed)
-        self._note(self.killed, f"killed: {len(self.copies_before[self.killed])} copies lost", is_loss=True)
+        lost = len(self.copies_before[self.killed])
+        self._note(self.killed, f"killed: copies of {lost} objects and of leased memory lost", is_loss=True)
         self._progress("Events while the model trains", 1, events)
+        address = fleet.nodes[self.third].address
+        self._wait(lambda: address in self.tier.nodes, "another copy of the leased memory")
+        self._note(self.third, "has a copy of the leased memory now")
         self._wait(lambda: self._is_whole(self.third, self.drained), "two copies of each object on the other nodes")
-        self._note(self.third, f"copies made again, here and on {self.drained}")
+        self._note(self.third, f"copies of objects made again, here and on {self.drained}")
         self._progress("Events while the model trains", 2, events)
         fleet.nodes[self.killed].start()
         self._wait(lambda: fleet.takes_objects(self.killed), "the killed node in the pool")
@@ -302,8 +316,7 @@ class _Story:
         drain(fleet.registry, self.drained)
         self._note(self.drained, "drains", is_loss=True)
         self._wait(lambda: not self._ask(self.drained).leased, "the leased memory on another node")
-        target = self.third if self._ask(self.third).leased else self.killed
-        self._note(self.drained, f"leased memory has moved to {target}")
+        self._note(self.drained, f"leased memory has moved to {self.killed}")
         self._progress("Events while the model trains", 4, events)
         self._wait(lambda: self._is_whole(self.third, self.killed), "two copies of each object on the other nodes")
         fleet.nodes[self.drained].terminate()
@@ -314,18 +327,14 @@ class _Story:
         self._progress("Events while the model trains", 5, events)
 
     def _cast(self) -> None:
-        """Choose the node to kill and the node to drain.
-
-        A tier keeps one copy of its bytes, so the killed node must not be the one with the lease.
-        """
+        """Choose the node to kill and the node to drain: those with the leased memory."""
         self.before = {name: self._ask(name) for name in NAMES}
         self.copies_before = {name: self._fleet.copies(name) for name in NAMES}
-        self.drained = max(NAMES, key=lambda name: self.before[name].leased)
-        others = [name for name in NAMES if not self.before[name].leased]
-        if len(others) != len(NAMES) - 1:
-            raise FarpoolError(f"the lease is on {len(NAMES) - len(others)} nodes, expected one")
-        self.killed = max(others, key=lambda name: len(self.copies_before[name]))
-        self.third = next(name for name in others if name != self.killed)
+        lenders = [name for name in NAMES if self.before[name].leased]
+        if len(lenders) != _COPIES:
+            raise FarpoolError(f"the lease is on {len(lenders)} nodes, expected {_COPIES}")
+        self.killed, self.drained = sorted(lenders, key=lambda name: -len(self.copies_before[name]))
+        self.third = next(name for name in NAMES if name not in lenders)
 
     def _ask(self, node: str) -> Held:
         """Ask a node that runs for the memory that it has in use, until it answers."""
@@ -432,6 +441,7 @@ def _outcome(
         object_bytes=_OBJECT_BYTES,
         copies=_COPIES,
         lost_copies=len(story.copies_before[story.killed]),
+        lost_bytes=story.before[story.killed].leased,
         moved_bytes=story.before[story.drained].leased - held[story.drained].leased,
         short_objects=sum(count < _COPIES for count in counts.values()),
         lost_objects=_OBJECTS - sum(count > 0 for count in counts.values()),

@@ -26,7 +26,7 @@ def _verdict(outcome: PoolOutcome) -> Panel:
     killed, drained = (
         next((one.name for one in outcome.nodes if one.fate.startswith(fate)), "?") for fate in ("killed", "drained")
     )
-    target = next((one.name for one in outcome.nodes if one.leased_after), "no node")
+    holders = " and ".join(one.name for one in outcome.nodes if one.leased_before)
     lines = RichTable.grid(padding=(0, 2))
     if outcome.equal:
         lines.add_row(
@@ -39,17 +39,17 @@ def _verdict(outcome: PoolOutcome) -> Panel:
     lines.add_row(
         "[bold]memory",
         f"{_mb(outcome.state_bytes)} of weights, gradients and moments: at most {_mb(outcome.fast_bytes)} of them in "
-        f"the fast tier, the rest in a lease of {_mb(outcome.leased_bytes)}, which began on {drained}",
+        f"the fast tier, the rest in a lease of {_mb(outcome.leased_bytes)} with a copy each on {holders}",
     )
     lines.add_row(
         "[bold]killed",
-        f"{killed}, with its memory: {outcome.lost_copies} copies of objects were lost. The demo kills a node without "
-        "leased memory, because a lease has only one copy",
+        f"{killed}, with its memory: a copy of {_mb(outcome.lost_bytes)} of leased memory and copies of "
+        f"{outcome.lost_copies} objects were lost; the training and the reads went on with the other copies",
     )
     lines.add_row(*_objects(outcome))
     lines.add_row(
         "[bold]drained",
-        f"{drained}: {_mb(outcome.moved_bytes)} of leased memory moved to {target} while the model trained",
+        f"{drained}: {_mb(outcome.moved_bytes)} of leased memory moved to {killed} while the model trained",
     )
     lines.add_row(*_reads(outcome))
     return Panel(lines, expand=True)
@@ -64,7 +64,7 @@ def _objects(outcome: PoolOutcome) -> tuple[str, str]:
         )
     return (
         "[bold green]made again",
-        f"all {outcome.objects} objects have {outcome.copies} copies again; nodes copied them from each other",
+        f"the leased memory and all {outcome.objects} objects have {outcome.copies} copies again",
     )
 
 

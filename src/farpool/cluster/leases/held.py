@@ -163,9 +163,13 @@ class HeldLease:
 
     @property
     def shown(self) -> tuple[LeasedExtent, ...]:
-        """The extents whose members need each new ticket: used ones, and those to which bytes are being copied."""
+        """The extents whose members need each new ticket: used ones, and those to which bytes are being copied.
+
+        Members of lost copies see it before the bytes are copied back. Until then, they may not answer.
+        """
+        sound = (one for key, one in self._used.items() if key not in self._failing)
         copies = (one for one in self._replacements.values() if one.member in self._shown)
-        return (*self.used, *copies)
+        return (*sound, *copies)
 
     def take(self) -> tuple[LeasedExtent, ...]:
         """Return the extents that are new, for the user to get them ready; then call `use` or `drop`."""

@@ -280,7 +280,7 @@ class LeaseHolder(Closing):
 
     def _move(self, step: Move) -> None:
         with self._lock:
-            extents = (*self._held.used, step.new)
+            extents = (*self._held.shown, step.new)
         try:
             self._show_again(step.new.member, extents)
             is_done = self._user.move(step.old, step.new, self._go_on)

@@ -187,7 +187,9 @@ class LeasedParts:
 
     def _claim(self, ticket: bytes, own: dict[int, LeasedExtent]) -> None:
         channel = self._channel(next(iter(own.values())))
-        deadline = time.monotonic() + self._timeout
+        # A node whose copies are out of use often does not answer, and the lease's thread has other things to do.
+        is_away = own and {one.key for one in own.values()} <= self.faults().keys()
+        deadline = time.monotonic() + (min(self._timeout, PERIOD_S) if is_away else self._timeout)
         with self._lock:
             known = self._claimed.keys() - self._remade
             new = {number: one for number, one in own.items() if one.key not in known}
