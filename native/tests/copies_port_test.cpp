@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/replaceable_port.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::CopiesPort;
 using farpool::ErrorKind;

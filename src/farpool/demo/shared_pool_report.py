@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from farpool.demo.shared_pool import PoolOutcome
@@ -27,32 +26,29 @@ def _verdict(outcome: PoolOutcome) -> Panel:
         next((one.name for one in outcome.nodes if one.fate.startswith(fate)), "?") for fate in ("killed", "drained")
     )
     holders = " and ".join(one.name for one in outcome.nodes if one.leased_before)
-    lines = RichTable.grid(padding=(0, 2))
-    if outcome.equal:
-        lines.add_row(
-            "[bold green]equal",
-            f"{outcome.steps} training steps on leased memory gave the same losses, weights and moments as without "
-            "farpool, bit for bit",
-        )
-    else:
-        lines.add_row("[bold red]NOT EQUAL", f"{outcome.steps} training steps on leased memory gave another model")
-    lines.add_row(
-        "[bold]memory",
-        f"{_mb(outcome.state_bytes)} of weights, gradients and moments: at most {_mb(outcome.fast_bytes)} of them in "
-        f"the fast tier, the rest in a lease of {_mb(outcome.leased_bytes)} with a copy each on {holders}",
-    )
-    lines.add_row(
-        "[bold]killed",
-        f"{killed}, with its memory: a copy of {_mb(outcome.lost_bytes)} of leased memory and copies of "
-        f"{outcome.lost_copies} objects were lost; the training and the reads went on with the other copies",
-    )
-    lines.add_row(*_objects(outcome))
-    lines.add_row(
-        "[bold]drained",
-        f"{drained}: {_mb(outcome.moved_bytes)} of leased memory moved to {killed} while the model trained",
-    )
-    lines.add_row(*_reads(outcome))
-    return Panel(lines, expand=True)
+    trained = f"{outcome.steps} training steps on leased memory gave"
+    lines = [
+        ("[bold green]equal", f"{trained} the same losses, weights and moments as without farpool, bit for bit")
+        if outcome.equal
+        else ("[bold red]NOT EQUAL", f"{trained} another model"),
+        (
+            "[bold]memory",
+            f"{_mb(outcome.state_bytes)} of weights, gradients and moments: at most {_mb(outcome.fast_bytes)} of them "
+            f"in the fast tier, the rest in a lease of {_mb(outcome.leased_bytes)} with a copy each on {holders}",
+        ),
+        (
+            "[bold]killed",
+            f"{killed}, with its memory: a copy of {_mb(outcome.lost_bytes)} of leased memory and copies of "
+            f"{outcome.lost_copies} objects were lost; the training and the reads went on with the other copies",
+        ),
+        _objects(outcome),
+        (
+            "[bold]drained",
+            f"{drained}: {_mb(outcome.moved_bytes)} of leased memory moved to {killed} while the model trained",
+        ),
+        _reads(outcome),
+    ]
+    return Panel("\n".join(f"{label}[/]  {text}" for label, text in lines), expand=True)
 
 
 def _objects(outcome: PoolOutcome) -> tuple[str, str]:
