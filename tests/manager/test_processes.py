@@ -21,6 +21,8 @@ from tests.registry.cluster import needs_etcd, running_cluster
 from tests.registry.conftest import place, single
 
 pytestmark = pytest.mark.slow
+of_one_kind = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+"""Registries of the other kind behave alike here, as tests without processes show."""
 
 __all__ = ["place", "single"]
 
@@ -74,6 +76,7 @@ def test_another_manager_takes_over_from_a_killed_one(place: str, registry: Regi
     assert registry.range(RUNNING).entries == ()
 
 
+@of_one_kind
 def test_a_stream_goes_on_at_a_manager_that_started_later(place: str, registry: Registry) -> None:
     with running_manager(place) as first, first.client() as client, events(client) as stream:
         publish(registry, 1)
@@ -90,6 +93,7 @@ def test_a_stream_goes_on_at_a_manager_that_started_later(place: str, registry: 
         assert stream.until("member.changed")[-1][1]["name"] == "node-4"
 
 
+@of_one_kind
 def test_a_manager_ends_cleanly_with_open_streams(place: str, registry: Registry) -> None:
     with running_manager(place) as manager, manager.client() as client, events(client) as stream:
         manager.process.send_signal(signal.SIGINT)
@@ -170,6 +174,7 @@ def test_a_manager_ends_if_its_registry_is_replaced(tmp_path_factory: pytest.Tem
         assert "Traceback" not in manager.log
 
 
+@of_one_kind
 def test_silent_connections_do_not_delay_requests(place: str) -> None:
     import socket
 

@@ -72,7 +72,7 @@ def test_only_nodes_that_can_copy_are_ordered_to(tmp_path: Path, target: str) ->
         for number, key in enumerate(KEYS):
             reply = peer_of(joined).ask(Op.GET, key)
             *_, flags = HEAD.unpack(reply.meta)
-            assert (bytes(reply.payload), flags >> PRIORITY_SHIFT & 7) == (key * 100, number % 3)
+            assert (reply.payload, flags >> PRIORITY_SHIFT & 7) == (key * 100, number % 3)
     finally:
         for node in nodes:
             node.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -235,8 +236,9 @@ def test_the_bucket_allows_its_rate() -> None:
     assert Bucket(None).delay(0.0) == 0.0
 
 
+@functools.cache
 def disturbed(seed: int) -> World:
-    """A world in which everything happens at once for a while."""
+    """A world in which everything happens at once for a while. Several tests look at it and change nothing."""
     chance = random.Random(seed)
     world = World(seed, 5, rate=2e5, losses=chance.choice([0.0, 0.1, 0.3]), queue_max=chance.choice([10, 1000]))
     joined = iter(range(100, 200))

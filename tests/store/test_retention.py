@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from farpool.cluster.repair.copying import Copied, Outcome, copying
+from farpool.cluster.repair.copying import Copied, copying
+from farpool.cluster.repair.messages import Outcome
 from farpool.cluster.store import AsyncStore, PutOutcome, Store
 from farpool.cluster.store.retention import session_number
 from farpool.cluster.wire.features import FEATURES
