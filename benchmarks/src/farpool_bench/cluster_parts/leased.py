@@ -58,7 +58,9 @@ def measure(bench: Bench, stack: ExitStack) -> Row:
             listed = _Loop(open_pools, Remote(*lease.nodes, size=size, transport=transport), blocks)
             for change in (False, True):
                 what = f"{'reads and changes' if change else 'reads'}, {transport}"
-                works: list[Callable[[], float]] = [partial(loop.seconds, change) for loop in (leased, listed)]
+                works: list[Callable[[], float]] = [
+                    partial(loop.mean_seconds, change, bench.seconds / 2) for loop in (leased, listed)
+                ]
                 ours, theirs = in_turn(works, bench.rounds, f"Leased pool: {what}", bench.progress)
                 rows.append(Row(what=what, nbytes=blocks * _BLOCK, leased=ours, listed=theirs))
                 figures.append(at_least(f"rate over a static list's, {what}", median_ratio(theirs, ours), 0.98))
@@ -72,15 +74,17 @@ class _Loop:
         fast = blocks // _FAST_PART * _BLOCK
         self._pool = stack.enter_context(BlockPool(PoolConfig.make(fast=fast, tiers=[tier], prefetch=True)))
         self._blocks = [self._pool.allocate(_BLOCK) for _ in range(blocks)]
-        self.seconds(True)  # writes to each page of the memory of the nodes
-        self.seconds(True)
+        self.mean_seconds(True)  # writes to each page of the memory of the nodes
+        self.mean_seconds(True)
 
-    def seconds(self, change: bool) -> float:
-        """Go through all blocks, and return how long it took."""
-        start = time.perf_counter()
-        for block in self._blocks:
-            self._touch(block, change)
-        return time.perf_counter() - start
+    def mean_seconds(self, change: bool, seconds: float = 0.0) -> float:
+        """Go through all blocks once, and again until some seconds are over; return how long it took, the mean."""
+        start, times = time.perf_counter(), 0
+        while not times or time.perf_counter() - start < seconds:
+            for block in self._blocks:
+                self._touch(block, change)
+            times += 1
+        return (time.perf_counter() - start) / times
 
     def _touch(self, block: Storage, change: bool) -> None:
         grant = self._pool.acquire([Use(block, 0, block.nbytes, Mode.WRITE if change else Mode.READ)], "bench.touch")
