@@ -217,8 +217,18 @@ def stranding() -> list[str]:
     ]
 
 
+def shared_pool() -> list[str]:
+    rows = []
+    for part, row in result("cluster")["parts"].items():
+        for figure in (one for one in row["figures"] if one["target"] is not None):
+            value = f"{figure['value']:,.0f}" if figure["value"] >= 100 else f"{figure['value']:.3g}"
+            measured = f"{value} {figure['unit']}".strip()
+            rows.append(f"| `{part}` | {figure['what']} | {measured} | {figure['target']} |")
+    return rows
+
+
 @pytest.mark.parametrize(
-    "rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch, stranding]
+    "rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch, stranding, shared_pool]
 )
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
@@ -236,7 +246,11 @@ def test_the_readme_quotes_its_result_files() -> None:
     transfer = next(race for race in result("remote")["transfers"] if race["what"] == "get_into_many")
     rate = transfer["nbytes"] / statistics.median(transfer["ours"]) / 1e9
     assert outcome["equal"]
+    without, pooled = stranding()[0].rstrip(" |").rpartition(" | ")[2].split(", ")
+    hosts = result("cluster")["parts"]["stranding"]["hosts"]
     for figure in (
+        f"memory that {hosts} hosts must have, in a replay of a GPU cluster's trace, without a pool and with one | "
+        f"{without}, {pooled} |",
         f"on an H100, {min(speedups):.0f} to {max(speedups):.1f} times as fast as accelerate, "
         f"{min(efficiencies):.1f} to {max(efficiencies):.1f} of the limit",
         f"| all {outcome['passages']}, at {outcome['relative_throughput']:.2f} of the all-resident throughput |",
