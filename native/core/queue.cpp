@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <string>
 #include <tuple>
 
@@ -155,6 +156,11 @@ void QueueCore::submit(std::span<Submission> batch, bool waits) {
         throw;
     }
     wake_all_workers(waits);
+}
+
+void QueueCore::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t) {
+    // Made here and now, so it precedes every transfer that is submitted after it.
+    std::memmove(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), nbytes);
 }
 
 QueueCore::Lane& QueueCore::lane_of(Port* port, Direction direction) {

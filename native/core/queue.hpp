@@ -22,64 +22,27 @@
 #include <utility>
 #include <vector>
 
-#include "core/port.hpp"
+#include "core/transfer_queue.hpp"
 
 namespace farpool {
 
-// A reference that the submitter holds until it receives the entry's result.
-using Keepalive = PyObject*;
-
-// One transfer to queue. With a null `port` or without pieces it is a barrier.
-struct Submission {
-    std::int64_t id = 0;
-    Port* port = nullptr;
-    Direction direction = Direction::read;
-    std::span<const Piece> pieces = {};
-    std::span<const std::int64_t> after = {};
-    std::int64_t priority = 0;
-    Keepalive keepalive = nullptr;
-};
-
-struct Result {
-    std::int64_t id = 0;
-    std::optional<PortError> error;
-    bool cancelled = false;
-    double start = 0;
-    double end = 0;
-    Keepalive keepalive = nullptr;
-};
-
-class QueueCore : public std::enable_shared_from_this<QueueCore> {
+class QueueCore : public TransferQueue, public std::enable_shared_from_this<QueueCore> {
 public:
     QueueCore();
-    ~QueueCore();
-    QueueCore(const QueueCore&) = delete;
-    QueueCore& operator=(const QueueCore&) = delete;
+    ~QueueCore() override;
 
-    // Submits a batch in order, and takes the keepalive out of each submission. On failure, the submissions that still have a
-    // keepalive were not submitted. `waits`: the caller goes on to `wait_past` or to another submission, and small copies may
-    // stay unstarted until then. Otherwise they are started, including copies left unstarted by earlier calls.
-    void submit(std::span<Submission> batch, bool waits = false);
-    void reprioritize(std::int64_t id, std::int64_t priority);
-    std::vector<Result> poll();
-    // Waits at most `seconds` for a result to poll; true if there is one.
-    bool wait(double seconds);
-    // Counts of results and nudges so far. A thread that waits for counts beyond these misses no event, not even a result
-    // that another thread polls.
-    struct Seen {
-        std::uint64_t results;
-        std::uint64_t nudges;
-    };
-    Seen seen() const;
-    // Waits until `results` more results or a nudge have come since `seen`, at most `seconds`. Makes small copies while
-    // waiting.
-    void wait_past(const Seen& seen, std::uint64_t results, double seconds);
-    void nudge();
-    std::size_t pending() const;
-    bool close(double seconds);
-    // True in the process that made the queue. In a child forked from it the queue must not be touched: its threads do not
-    // exist there and its locks may never be released.
-    bool ours() const noexcept;
+    void submit(std::span<Submission> batch, bool waits = false) override;
+    void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
+    void reprioritize(std::int64_t id, std::int64_t priority) override;
+    std::vector<Result> poll() override;
+    bool wait(double seconds) override;
+    Seen seen() const override;
+    // Makes small copies while waiting.
+    void wait_past(const Seen& seen, std::uint64_t results, double seconds) override;
+    void nudge() override;
+    std::size_t pending() const override;
+    bool close(double seconds) override;
+    bool ours() const noexcept override;
 
 private:
     struct Entry;

@@ -1,7 +1,6 @@
 #include "pager/driver.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 #include "core/clock.hpp"
@@ -39,9 +38,8 @@ void Driver::start(bool waits) {
     for (const Command& command : commands_) {
         if (const auto* move = std::get_if<Move>(&command)) {
             submit(false);  // entries before it need not wait for it
-            std::memmove(reinterpret_cast<void*>(arena_ + static_cast<std::uintptr_t>(move->target)),
-                         reinterpret_cast<const void*>(arena_ + static_cast<std::uintptr_t>(move->source)),
-                         static_cast<std::size_t>(move->nbytes));
+            queue_->move(arena_ + static_cast<std::uintptr_t>(move->target), arena_ + static_cast<std::uintptr_t>(move->source),
+                         static_cast<std::size_t>(move->nbytes), move->last_use);
         } else {
             add(*std::get<std::shared_ptr<const Transfer>>(command));
         }
@@ -69,7 +67,8 @@ void Driver::add(const Transfer& transfer) {
                       .priority = !fetch            ? write_back_priority
                                   : transfer.demand ? demand_priority
                                                     : prefetch_priority,
-                      .keepalive = keep_ == nullptr ? nullptr : owner});
+                      .keepalive = keep_ == nullptr ? nullptr : owner,
+                      .last_use = transfer.last_use});
 }
 
 void Driver::submit(bool waits) {
@@ -169,7 +168,7 @@ void Driver::count_grant() {
 }
 
 void Driver::wait(double seconds, Pause& pause) {
-    const QueueCore::Seen seen = queue_->seen();
+    const TransferQueue::Seen seen = queue_->seen();
     if (note_ends()) {
         return;
     }
@@ -199,7 +198,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& lock, const Access& access, dou
             return Wait::timed_out;
         }
         // A transfer that ends after this line ends the wait below, also if another thread notes it first.
-        const QueueCore::Seen seen = queue_->seen();
+        const TransferQueue::Seen seen = queue_->seen();
         if (note_ends()) {
             continue;
         }

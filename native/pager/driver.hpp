@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/queue.hpp"
+#include "core/transfer_queue.hpp"
 #include "pager/pager.hpp"
 #include "pager/uses.hpp"
 
@@ -54,7 +54,7 @@ class Driver {
 public:
     // Takes (`take` true) or releases a reference to the owner of a port, which must outlive the transfers under way.
     using Keep = void (*)(PyObject* owner, bool take);
-    Driver(std::shared_ptr<Pager> pager, std::shared_ptr<QueueCore> queue, std::uintptr_t arena, Keep keep = nullptr)
+    Driver(std::shared_ptr<Pager> pager, std::shared_ptr<TransferQueue> queue, std::uintptr_t arena, Keep keep = nullptr)
         : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep) {}
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
@@ -111,7 +111,7 @@ private:
 
     std::mutex mutex_;
     std::shared_ptr<Pager> pager_;
-    std::shared_ptr<QueueCore> queue_;
+    std::shared_ptr<TransferQueue> queue_;
     std::uintptr_t arena_;
     Keep keep_;
     std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each

@@ -8,6 +8,7 @@
 
 #include "core/clock.hpp"
 #include "core/extent_allocator.hpp"
+#include "core/queue.hpp"
 #include "tests/testing.hpp"
 
 using namespace farpool::pager;

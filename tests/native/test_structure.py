@@ -16,10 +16,11 @@ MAY_INCLUDE = {
     "core": set(),
     "policy": {"core"},
     "pager": {"core"},
+    "device": {"core"},
     "wire": {"core"},
     "node": {"core", "policy", "wire"},
-    "bindings": {"core", "policy", "pager", "wire", "node"},
-    "tests": {"core", "policy", "pager", "wire", "node"},
+    "bindings": {"core", "policy", "pager", "device", "wire", "node"},
+    "tests": {"core", "policy", "pager", "device", "wire", "node"},
     "fuzz": {"core", "wire", "node"},
 }
 
