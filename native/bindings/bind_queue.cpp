@@ -173,7 +173,7 @@ void close_live_queues() {
 
 }  // namespace
 
-std::shared_ptr<QueueCore> queue_core(nb::handle queue) { return nb::cast<const Queue&>(queue).core(); }
+std::shared_ptr<farpool::TransferQueue> transfer_queue(nb::handle queue) { return nb::cast<const Queue&>(queue).core(); }
 
 void bind_queue(nb::module_& m) {
     nb::class_<Completion>(

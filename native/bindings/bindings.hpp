@@ -32,11 +32,11 @@ void bind_calls(nb::module_& m);
 void bind_footprint(nb::module_& m);
 
 namespace farpool {
-class QueueCore;
+class TransferQueue;
 class Stream;
 }  // namespace farpool
-// The native queue behind a Python Queue.
-std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
+// The native queue behind a Python queue.
+std::shared_ptr<farpool::TransferQueue> transfer_queue(nb::handle queue);
 
 // Takes over a connected socket, given as a descriptor (int) or as a Python Stream, which is left without one.
 farpool::Stream taken_stream(nb::handle stream);

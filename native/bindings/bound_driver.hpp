@@ -103,7 +103,7 @@ public:
           ports_(std::move(ports)),
           timeout_(timeout),
           waited_(std::move(waited)),
-          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), queue_core(queue_), arena, keep_object) {}
+          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), transfer_queue(queue_), arena, keep_object) {}
 
     farpool::pager::Driver* operator->() { return &driver_; }
 

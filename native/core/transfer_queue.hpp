@@ -60,8 +60,8 @@ public:
     // keepalive were not submitted. `waits`: the caller goes on to `wait_past` or to another submission, and small copies may
     // stay unstarted until then. Otherwise they are started, including copies left unstarted by earlier calls.
     virtual void submit(std::span<Submission> batch, bool waits = false) = 0;
-    // Copies bytes inside the arena, before all transfers that are submitted from now on. The ranges may overlap. `last_use`: of
-    // both ranges, as in `Submission`.
+    // Copies bytes inside the arena, before all transfers that are submitted from now on. The ranges may overlap. `last_use`:
+    // of both ranges, as in `Submission`.
     virtual void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) = 0;
     virtual void reprioritize(std::int64_t id, std::int64_t priority) = 0;
     virtual std::vector<Result> poll() = 0;
