@@ -1,6 +1,7 @@
 #include "pager/driver.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 
 #include "core/clock.hpp"
@@ -95,6 +96,9 @@ void Driver::submit(bool waits) {
 }
 
 bool Driver::note_ends() {
+    for (const Ran& ran : queue_->take_ran()) {
+        pager_->ran(ran.ordinal, ran.start, ran.end);
+    }
     std::vector<Result> results = queue_->poll();
     for (const Result& result : results) {
         if (result.keepalive != nullptr) {
@@ -140,12 +144,14 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     }
 }
 
-std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
+std::shared_ptr<Access> Driver::request(std::vector<Run> runs, ProgramStream stream) {
+    queue_->begin_use(stream);
     if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     const bool others = !pager_->waiting().empty();
     std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
+    access->stream = stream;
     try {
         // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
@@ -157,12 +163,19 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
         nudge();
     }
     if (access->granted) {
-        count_grant();
+        grant(*access);
     }
     return access;
 }
 
-void Driver::count_grant() {
+// Counts an access that the pager has granted, and orders its work on a device. If the device refuses, the access is released.
+void Driver::grant(Access& access) {
+    try {
+        queue_->order_use(access.stream, access.last_use);
+    } catch (...) {
+        pager_->release(access, true);
+        throw;
+    }
     ++granted_;
     peak_ = std::max(peak_, pager_->residency().arena().used());
 }
@@ -181,13 +194,13 @@ void Driver::wait(double seconds, Pause& pause) {
     --waiting_;
 }
 
-Wait Driver::await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause) {
+Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause) {
     for (;;) {
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
-            count_grant();
+            grant(access);
             return Wait::granted;
         }
         if (!std::holds_alternative<std::monostate>(access.refusal)) {
@@ -239,6 +252,12 @@ void Driver::release(Access& access) {
     }
     // Read before the release, which may grant waiting accesses and so take them out of the line.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
+    std::exception_ptr refused;
+    try {
+        queue_->end_use(access.stream, access.ordinal);  // before the pager gives the ranges to others
+    } catch (...) {                                      // the device is lost; the operands must not stay pinned all the same
+        refused = std::current_exception();
+    }
     pager_->release(access, true);
     --granted_;
     if (!pager_->residency().transfers().empty()) {
@@ -247,6 +266,9 @@ void Driver::release(Access& access) {
     start();
     if (others) {
         nudge();
+    }
+    if (refused) {
+        std::rethrow_exception(refused);
     }
 }
 
