@@ -536,6 +536,10 @@ TEST("the fake reports what a correct program does not do") {
     CHECK_EQUAL(fake().capture(stream, 1), 0);
     device->record(event, stream);
     CHECK_EQUAL(fake().capture(stream, 0), 0);
+    CHECK(device->passed(event));
+    void* spinning = nullptr;
+    CHECK_EQUAL(raw().event_create(&spinning, 0U), 0);
+    device->synchronize(spinning);
     device->end_event(event);
     device->end_event(event);
     check_has(error_of([&] { device->record(event, stream); }), {"CUDA_ERROR_INVALID_HANDLE"});
@@ -545,6 +549,7 @@ TEST("the fake reports what a correct program does not do") {
                 "cuMemcpyHtoDAsync_v2: host memory that is not page-locked\n"
                 "cuMemcpyDtoDAsync_v2: the ranges overlap\n"
                 "cuEventRecord: work went into a graph instead of being done\n"
+                "cuEventSynchronize: spins, because the event was made without blocking synchronization\n"
                 "cuEventDestroy_v2: the event was destroyed or never made\n"
                 "cuEventRecord: the event was destroyed or never made\n"
                 "cuStreamIsCapturing: the stream was destroyed or never made\n");
@@ -634,8 +639,11 @@ TEST("in real time each stream has a thread, and work takes the time of the link
     fake().set(fake_copies_until_failure, 1);
     Locked host(*device, page);
     device->copy_out(stream, host.bytes, reinterpret_cast<std::uintptr_t>(host.bytes), 1);
-    device->record(to, stream);
-    check_has(error_of([&] { device->synchronize(to); }), {"error 719"});
+    const auto fails = [&] {
+        device->record(to, stream);  // fails if the copy has failed by now
+        device->synchronize(to);
+    };
+    check_has(error_of(fails), {"error 719"});
     fake().reset(1, any_order);
 }
 

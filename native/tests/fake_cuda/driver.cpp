@@ -58,6 +58,23 @@ int call(const char* name, Needs needs, Body body) {
     return result != 0 ? result : body(device);
 }
 
+// A call with an event or a stream, which must exist.
+template <typename Body>
+int call_event(const char* name, Needs needs, void* handle, Body body) {
+    return call(name, needs, [&](Simulation& device) {
+        Event* const event = device.find_event(handle, name);
+        return event == nullptr ? invalid_handle : body(device, *event);
+    });
+}
+
+template <typename Body>
+int call_stream(const char* name, void* handle, Body body) {
+    return call(name, Needs::context, [&](Simulation& device) {
+        Stream* const stream = device.find_stream(handle, name);
+        return stream == nullptr ? invalid_handle : body(device, *stream);
+    });
+}
+
 Handle number(void* handle) { return reinterpret_cast<Handle>(handle); }
 
 void check_locked(Simulation& device, const char* name, const void* memory, std::size_t nbytes) {
@@ -202,48 +219,37 @@ int cuStreamCreate(void** stream, unsigned flags) {
 }
 
 int cuStreamDestroy_v2(void* handle) {
-    return call("cuStreamDestroy_v2", Needs::context, [&](Simulation& device) {
-        Stream* const stream = handle == nullptr ? nullptr : device.find_stream(handle, "cuStreamDestroy_v2");
-        if (stream == nullptr) {
+    return call_stream("cuStreamDestroy_v2", handle, [&](Simulation& device, Stream& stream) {
+        if (handle == nullptr) {
             return invalid_handle;
         }
-        stream->closed = true;  // what is queued is done all the same
-        if (stream->queue.empty() && !stream->worker.joinable()) {
+        stream.closed = true;  // what is queued is done all the same
+        if (stream.queue.empty() && !stream.worker.joinable()) {
             device.streams.erase(number(handle));
         }
         return 0;
     });
 }
 
-int cuStreamWaitEvent(void* stream, void* handle, unsigned flags) {
-    return call("cuStreamWaitEvent", Needs::context, [&](Simulation& device) {
-        const Event* const event = device.find_event(handle, "cuStreamWaitEvent");
-        if (event == nullptr || flags != 0) {
-            return event == nullptr ? invalid_handle : invalid_value;
+int cuStreamWaitEvent(void* handle, void* event_handle, unsigned) {
+    return call_event("cuStreamWaitEvent", Needs::context, event_handle, [&](Simulation& device, Event& event) {
+        Stream* const stream = device.find_stream(handle, "cuStreamWaitEvent");
+        if (stream == nullptr || event.last == nullptr) {
+            return stream == nullptr ? invalid_handle : 0;
         }
-        if (event->last == nullptr) {
-            return device.find_stream(stream, "cuStreamWaitEvent") == nullptr ? invalid_handle : 0;
-        }
-        // The stream may belong to another device than the event, but the thread's context has nothing to do with that.
-        const Stream* const waiting = device.find_stream(stream, "cuStreamWaitEvent");
-        return waiting == nullptr
-                   ? invalid_handle
-                   : device.queue("cuStreamWaitEvent", stream, waiting->context, {.kind = Kind::wait, .mark = event->last});
+        // Any context will do, because the event and the stream may belong to different devices.
+        return device.queue("cuStreamWaitEvent", handle, stream->context, {.kind = Kind::wait, .mark = event.last});
     });
 }
 
 int cuStreamIsCapturing(void* handle, int* status) {
-    return call("cuStreamIsCapturing", Needs::context, [&](Simulation& device) {
-        const Stream* const stream = device.find_stream(handle, "cuStreamIsCapturing");
-        if (stream == nullptr) {
-            return invalid_handle;
-        }
+    return call_stream("cuStreamIsCapturing", handle, [&](Simulation& device, Stream& stream) {
         for (const auto& [other, one] : device.streams) {
             if (handle == nullptr && other != 0 && one.capturing && one.blocking) {
                 return capture_implicit;
             }
         }
-        *status = stream->capturing ? (stream->spoiled ? 2 : 1) : 0;
+        *status = stream.capturing ? (stream.spoiled ? 2 : 1) : 0;
         return 0;
     });
 }
@@ -259,56 +265,46 @@ int cuStreamSynchronize(void* stream) {
 int cuEventCreate(void** event, unsigned flags) {
     return call("cuEventCreate", Needs::context, [&](Simulation& device) {
         const Handle made = device.new_handle();
-        device.events[made] = {.context = current, .timed = (flags & 2) == 0};
+        device.events[made] = {.context = current, .blocking = (flags & 1) != 0, .timed = (flags & 2) == 0};
         *event = reinterpret_cast<void*>(made);
         return 0;
     });
 }
 
-int cuEventDestroy_v2(void* event) {
-    return call("cuEventDestroy_v2", Needs::context, [&](Simulation& device) {
-        if (device.find_event(event, "cuEventDestroy_v2") == nullptr) {
-            return invalid_handle;
-        }
-        device.events.erase(number(event));
+int cuEventDestroy_v2(void* handle) {
+    return call_event("cuEventDestroy_v2", Needs::context, handle, [&](Simulation& device, Event&) {
+        device.events.erase(number(handle));
         return 0;
     });
 }
 
 int cuEventRecord(void* handle, void* stream) {
-    return call("cuEventRecord", Needs::context, [&](Simulation& device) {
-        Event* const event = device.find_event(handle, "cuEventRecord");
-        if (event == nullptr) {
-            return invalid_handle;
-        }
+    return call_event("cuEventRecord", Needs::context, handle, [&](Simulation& device, Event& event) {
         auto mark = std::make_shared<Mark>();
-        const std::size_t before = device.violations.size();
-        const int result = device.queue("cuEventRecord", stream, event->context, {.kind = Kind::record, .mark = mark});
-        if (result == 0 && device.violations.size() == before) {
-            event->last = std::move(mark);
+        const int result = device.queue("cuEventRecord", stream, event.context, {.kind = Kind::record, .mark = mark});
+        if (mark->queued) {
+            event.last = std::move(mark);
         }
         return result;
     });
 }
 
 int cuEventQuery(void* handle) {
-    return call("cuEventQuery", Needs::no_capture, [&](Simulation& device) {
-        const Event* const event = device.find_event(handle, "cuEventQuery");
-        if (event == nullptr || event->last == nullptr) {
-            return event == nullptr ? invalid_handle : 0;
+    return call_event("cuEventQuery", Needs::no_capture, handle, [&](Simulation& device, Event& event) {
+        if (event.last == nullptr) {
+            return 0;
         }
-        device.advance(device.dice(3), event->last.get());
-        return device.lost != 0 ? device.lost : event->last->passed ? 0 : not_ready;
+        device.advance(device.dice(3), event.last.get());
+        return device.lost != 0 ? device.lost : event.last->passed ? 0 : not_ready;
     });
 }
 
 int cuEventSynchronize(void* handle) {
-    return call("cuEventSynchronize", Needs::no_capture, [&](Simulation& device) {
-        const Event* const event = device.find_event(handle, "cuEventSynchronize");
-        if (event == nullptr || event->last == nullptr) {
-            return event == nullptr ? invalid_handle : 0;
+    return call_event("cuEventSynchronize", Needs::no_capture, handle, [&](Simulation& device, Event& event) {
+        if (!event.blocking) {
+            device.violate("cuEventSynchronize: spins, because the event was made without blocking synchronization");
         }
-        return device.run_until(event->last);
+        return event.last == nullptr ? 0 : device.run_until(event.last);
     });
 }
 
@@ -364,7 +360,7 @@ int cuMemsetD16Async(std::uint64_t target, unsigned short value, std::size_t cou
 }
 
 int cuMemHostRegister_v2(void* memory, std::size_t nbytes, unsigned) {
-    return call("cuMemHostRegister_v2", Needs::context, [&](Simulation& device) {
+    return call("cuMemHostRegister_v2", Needs::no_capture, [&](Simulation& device) {
         const auto* const first = static_cast<const char*>(memory);
         if (nbytes == 0 || number(memory) % 4096 != 0) {
             return invalid_value;
@@ -383,7 +379,7 @@ int cuMemHostRegister_v2(void* memory, std::size_t nbytes, unsigned) {
 }
 
 int cuMemHostUnregister(void* memory) {
-    return call("cuMemHostUnregister", Needs::context, [&](Simulation& device) {
+    return call("cuMemHostUnregister", Needs::no_capture, [&](Simulation& device) {
         const auto found = device.locked.find(static_cast<const char*>(memory));
         if (found == device.locked.end()) {
             device.violate("cuMemHostUnregister: memory that is not page-locked");

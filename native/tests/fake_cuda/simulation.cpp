@@ -127,7 +127,8 @@ int Simulation::queue(const char* call, void* handle, std::uint64_t context, Ope
         stream->spoiled |= operation.kind == Kind::wait;
         return operation.kind == Kind::wait ? capture_isolation : 0;
     }
-    if (operation.mark != nullptr && operation.kind == Kind::record) {
+    if (operation.kind == Kind::record) {
+        operation.mark->queued = true;
         operation.mark->stream = reinterpret_cast<std::uint64_t>(handle);
     }
     operation.enqueued = now();
@@ -169,10 +170,7 @@ std::uint64_t Simulation::pick() {
         }
     }
     if (best.empty()) {
-        for (const auto& [handle, stream] : streams) {
-            std::fprintf(stderr, "fake_cuda: stream %#lx has %zu operations\n", handle, stream.queue.size());
-        }
-        std::fprintf(stderr, "fake_cuda: deadlock, because each stream is empty or waits\n");
+        std::fprintf(stderr, "fake_cuda: deadlock: each of %zu streams is empty or waits\n", streams.size());
         std::abort();
     }
     return best[dice(best.size())];

@@ -21,6 +21,7 @@ enum class Policy : int { copies_first, compute_first, latest_possible, random }
 // One record of an event. Waits keep it, so a later record of the same event does not change them.
 struct Mark {
     std::uint64_t stream = 0;
+    bool queued = false;  // false if its record went into a graph
     bool passed = false;
     double time = 0;
 };
@@ -53,6 +54,7 @@ struct Stream {
 
 struct Event {
     std::uint64_t context = 0;
+    bool blocking = false;
     bool timed = true;
     std::shared_ptr<Mark> last = {};  // null until it is recorded
 };
