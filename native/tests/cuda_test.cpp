@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
@@ -106,6 +107,22 @@ void check_has(const std::string& text, const std::vector<std::string>& parts) {
         if (text.find(part) == std::string::npos) {
             farpool::testing::fail("'" + text + "' lacks '" + part + "'", __FILE__, __LINE__);
         }
+    }
+}
+
+// Runs a function on a new thread, which knows no context, and throws what it threw.
+template <typename Body>
+void in_thread(Body body) {
+    std::exception_ptr thrown;
+    std::thread([&] {
+        try {
+            body();
+        } catch (...) {
+            thrown = std::current_exception();
+        }
+    }).join();
+    if (thrown != nullptr) {
+        std::rethrow_exception(thrown);
     }
 }
 
@@ -445,36 +462,38 @@ TEST("after the loss of the device every call fails and says so") {
 TEST("a thread enters once, and only then may it call") {
     auto device = fresh();
     const auto sets = fake().calls("cuCtxSetCurrent");
-    std::thread([&] {
+    in_thread([&] {
         check_has(error_of([&] { device->make_stream(); }), {"cuStreamCreate: error 201 CUDA_ERROR_INVALID_CONTEXT"});
         for (int one = 0; one < 5; ++one) {
             device->enter();
         }
         CHECK_EQUAL(capture_mode(), 2);
         device->end_stream(device->make_stream());
-    }).join();
+    });
     CHECK_EQUAL(fake().calls("cuCtxSetCurrent"), sets + 1);
     device->enter();
     CHECK_EQUAL(fake().calls("cuCtxSetCurrent"), sets + 1);
     fake().fail_call("cuCtxSetCurrent", 1, 201);
-    std::thread([&] {
+    in_thread([&] {
         check_has(error_of([&] { device->enter(); }), {"cuCtxSetCurrent"});
         device->enter();  // tries again
         device->end_stream(device->make_stream());
-    }).join();
+    });
 }
 
 TEST("a thread of the program gets back its context and its capture mode") {
     auto device = fresh();
     const auto other = open_cuda(1, FAKE_CUDA_PATH);
-    std::thread([&] {
+    in_thread([&] {
         {
             Cuda::Entered entered(*device);
             CHECK(current_context() != nullptr);
             CHECK_EQUAL(capture_mode(), 2);
+            {
+                Cuda::Entered inner(*other);
+                other->end_stream(other->make_stream());
+            }
             device->enter();  // a function inside that enters for good does not change what is given back
-            Cuda::Entered inner(*other);
-            other->end_stream(other->make_stream());
         }
         CHECK(current_context() == nullptr);
         CHECK_EQUAL(capture_mode(), 0);
@@ -482,9 +501,17 @@ TEST("a thread of the program gets back its context and its capture mode") {
         check_has(error_of([&] { Cuda::Entered entered(*device); }), {"cuThreadExchangeStreamCaptureMode: error 1"});
         CHECK(current_context() == nullptr);
         device->enter();
-        CHECK(current_context() != nullptr);
+        void* const context = current_context();
+        CHECK(context != nullptr);
         CHECK_EQUAL(capture_mode(), 2);
-    }).join();
+        {
+            Cuda::Entered entered(*other);
+            CHECK(current_context() != context);
+            device->enter();
+            CHECK(current_context() == context);
+        }
+        CHECK(current_context() == context);
+    });
 }
 
 TEST("a capture of the program is seen, and the calls of an entered thread do not break it") {
@@ -506,7 +533,7 @@ TEST("a capture of the program is seen, and the calls of an entered thread do no
     CHECK_EQUAL(raw().stream_create(&blocking, 0U), 0);
     CHECK_EQUAL(fake().capture(blocking, 1), 0);
     CHECK(device->capturing(nullptr));
-    std::thread([&] {
+    in_thread([&] {
         CHECK_EQUAL(raw().context_set(nullptr), 0);
         Cuda::Entered* entered = new Cuda::Entered(*device);
         CHECK(device->passed(event));
@@ -514,7 +541,7 @@ TEST("a capture of the program is seen, and the calls of an entered thread do no
         CHECK_EQUAL(raw().exchange_capture_mode(&strict), 0);
         check_has(error_of([&] { device->passed(event); }), {"error 900", "capture_error_mode='thread_local'"});
         delete entered;
-    }).join();
+    });
     CHECK_EQUAL(fake().capture(blocking, 0), 901);
     check_has(fake().violations(), {"cuEventQuery: forbidden while a graph is captured"});
 }
