@@ -15,7 +15,9 @@ namespace {
 constexpr int oldest_version = 11040;
 constexpr const char* update = "update the NVIDIA driver, or use device='cpu'";
 
-thread_local std::uint64_t entered = 0;  // number of the Cuda object whose context is current on this thread
+// Numbers of the Cuda objects that this thread has last entered, and attached itself to.
+thread_local std::uint64_t entered = 0;
+thread_local std::uint64_t attached = 0;
 
 std::string version_text(int version) {
     return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -110,6 +112,18 @@ void Cuda::enter() {
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     run(driver_.exchange_capture_mode, &mode);
     entered = number_;
+}
+
+void Cuda::attach() {
+    if (attached == number_) {
+        return;
+    }
+    void* current = nullptr;
+    run(driver_.context_get, &current);
+    if (current == nullptr) {
+        run(driver_.context_set, context_);
+    }
+    attached = number_;
 }
 
 Cuda::Entered::Entered(Cuda& device) : device_(device), before_(entered), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {

@@ -3,9 +3,9 @@
 // All calls use the device's primary context, which is the one that torch uses, so streams, events and addresses of torch can
 // be given to them. The context is retained until the end of this object.
 //
-// A thread of the program that uses torch on this device has its context current already. `record`, `wait` and `capturing`
-// are on that thread's hot path: they are one call of the driver each, without `enter`, and a capture permits them. All other
-// calls on a thread of the program belong into the life of a Cuda::Entered.
+// A thread of the program that has used torch on this device has its context current; `attach` makes it so on a new thread.
+// `record`, `wait` and `capturing` are on the program's hot path: they are one call of the driver each, without `enter`, and a
+// capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
 #pragma once
 
 #include <memory>
@@ -39,6 +39,7 @@ public:
     ~Cuda() override;
 
     void enter() override;
+    void attach() override;
 
     Stream make_stream() override;
     void end_stream(Stream stream) noexcept override;
