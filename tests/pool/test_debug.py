@@ -171,12 +171,13 @@ def test_bytes_that_come_back_changed_from_below_are_found(pool: Planted) -> Non
 
 
 def test_a_transfer_that_lost_its_waits_is_found(pool: Planted) -> None:
-    start = pool._executor.start
+    assert pool._watch is not None
+    starting = pool._watch.starting
 
     def hasty(commands: Sequence[Transfer | Move]) -> None:
-        start([replace(c, after=()) if isinstance(c, Transfer) else c for c in commands])
+        starting([replace(c, after=()) if isinstance(c, Transfer) else c for c in commands])
 
-    pool._executor.start = hasty  # type: ignore[method-assign]
+    pool._watch.starting = hasty  # type: ignore[method-assign]
     storages = [pool.allocate(_BLOCK) for _ in range(40)]
     rng = random.Random(0)
     with pytest.raises(OrderError, match=r"does not wait for write-back|while write-back \d+"):
@@ -221,7 +222,7 @@ def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_r
     with pool.driver:
         assert pool.pager.evict_for_test(kept[3].first)
         pool.driver.start()
-        assert pool._executor.wait(20)
+        assert pool._queue.wait(20)
         grant = pool.pager.request(runs)
         assert pool.pager.place_of(runs[0]) < 0
         assert pool.pager.block(new.first).place == place
@@ -283,4 +284,4 @@ def test_without_debug_mode_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("FARPOOL_DEBUG", raising=False)
     with block_pool("64KiB", dram="1MiB") as pool:
         assert pool._watch is None
-        assert type(pool._executor).__name__ == "ThreadExecutor"
+        assert not pool.driver.attention, "an access is one native call"

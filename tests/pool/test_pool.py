@@ -440,11 +440,23 @@ def test_a_storage_whose_packing_fails_keeps_its_place_and_nothing_stays_pinned(
     write(pool, storage, content(1, 200))
     pool.pack_at_first_use(storage)
 
-    def fail(commands: object) -> None:
-        raise RuntimeError("the device is lost")
+    class Lost:
+        """The pool's driver, on a device that cannot copy any more."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(pool.driver, name)
+
+        def __enter__(self) -> None:
+            pool.driver.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            pool.driver.__exit__(*error)
+
+        def move(self, source: int, target: int, nbytes: int) -> None:
+            raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pool._packing._executor, "start", fail)
+        patched.setattr(pool._packing, "_driver", Lost())
         with pytest.raises(RuntimeError, match="the device is lost"):
             read(pool, storage)
     assert pool.driver.granted == 0
