@@ -15,7 +15,7 @@ constexpr std::int64_t prefetch_priority = 1;
 constexpr std::int64_t demand_priority = 2;
 constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswered
 
-// Keeps the first error of an observer until the driver's own work is complete.
+// Keeps the first error until the driver's own work is complete.
 class Kept {
 public:
     template <typename Call>
@@ -154,6 +154,9 @@ void Driver::submit(bool waits) {
 }
 
 bool Driver::note_ends() {
+    for (const Ran& ran : queue_->take_ran()) {
+        pager_->ran(ran.ordinal, ran.start, ran.end);
+    }
     std::vector<Result> results = queue_->poll();
     for (const Result& result : results) {
         if (result.keepalive != nullptr) {
@@ -206,12 +209,14 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     }
 }
 
-std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
+std::shared_ptr<Access> Driver::request(std::vector<Run> runs, ProgramStream stream) {
+    queue_->begin_use(stream);
     if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     const bool others = !pager_->waiting().empty();
     std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
+    access->stream = stream;
     try {
         // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
@@ -223,12 +228,19 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
         nudge();
     }
     if (access->granted) {
-        count_grant();
+        grant(*access);
     }
     return access;
 }
 
-void Driver::count_grant() {
+// Counts an access that the pager has granted, and orders its work on a device. If the device refuses, the access is released.
+void Driver::grant(Access& access) {
+    try {
+        queue_->order_use(access.stream, access.last_use);
+    } catch (...) {
+        pager_->release(access, true);
+        throw;
+    }
     ++granted_;
     peak_ = std::max(peak_, pager_->residency().arena().used());
 }
@@ -247,13 +259,13 @@ void Driver::wait(double seconds, Pause& pause) {
     --waiting_;
 }
 
-Wait Driver::await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause) {
+Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause) {
     for (;;) {
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
-            count_grant();
+            grant(access);
             return Wait::granted;
         }
         if (!std::holds_alternative<std::monostate>(access.refusal)) {
@@ -315,7 +327,8 @@ void Driver::release(Access& access) {
     }
     // Read before the release, which may grant waiting accesses and so take them out of the line.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
-    Kept kept;
+    Kept kept;  // neither a lost device nor an observer may leave operands pinned
+    kept.run([&] { queue_->end_use(access.stream, access.ordinal); });  // before the pager gives the ranges to others
     if (observer_ != nullptr) {
         kept.run([&] { observer_->released(access); });
     }
@@ -328,8 +341,8 @@ void Driver::release(Access& access) {
     if (others) {
         nudge();
     }
+    kept.raise();
     if (observer_ != nullptr) {
-        kept.raise();
         observer_->raise_findings();
     }
 }

@@ -94,12 +94,13 @@ public:
     void move(std::int64_t source, std::int64_t target, std::int64_t nbytes);
     // Reports ended transfers to the pager and starts the next commands; false if none has ended.
     bool note_ends();
-    // Requests the ranges of one operation and starts their transfers. Throws Refused if they do not fit together.
-    std::shared_ptr<Access> request(std::vector<Run> runs);
+    // Requests the ranges of one operation, which will be queued on this stream, and starts their transfers. Throws Refused if
+    // they do not fit together, and PortFailure if the stream cannot have an access now.
+    std::shared_ptr<Access> request(std::vector<Run> runs, ProgramStream stream = 0);
     // Waits with the lock released until a transfer has ended or `nudge` was called, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
     // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
-    Wait await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause);
+    Wait await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause);
     // The block that an access waits for, and the tier at the other end; -1 if it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
     // Runs debug mode's `check` of an access that has just been granted. If it throws, the access is given up.
@@ -132,7 +133,7 @@ private:
     void add(const Transfer& transfer);
     void submit(bool waits);
     void account(const std::shared_ptr<const Transfer>& transfer, double start, double end);
-    void count_grant();
+    void grant(Access& access);
 
     std::mutex mutex_;
     std::shared_ptr<Pager> pager_;

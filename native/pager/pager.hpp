@@ -33,8 +33,9 @@ struct Access {
     std::int64_t ordinal = -1;         // grows from one request to the next; rows of one table may share it
     std::int64_t last_use = -1;        // latest use by earlier owners of the ranges that it writes into; see `Transfer`
     bool granted = false;
-    bool under_way = false;  // all blocks that it waits for are being transferred
-    BlockSet blocks;         // of all runs; empty if the access was granted at once
+    bool under_way = false;     // all blocks that it waits for are being transferred
+    BlockSet blocks;            // of all runs; empty if the access was granted at once
+    std::uintptr_t stream = 0;  // the program's stream on which the operation is queued; for the driver
 };
 
 // Thrown if a call cannot be carried out; the call has changed nothing.
