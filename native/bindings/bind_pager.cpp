@@ -239,7 +239,7 @@ Such an access says nothing about the rows of the next pass, so the tape only no
     nb::class_<BoundPager>(m, "Pager",
                            R"(Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
 
-The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with
 `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
 
 Parameters

@@ -123,7 +123,13 @@ struct World {
         auto lock = driver.lock(pause);
         const auto access = driver.request({{block, 1, mode, -1}});
         if (!access->granted) {
-            const Wait outcome = driver.await(lock, *access, farpool::monotonic_seconds() + patience, pause);
+            Wait outcome;
+            try {
+                outcome = driver.await(lock, *access, farpool::monotonic_seconds() + patience, pause);
+            } catch (...) {
+                driver.abandon(access);
+                throw;
+            }
             if (outcome == Wait::refused) {
                 return false;
             }

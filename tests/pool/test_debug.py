@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
-from farpool.memory.debug.memory import POISON
+from farpool.memory.debug.memory import POISON, DeviceMemory
 from farpool.memory.pager import Mode, Move, Transfer
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use, runs_of
 from farpool.memory.pool import blocks_of
 from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -268,6 +269,35 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
             del fresh
         assert pool.pager.counters.write_backs
         storages.clear()
+
+
+def test_memory_that_cannot_be_read_is_poisoned_and_the_order_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas: list[HostArena] = []
+
+    def fill(place: int, nbytes: int, pattern: bytes) -> None:
+        assert place % 2 == nbytes % 2 == 0
+        arenas[0].view()[place : place + nbytes] = pattern * (nbytes // 2)
+
+    def memory(arena: HostArena) -> DeviceMemory:
+        arenas.append(arena)
+        return DeviceMemory(fill)
+
+    monkeypatch.setattr("farpool.memory.debug.HostMemory", memory)
+    pool = Planted()
+    with pool:
+        storages = [pool.put(fill=index + 1) for index in range(40)]
+        for index in random.Random(0).choices(range(40), k=200):
+            place = pool.touch(storages[index])
+            assert pool.peek(place, _BLOCK) == bytes([index + 1]) * _BLOCK
+        del storages
+        assert pool.live == 0
+        assert pool.peek(place, _BLOCK) == poison(_BLOCK)
+        storage = pool.put()
+        access = pool.acquire([Use(storage, 0, storage.nbytes, READ)], "aten.held")
+        assert pool.pager.evict_for_test(storage.first)
+        with pytest.raises((LifetimeError, OrderError), match=r"aten.held as generation|which an access holds"):
+            pool.release(access)
+        pool._watch = None  # what the test planted is still there
 
 
 def test_a_pool_is_debugged_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
