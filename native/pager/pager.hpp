@@ -7,7 +7,7 @@
 // be granted at once waits in line, and only the head of the line may make room. So two threads never evict each other's
 // operands in turn, and every operation that fits alone is granted.
 //
-// The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed`
+// The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with `completed`
 // or `failed`, then calls `proceed`. It holds one lock around the pager.
 #pragma once
 
