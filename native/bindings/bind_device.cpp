@@ -22,7 +22,7 @@ using farpool::device::SpaceLocks;
 namespace {
 
 void bind_page_locks(nb::module_& m) {
-    nb::class_<SpaceLocks>(m, "SpaceLocks", "How much of a tier's memory is page-locked.")
+    nb::class_<SpaceLocks>(m, "SpaceLocks", "The memory of a tier, and its bytes that are page-locked.")
         .def_ro("name", &SpaceLocks::name)
         .def_ro("nbytes", &SpaceLocks::nbytes)
         .def_ro("locked", &SpaceLocks::locked, "Bytes from the start of the memory that are page-locked.")
@@ -31,17 +31,17 @@ void bind_page_locks(nb::module_& m) {
     nb::class_<PageLocks>(m, "PageLocks",
                           R"(Page-locks the memory of tiers for a device, in a native thread of its own.
 
-The thread locks chunks of ``chunk`` bytes, a multiple of the page size, from the start of each tier's memory up to the last
-byte that a transfer has asked for. It refuses a chunk that would raise what all objects of this process have locked above
-``most`` bytes. What a device or this limit has refused is not tried again.)")
+The thread locks chunks of ``chunk`` bytes, a multiple of the page size, from the start of each tier's memory up to the
+last byte that a transfer has asked for. It refuses a chunk that would raise what all objects of this process have
+locked above ``most`` bytes. What a device or this limit has refused is not tried again.)")
         .def(nb::init<std::shared_ptr<Device>, std::size_t, std::size_t>(), nb::arg("device"), nb::arg("chunk"),
              nb::arg("most"))
         .def("add", &PageLocks::add, nb::arg("port"), nb::arg("address"), nb::arg("nbytes"), nb::arg("name"),
              nb::keep_alive<1, 2>(),
              R"(Declare that the offsets of a port are ``nbytes`` bytes of memory from this address on, a page boundary.
 
-The port must do nothing but copy these bytes, and the memory must stay mapped until `close` has returned True. Raises
-ValueError if the range cannot be locked, and PoolClosedError after `close`.)")
+The port must do nothing but copy these bytes, and the memory must stay mapped until `close` has returned True.
+Raises ValueError if the range cannot be locked, and PoolClosedError after `close`.)")
         .def(
             "parts",
             [](PageLocks& self, Port* port, std::uint64_t offset, std::size_t nbytes) -> nb::object {
@@ -59,8 +59,8 @@ ValueError if the range cannot be locked, and PoolClosedError after `close`.)")
             nb::sig("def parts(self, port: Port, offset: int, nbytes: int) -> list[tuple[int, int]] | None"),
             R"(Return address and bytes of the parts of a range of a port, each inside one locked chunk.
 
-If any byte of the range is not locked yet, this returns None and asks the thread to lock the memory up to the last of them.
-It also returns None for a port that was not added.)")
+If any byte of the range is not locked yet, this returns None and asks the thread to lock the memory up to the last of
+them. It also returns None for a port that was not added.)")
         .def("close", &PageLocks::close, nb::arg("timeout"), nb::call_guard<ReleasedLock>(),
              R"(Stop the thread and unlock everything; no copy may be under way.
 
