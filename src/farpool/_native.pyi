@@ -1031,7 +1031,7 @@ class PagerAccess:
 class Pager:
     """Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
 
-    The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+    The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with
     `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
 
     Parameters
