@@ -30,6 +30,7 @@ void bind_policy(nb::module_& m);
 void bind_driver(nb::module_& m);
 void bind_calls(nb::module_& m);
 void bind_footprint(nb::module_& m);
+void bind_device(nb::module_& m);
 
 namespace farpool {
 class TransferQueue;

@@ -33,5 +33,6 @@ NB_MODULE(_native, m) {
     bind_driver(m);
     bind_footprint(m);
     bind_calls(m);
+    bind_device(m);
     bind_policy(m);
 }

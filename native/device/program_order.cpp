@@ -47,6 +47,7 @@ ProgramOrder::Program& ProgramOrder::program(ProgramStream stream) {
 }
 
 void ProgramOrder::begin(ProgramStream stream) {
+    device_->attach();
     if (device_->capturing(reinterpret_cast<Stream>(stream))) {
         throw PortFailure({ErrorKind::unsupported,
                            "a CUDA graph is being captured: an operation on paged tensors cannot be part of it, because its "
