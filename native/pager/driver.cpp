@@ -312,6 +312,8 @@ std::pair<BlockId, std::int32_t> Driver::awaited(const Access& access) const {
 void Driver::check_grant(const std::shared_ptr<Access>& access, const std::function<void()>& check) {
     try {
         check();
+        // The check may have filled the operands, and the operation's work must come after that.
+        queue_->order_use(access->stream, access->last_use);
     } catch (...) {
         --granted_;
         abandon(access);

@@ -225,6 +225,23 @@ class ReplaceablePort(Port):
     def drop_target(self) -> None:
         """Give the replacement up."""
 
+class TransferQueue:
+    """Runs the transfers of a pool, between tiers and host memory or a device."""
+
+    @property
+    def pending(self) -> int:
+        """Number of transfers whose end has not been reported."""
+
+    @property
+    def trouble(self) -> Exception | None:
+        """The error that keeps the queue from finding out if transfers have ended; None if there is none."""
+
+    def close(self, timeout: float) -> bool:
+        """Let running transfers end, drop the rest, and join the threads. May be called again.
+
+        Returns False if a transfer still runs after ``timeout`` seconds. The memory that it uses must then be left alone.
+        """
+
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
     (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself.
@@ -241,7 +258,7 @@ class Completion:
     @property
     def end(self) -> float: ...
 
-class Queue:
+class Queue(TransferQueue):
     """Ordered queue of transfers, worked off by native threads.
 
     Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
@@ -274,17 +291,6 @@ class Queue:
 
     def wait(self, timeout: float) -> bool:
         """Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed."""
-
-    @property
-    def pending(self) -> int: ...
-    @property
-    def trouble(self) -> Exception | None:
-        """The error that keeps the queue from finding out if transfers have ended: None, because threads can tell."""
-
-    def close(self, timeout: float) -> bool:
-        """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
-        entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.
-        """
 
     READ: int = 0
 
@@ -1031,7 +1037,7 @@ class PagerAccess:
 class Pager:
     """Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
 
-    The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+    The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with
     `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
 
     Parameters
@@ -1312,7 +1318,7 @@ class Driver:
 
     Parameters
     ----------
-    queue : Queue
+    queue : TransferQueue
         Runs the transfers, between host memory or a device and the tiers.
     address : int
         Where the arena begins in memory.
@@ -1330,17 +1336,20 @@ class Driver:
         transfer, ``granted(access, uses, op)`` when operands are pinned, ``released(access)`` before the pager learns of a release,
         and ``raise_findings()`` when the release is complete. If ``starting`` raises, none of the commands is started; if
         ``granted`` raises, the access is given up.
+    stream : callable, optional
+        Returns the device's stream on which the calling thread queues work now. None if operations compute on the host.
     """
 
     def __init__(
         self,
         pager: Pager,
-        queue: Queue,
+        queue: TransferQueue,
         address: int,
         ports: list[Port],
         timeout: float,
         waited: Callable[[str, float, float, int, int], None],
         watch: Any = None,
+        stream: Callable[[], int] | None = None,
     ) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
@@ -1585,6 +1594,24 @@ class Calls:
 class Device:
     """A device with memory of its own, which runs copies on streams."""
 
+class Cuda(Device):
+    """A CUDA device, through its driver. It uses the context that torch uses, too.
+
+    Parameters
+    ----------
+    index : int
+        Number of the device, as this process counts them.
+    library : str
+        The driver's library.
+
+    Raises
+    ------
+    TierError
+        There is no driver, it is too old, or it has no such device.
+    """
+
+    def __init__(self, index: int = 0, library: str = "libcuda.so.1") -> None: ...
+
 class SpaceLocks:
     """The memory of a tier, and its bytes that are page-locked."""
 
@@ -1635,6 +1662,36 @@ class PageLocks:
     @staticmethod
     def locked_in_process() -> int:
         """Bytes that all objects of this process have locked."""
+
+class DeviceQueue(TransferQueue):
+    """Runs transfers between tiers and the memory of a CUDA device, on streams.
+
+    Parameters
+    ----------
+    cuda : Cuda
+        The device.
+    staging : int
+        Bytes of page-locked host memory for transfers whose tier is not page-locked.
+    allocating : int
+        The stream on which the arena was allocated. Earlier work on it may still use the same memory.
+    locks : PageLocks, optional
+        What is page-locked of the tiers' memory. The queue unlocks everything at `close`.
+
+    Raises
+    ------
+    TierError
+        The device refuses the memory or the streams.
+    """
+
+    def __init__(self, cuda: Cuda, staging: int, allocating: int = 0, locks: PageLocks | None = None) -> None: ...
+    def fill(self, address: int, nbytes: int, value: int) -> None:
+        """Fill device memory with a value of two bytes, after the program's earlier work and before its later work.
+
+        The address and the number of bytes must be even.
+        """
+
+    def streams(self) -> list[int]:
+        """All streams of the program on which the arena was used."""
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies, in the order in which tables show them."""

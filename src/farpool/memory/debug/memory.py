@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Protocol
 
-from farpool._native import crc32c
+from farpool._native import DeviceQueue, crc32c
 from farpool.memory.tiers.device import HostArena
 
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
@@ -72,19 +72,22 @@ class DeviceMemory:
 
     Parameters
     ----------
-    fill : callable
-        Fills a range, given by place and number of bytes, with a pattern of two bytes.
+    address : int
+        Where the arena begins.
+    queue : DeviceQueue
+        The queue of the arena's transfers, which fills ranges in order with the program's work.
     """
 
     readable = False
 
-    def __init__(self, fill: Callable[[int, int, bytes], None]) -> None:
-        self._fill = fill
+    def __init__(self, address: int, queue: DeviceQueue) -> None:
+        self._address = address
+        self._queue = queue
 
     def fill(self, place: int, nbytes: int) -> None:
         start, stop = place + place % 2, (place + nbytes) // 2 * 2
         if start < stop:
-            self._fill(start, stop - start, POISON)
+            self._queue.fill(self._address + start, stop - start, int.from_bytes(POISON, sys.byteorder))
 
     def checksum(self, place: int, nbytes: int) -> int:
         raise AssertionError("the bytes of a device are not looked at")

@@ -81,7 +81,7 @@ class BlockPool:
         ledger = Ledger()
         lower = LowerTiers(config.make_tiers())
         try:
-            device = open_device(config, lower.tiers, ledger)
+            device = open_device(config, lower.ports, lower.tiers, ledger)
         except BaseException:
             # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()
@@ -101,14 +101,28 @@ class BlockPool:
         self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(config.fast, packed=self.arena.alignment)
-        self.pager = Pager(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
+        self.pager = Pager(
+            config.fast,
+            self.spaces,
+            CLASSES,
+            alignment=sizes.alignment,
+            prefetch=config.prefetch,
+            late=device.stream is not None,
+        )
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
         self._watch: Watch | None = device.watch(self.pager) if config.debug else None
         """Checker of debug mode; None without it."""
         self.driver = Driver(
-            self.pager, self._queue, self.arena.address, lower.ports, config.timeout, self._waited, self._watch
+            self.pager,
+            self._queue,
+            self.arena.address,
+            lower.ports,
+            config.timeout,
+            self._waited,
+            self._watch,
+            device.stream,
         )
         self._packing = Packing(
             self.allocation,

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farpool import _native
+from farpool.errors import ConfigError, TierError
 from farpool.ledger import Ledger
+from farpool.memory.pager.executor.page_locks import TierLocks
 from farpool.memory.pager.storage import cut
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
+from farpool.sizes import format_size
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
@@ -25,6 +28,8 @@ _STAGED_BLOCKS = 4
 staging memory can then run at the same time as a fetch and a write-back between staging memory and device."""
 _STAGING_BYTES_MAX = 1 << 30
 """Maximum bytes of staging memory, unless the largest block needs more."""
+_STAGING_BYTES_MIN = 4 << 20
+"""Minimum bytes of staging memory: transfers are cut into chunks of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +42,25 @@ class FastTier:
         Function that makes debug mode's checker for a pager of this arena.
     staging : dict of str to int
         Bytes of host memory held in addition to the arena: the amounts that `Ledger.add` books, by name.
+    stream : callable or None
+        Returns the device's stream on which the calling thread queues work. None if operations compute on the host.
     """
 
     arena: HostArena | CudaArena
-    queue: _native.Queue
+    queue: _native.TransferQueue
     release: Callable[[], None]
     watch: Callable[[Pager], Watch]
     staging: dict[str, int] = field(default_factory=dict)
+    stream: Callable[[], int] | None = None
 
 
-def open_device(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     """Allocate the fast tier on the configured device, and make the queue of its transfers.
 
     Parameters
     ----------
+    ports : sequence of Port
+        The tiers' native ports.
     tiers : sequence of Tier
         The lower tiers, open.
     ledger : Ledger
@@ -61,7 +71,7 @@ def open_device(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> Fa
     ConfigError
         The configured device does not exist or has too little memory.
     """
-    return _host(config) if config.device == "cpu" else _cuda(config, tiers, ledger)
+    return _host(config) if config.device == "cpu" else _cuda(config, ports, tiers, ledger)
 
 
 def _host(config: PoolConfig) -> FastTier:
@@ -75,25 +85,67 @@ def _host(config: PoolConfig) -> FastTier:
     return FastTier(arena, _native.Queue(), arena.release, watch)
 
 
-def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    from farpool.memory.pager.executor.cuda import CudaArena, CudaHost, CudaStaging
-    from farpool.memory.pager.executor.page_locks import PageLocks
+def _cuda(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    from farpool.memory.pager.executor.cuda import CudaArena, current_stream
 
     arena = CudaArena(config.fast)
-    host = CudaHost(arena.tensor.device)
-    largest = cut(config.fast).largest
-    nbytes = max(largest, min(_STAGED_BLOCKS * largest, _STAGING_BYTES_MAX))
-    staging = CudaStaging(host, nbytes)
-    queue = _native.DeviceQueue(_native.Cuda(), staging.address, nbytes, PageLocks(host, tiers, ledger))
-
-    def release() -> None:
-        arena.release()
-        staging.release()
+    index = arena.tensor.device.index
+    try:
+        cuda = _native.Cuda(index)
+        staging = staging_bytes(config.fast)
+        queue = device_queue(cuda, staging, arena.stream.cuda_stream, ports, tiers, ledger)
+    except BaseException:
+        arena.release([])
+        raise
 
     def watch(pager: Pager) -> Watch:
         from farpool.memory.debug import DeviceMemory, Watch
 
-        return Watch(pager, DeviceMemory(queue.fill))
+        return Watch(pager, DeviceMemory(arena.address, queue))
 
-    booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
-    return FastTier(arena, queue, release, watch, booked)
+    return FastTier(
+        arena,
+        queue,
+        lambda: arena.release(queue.streams()),
+        watch,
+        {"requested": staging, "reserved": staging, "page_locked": staging, "touched": staging},
+        current_stream(index),
+    )
+
+
+def staging_bytes(fast: int) -> int:
+    """Return the bytes of page-locked host memory for transfers of a pool whose fast tier has `fast` bytes."""
+    largest = cut(fast).largest
+    return max(largest, min(_STAGED_BLOCKS * largest, _STAGING_BYTES_MAX), _STAGING_BYTES_MIN)
+
+
+def device_queue(
+    cuda: _native.Cuda,
+    staging: int,
+    allocating: int,
+    ports: Sequence[_native.Port],
+    tiers: Sequence[Tier],
+    ledger: Ledger,
+) -> _native.DeviceQueue:
+    """Make the queue of a device's transfers, with page locks of the tiers' memory.
+
+    Parameters
+    ----------
+    staging : int
+        Bytes of page-locked host memory for transfers whose tier is not page-locked.
+    allocating : int
+        The stream on which the arena was allocated.
+
+    Raises
+    ------
+    ConfigError
+        The device refuses the staging memory or the streams.
+    """
+    locks = TierLocks(cuda, tiers, ports, ledger)
+    try:
+        return _native.DeviceQueue(cuda, staging, allocating, locks.native)
+    except TierError as error:
+        raise ConfigError(
+            f"the device cannot be used with {format_size(staging)} of page-locked host memory: {error}; free host "
+            "memory, raise `ulimit -l`, or give a smaller budget, of which the blocks are smaller"
+        ) from error
