@@ -19,12 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_TESTS = (
     "tests/gpu",
-    "tests/pool/test_device_pool.py",
     "tests/pager/test_capture.py",
-    "tests/pager/test_checked_device.py",
-    "tests/pager/test_cuda_device.py",
     "tests/pager/test_page_locks.py",
-    "tests/pager/test_staged_executor.py",
 )
 CAPTURE = "graph"
 """Tests of this name are a step of their own, because a broken capture may hang the device."""

@@ -28,7 +28,7 @@ std::vector<Use> to_uses(nb::handle uses) {
 
 nb::object acquire(BoundDriver& driver, nb::handle uses, nb::handle op, bool rows, bool careful) {
     const std::vector<Use> wanted = to_uses(uses);
-    std::optional<Granted> granted = driver.acquire(wanted, op, rows, careful);
+    std::optional<Granted> granted = driver.acquire(wanted, op, rows, careful, uses);
     if (!granted) {
         return nb::none();
     }
@@ -119,12 +119,16 @@ rows : bool
             "access", [](const Grant& self) { return self.access; }, nb::sig("def access(self) -> PagerAccess | None"),
             "The pager's access behind the grant; None if all uses are empty.");
 
-    nb::class_<BoundDriver>(
-        m, "Driver",
-        R"(A pager, the queue that runs its transfers, and one lock around them; see `farpool.memory.pager.driver`.
+    nb::class_<BoundDriver>(m, "Driver",
+                            R"(A pager, the queue that runs its transfers, and the pool's lock around them.
+
+A pool asks its driver for the operands of an operation. The driver returns their places in the arena, after waiting for the
+transfers that bring them in. ``with driver:`` holds the lock. Callers of all methods except `acquire` and `release` hold it.
 
 Parameters
 ----------
+queue : Queue
+    Runs the transfers, between host memory or a device and the tiers.
 address : int
     Where the arena begins in memory.
 ports : list of Port
@@ -132,21 +136,49 @@ ports : list of Port
 timeout : float
     Seconds that an access waits for its operands.
 waited : callable
-    Hears of each wait; see `farpool.memory.pager.driver.Waited`.)",
-        nb::type_slots(driver_slots))
-        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"),
-             nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
+    Called without the lock after each wait with ``(op, start, seconds, block, tier)``: operation `op` waited `seconds` from
+    time `start` on for the transfer of `block` from or to `tier`. If the wait was given up, `seconds` is negative, and the
+    call raises the error. `block` and `tier` are -1 if `op` waited because other threads held its operands.
+watch : Watch, optional
+    Debug mode's observer (`farpool.memory.debug.Watch`). Called under the lock: ``starting(commands)`` before commands are
+    started, ``moved(move)`` after each move among them, ``ended(transfer, failed)`` before the pager learns of the end of a
+    transfer, ``granted(access, uses, op)`` when operands are pinned, ``released(access)`` before the pager learns of a release,
+    and ``raise_findings()`` when the release is complete. If ``starting`` raises, none of the commands is started; if
+    ``granted`` raises, the access is given up.)",
+                            nb::type_slots(driver_slots))
+        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object, nb::object>(),
+             nb::arg("pager"), nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
+             nb::arg("watch") = nb::none(),
              nb::sig("def __init__(self, pager: Pager, queue: Queue, address: int, ports: list[Port], timeout: float, waited: "
-                     "collections.abc.Callable[[str, float, float, int, int], None]) -> None"))
+                     "collections.abc.Callable[[str, float, float, int, int], None], watch: typing.Any = None) -> None"))
         .def("__enter__", &BoundDriver::enter)
         .def(
             "__exit__", [](BoundDriver& self, nb::args) { self->unlock(); },
             nb::sig("def __exit__(self, *error: object) -> None"))
-        .def("wait", &BoundDriver::wait, nb::arg("timeout"))
-        .def("notify_all", [](BoundDriver& self) { self->nudge(); })
+        .def("wait", &BoundDriver::wait, nb::arg("timeout"),
+             "Release the lock, wait at most `timeout` seconds until another thread changes something, and lock again.")
+        .def(
+            "notify_all", [](BoundDriver& self) { self->nudge(); },
+            "Wake the waiting threads, so that they check again if they can continue.")
         .def("acquire", acquire, nb::arg("uses"), nb::arg("op"), nb::arg("rows"), nb::arg("careful"),
              nb::sig(
-                 "def acquire(self, uses: collections.abc.Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None"))
+                 "def acquire(self, uses: collections.abc.Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None"),
+             R"(Bring operands into the arena and pin them. Called without the lock.
+
+Parameters
+----------
+rows : bool
+    The uses are rows picked by data.
+careful : bool
+    True if the caller has done the work that `attention` asks for, and has packed the storages. If this is False and any of
+    this is still to be done, the call does nothing and returns None. It also does so if the driver is closed.
+
+Raises
+------
+TooLargeError
+    The operands do not fit into the arena together.
+NoRoomError, TransferFailedError
+    The operands cannot be brought in.)")
         .def(
             "release",
             [](BoundDriver& self, Grant& grant) {
@@ -154,21 +186,40 @@ waited : callable
                     self.release(*grant.access);
                 }
             },
-            nb::arg("grant"))
-        .def("start", [](BoundDriver& self) { self.with_ports().start(); })
-        .def("note_ends", [](BoundDriver& self) { return self.with_ports().note_ends(); })
-        .def("close",
-             [](BoundDriver& self) {
-                 self.attention() = true;
-                 self->close();
-             })
+            nb::arg("grant"), "Unpin the operands of an operation; called without the lock.")
+        .def(
+            "start", [](BoundDriver& self) { self.with_ports().start(); },
+            "Start the moves and transfers that the pager has queued.")
+        .def(
+            "move",
+            [](BoundDriver& self, std::int64_t source, std::int64_t target, std::int64_t nbytes) {
+                self->move(source, target, nbytes);
+            },
+            nb::arg("source"), nb::arg("target"), nb::arg("nbytes"),
+            "Copy bytes inside the arena, between ranges that an access holds; on a device, after all accesses so far.")
+        .def(
+            "note_ends", [](BoundDriver& self) { return self.with_ports().note_ends(); },
+            "Report ended transfers to the pager; return False if no transfer has ended.")
+        .def(
+            "close",
+            [](BoundDriver& self) {
+                self.attention() = true;
+                self->close();
+            },
+            "Close the driver: it grants no more accesses, and waiting threads give up.")
         .def_prop_rw(
             "attention", [](BoundDriver& self) { return self.attention().load(); },
-            [](BoundDriver& self, bool wanted) { self.attention() = wanted; })
-        .def_prop_ro("granted", [](BoundDriver& self) { return self->granted(); })
-        .def_prop_ro("peak", [](BoundDriver& self) { return self->peak(); })
+            [](BoundDriver& self, bool wanted) { self.attention() = wanted; },
+            R"(If True, a call of `acquire` without `careful` returns None. Its caller then frees dropped storages, prepares to
+record or check the access if that is wanted, and calls `acquire` with `careful`.)")
+        .def_prop_ro(
+            "granted", [](BoundDriver& self) { return self->granted(); }, "Number of accesses that have not been released.")
+        .def_prop_ro(
+            "peak", [](BoundDriver& self) { return self->peak(); },
+            "The most bytes of the arena that were ever in use at the same time.")
         .def(
-            "listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"))
+            "listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"),
+            "Start or stop collecting the ended transfers that `take_ended` returns.")
         .def(
             "take_ended",
             [](BoundDriver& self) {
@@ -178,12 +229,16 @@ waited : callable
                 }
                 return ended;
             },
-            nb::sig("def take_ended(self) -> list[tuple[typing.Any, float, float, int]]"))
-        .def("forget_parent",
-             [](BoundDriver& self) {
-                 self.attention() = true;
-                 self->forget_parent();
-             })
+            nb::sig("def take_ended(self) -> list[tuple[typing.Any, float, float, int]]"),
+            R"(Return the transfers that have succeeded since the last call: each transfer, the times of its start and end, and
+the bytes of the arena in use at its end.)")
+        .def(
+            "forget_parent",
+            [](BoundDriver& self) {
+                self.attention() = true;
+                self->forget_parent();
+            },
+            "Close the driver in the child of a fork, and replace the lock, which a thread of the parent may hold.")
         .def(
             "links",
             [](BoundDriver& self) {
@@ -193,5 +248,6 @@ waited : callable
                 }
                 return links;
             },
-            nb::sig("def links(self) -> list[tuple[int, Kind, int, int, float]]"));
+            nb::sig("def links(self) -> list[tuple[int, Kind, int, int, float]]"),
+            "Return, for each tier and direction, the tuple (tier, direction, number of transfers, bytes, seconds).");
 }

@@ -1,5 +1,5 @@
-// The pager's Python face. Messages are Python objects of farpool.memory.pager.messages, so that executors written in Python
-// (on a virtual clock, on a device, checking) take them as they are.
+// The pager's Python face. Messages are Python objects of farpool.memory.pager.messages, so that Python code (debug mode, an
+// executor on a virtual clock) takes them as they are.
 #include <memory>
 #include <string>
 #include <variant>
@@ -61,13 +61,6 @@ nb::tuple to_tuple(const std::vector<Item>& items, Convert convert) {
     return nb::tuple(list);
 }
 
-nb::object to_python(const Command& command) {
-    if (const auto* move = std::get_if<Move>(&command)) {
-        return Names::get().move(move->source, move->target, move->nbytes, move->last_use);
-    }
-    return ::to_python(*std::get<std::shared_ptr<const Transfer>>(command));
-}
-
 const Run& to_run(nb::handle object) {
     const Run* run = nullptr;
     if (!nb::try_cast<const Run*>(object, run) || run == nullptr) {
@@ -124,6 +117,13 @@ nb::object to_python(const Transfer& transfer) {
                           to_tuple(transfer.pieces, [](const Piece& piece) { return to_python(piece); }),
                           to_tuple(transfer.after, [](TransferId id) { return nb::int_(id); }), transfer.demand,
                           transfer.last_use);
+}
+
+nb::object to_python(const Command& command) {
+    if (const auto* move = std::get_if<Move>(&command)) {
+        return Names::get().move(move->source, move->target, move->nbytes, move->last_use);
+    }
+    return to_python(*std::get<std::shared_ptr<const Transfer>>(command));
 }
 
 nb::object to_python(const Refusal& refusal) {
@@ -239,7 +239,7 @@ Such an access says nothing about the rows of the next pass, so the tape only no
     nb::class_<BoundPager>(m, "Pager",
                            R"(Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
 
-The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with
 `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
 
 Parameters

@@ -211,6 +211,9 @@ completes once `after` has. ValueError if `id` is pending; PoolClosedError after
             .def("wait", &Queue::wait, nb::arg("timeout"),
                  "Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed.")
             .def_prop_ro("pending", &Queue::pending)
+            .def_prop_ro(
+                "trouble", [](const Queue&) { return nb::none(); }, nb::sig("def trouble(self) -> Exception | None"),
+                "The error that keeps the queue from finding out if transfers have ended: None, because threads can tell.")
             .def("close", &Queue::close, nb::arg("timeout"),
                  R"(Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
 entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.)");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bound_pager.hpp"
+#include "bindings/python_observer.hpp"
 #include "core/clock.hpp"
 #include "pager/driver.hpp"
 #include "pager/uses.hpp"
@@ -95,15 +96,18 @@ public:
 
 class BoundDriver {
 public:
-    // `timeout`: seconds that an access waits for its operands. `waited`: Python callable that is told of each wait.
+    // `timeout`: seconds that an access waits for its operands. `waited`: Python callable that is told of each wait. `watch`:
+    // debug mode's observer, or None.
     BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, double timeout,
-                nb::object waited)
+                nb::object waited, nb::object watch)
         : pager_(nb::borrow(pager)),
           queue_(std::move(queue)),
           ports_(std::move(ports)),
           timeout_(timeout),
           waited_(std::move(waited)),
-          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), transfer_queue(queue_), arena, keep_object) {}
+          observer_(watch.is_none() ? nullptr : std::make_unique<PythonObserver>(std::move(watch))),
+          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), transfer_queue(queue_), arena, keep_object, observer_.get()),
+          attention_(observer_ != nullptr) {}
 
     farpool::pager::Driver* operator->() { return &driver_; }
 
@@ -127,8 +131,9 @@ public:
     }
 
     // Brings operands into the arena and pins them. Empty if Python code has to act first (`attention`, loose storages) or
-    // the driver is closed.
-    std::optional<Granted> acquire(std::span<const farpool::pager::Use> uses, nb::handle op, bool rows, bool careful) {
+    // the driver is closed. `bound_uses`: the uses as a Python sequence, for debug mode, which is always `careful`.
+    std::optional<Granted> acquire(std::span<const farpool::pager::Use> uses, nb::handle op, bool rows, bool careful,
+                                   nb::handle bound_uses = nb::handle()) {
         if (!careful && (attention_.load() || std::ranges::any_of(uses, [](const auto& use) { return use.storage->loose; }))) {
             return std::nullopt;
         }
@@ -143,6 +148,9 @@ public:
             granted.access = refusing([&] { return with_ports().request(std::move(runs.runs)); });
             if (!granted.access->granted) {
                 granted.waited = await(lock, granted.access, op);
+            }
+            if (observer_ != nullptr) {
+                driver_.check_grant(granted.access, [&] { observer_->granted(granted.access, bound_uses, op); });
             }
             granted.paused = pause_.pauses + PythonSpace::calls != pauses;
         }
@@ -164,6 +172,9 @@ public:
             Py_VISIT(bound.queue_.ptr());
             Py_VISIT(bound.ports_.ptr());
             Py_VISIT(bound.waited_.ptr());
+            if (bound.observer_ != nullptr) {
+                Py_VISIT(bound.observer_->object().ptr());
+            }
         }
         return 0;
     }
@@ -214,6 +225,7 @@ private:
     std::size_t known_ = 0;  // ports that the driver knows
     double timeout_;
     nb::object waited_;
+    std::unique_ptr<PythonObserver> observer_;  // null without debug mode
     farpool::pager::Driver driver_;
-    std::atomic<bool> attention_ = false;
+    std::atomic<bool> attention_;
 };

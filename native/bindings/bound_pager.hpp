@@ -78,6 +78,7 @@ private:
 };
 
 nb::object to_python(const farpool::pager::Transfer& transfer);
+nb::object to_python(const farpool::pager::Command& command);
 // The Python exception for a refusal; None if there is no refusal.
 nb::object to_python(const farpool::pager::Refusal& refusal);
 [[noreturn]] void raise_refusal(const farpool::pager::Refusal& refusal);

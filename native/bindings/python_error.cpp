@@ -27,6 +27,8 @@ const char* class_name(ErrorKind kind) {
             return "LeaseLostError";
         case ErrorKind::ticket:
             return "TicketError";
+        case ErrorKind::unsupported:
+            return "UnsupportedError";
         default:
             return "TierError";
     }
@@ -65,7 +67,7 @@ PyObject* to_python(const PortError& error) {
         return nb::handle(PyExc_ValueError)(error.message).release().ptr();
     }
     nb::object type = nb::module_::import_("farpool.errors").attr(class_name(error.kind));
-    if (error.kind == ErrorKind::closed) {
+    if (error.kind == ErrorKind::closed || error.kind == ErrorKind::unsupported) {
         return type(error.message).release().ptr();
     }
     nb::object made = is_of_node(error.kind) ? type(error.message, nb::arg("node") = error.tier)

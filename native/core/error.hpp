@@ -23,6 +23,7 @@ enum class ErrorKind {
     denied,        // farpool.errors.AccessDeniedError
     lease_lost,    // farpool.errors.LeaseLostError
     ticket,        // farpool.errors.TicketError
+    unsupported,   // farpool.errors.UnsupportedError
     python,        // an exception object that a tier written in Python raised
 };
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -19,13 +18,6 @@ namespace {
 
 constexpr std::size_t small_copy = 64 << 10;  // copying this many bytes takes less time than waking a thread
 constexpr std::size_t most_at_once = 16;      // small copies: a few tens of microseconds
-
-std::chrono::steady_clock::time_point deadline_after(double seconds) {
-    // A century stands for "no limit": larger values would overflow the clock.
-    const double bounded = std::clamp(seconds, 0.0, 100.0 * 365 * 86400);
-    return std::chrono::steady_clock::now() +
-           std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(bounded));
-}
 
 }  // namespace
 
@@ -108,7 +100,7 @@ QueueCore::~QueueCore() {
     if (!results_.empty()) {
         // Only a thread that outlived the queue's owner gets here. The interpreter may have ended, so references cannot be
         // released.
-        new std::vector<Result>(std::move(results_));
+        new std::vector<Result>(results_.leave());
     }
     for (auto& [key, lane] : lanes_) {
         for (const auto& worker : lane->workers) {
@@ -220,7 +212,7 @@ void QueueCore::add(Submission& submission) {
     for (const std::int64_t other : submission.after) {
         const auto found = entries_.find(other);
         if (found == entries_.end()) {
-            doomed = doomed || unpolled_failures_.contains(other);
+            doomed = doomed || results_.has_failure(other);
         } else {
             entry.after.push_back(other);
             found->second->dependents.push_back(id);
@@ -228,7 +220,7 @@ void QueueCore::add(Submission& submission) {
         }
     }
     entries_.emplace(id, &entry);
-    unpolled_failures_.erase(id);
+    results_.forget_failure(id);
     if (doomed) {
         const double now = monotonic_seconds();
         complete({id, std::nullopt, true, now, now});
@@ -273,7 +265,6 @@ void QueueCore::wake_all_workers(bool but_small) {
 // Completes an entry; the caller wakes workers.
 void QueueCore::complete(Outcome ended) {
     outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
-    bool failed = false;
     while (!outcomes_.empty()) {
         Outcome outcome = std::move(outcomes_.back());
         outcomes_.pop_back();
@@ -285,10 +276,6 @@ void QueueCore::complete(Outcome ended) {
         entries_.erase(found);
         spare_.push_back(&entry);  // and not used again before this returns
         const bool bad = outcome.cancelled || outcome.error.has_value();
-        if (bad) {
-            unpolled_failures_.insert(outcome.id);
-            failed = true;
-        }
         // In reverse, so that the stack returns them in order of submission.
         for (auto dependent = entry.dependents.rbegin(); dependent != entry.dependents.rend(); ++dependent) {
             const auto waiting = entries_.find(*dependent);
@@ -306,14 +293,9 @@ void QueueCore::complete(Outcome ended) {
                 }
             }
         }
-        ++seen_.results;
-        results_.push_back(
-            {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
+        results_.add({outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
     }
-    seen_.nudges += failed ? 1 : 0;  // a thread that waits for more results must check again
-    if (failed || (!targets_.empty() && seen_.results >= *targets_.begin())) {
-        finished_.notify_all();
-    }
+    results_.wake();
 }
 
 void QueueCore::work(Lane& lane, Worker& worker) {
@@ -328,7 +310,7 @@ void QueueCore::work(Lane& lane, Worker& worker) {
         ++lane.idle;
     }
     worker.ended = true;
-    finished_.notify_all();
+    results_.notify_all();
 }
 
 // Runs the next entry of a lane, which has one, or the next few small copies. The lock is released while they run.
@@ -383,7 +365,7 @@ bool QueueCore::help(std::unique_lock<std::mutex>& lock) {
     run_next(lock, *best);
     --helping_;
     if (closing_) {
-        finished_.notify_all();
+        results_.notify_all();
     }
     return true;
 }
@@ -420,38 +402,28 @@ void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
 
 std::vector<Result> QueueCore::poll() {
     const std::lock_guard lock(mutex_);
-    unpolled_failures_.clear();
-    return std::exchange(results_, {});
-}
-
-// Waits until `ready`, which is checked when there have been `results` results in all, and at each nudge and close.
-template <typename Ready>
-void QueueCore::wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t results, double seconds, Ready ready) {
-    const auto target = targets_.insert(results);  // waking up for each result would cost more than a small transfer
-    finished_.wait_until(lock, deadline_after(seconds), [&] { return ready() || closing_; });
-    targets_.erase(target);
+    return results_.poll();
 }
 
 bool QueueCore::wait(double seconds) {
     std::unique_lock lock(mutex_);
-    wait_for(lock, seen_.results + 1, seconds, [&] { return !results_.empty(); });
+    results_.wait(lock, results_.seen().results + 1, seconds, [&] { return !results_.empty() || closing_; });
     return !results_.empty();
 }
 
 QueueCore::Seen QueueCore::seen() const {
     const std::lock_guard lock(mutex_);
-    return seen_;
+    return results_.seen();
 }
 
 void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double seconds) {
     std::unique_lock lock(mutex_);
-    const std::uint64_t target = seen.results + results;
-    const auto ready = [&] { return seen_.results >= target || seen_.nudges != seen.nudges; };
+    const auto ready = [&] { return results_.past(seen, results) || closing_; };
     const double deadline = monotonic_seconds() + seconds;
-    while (!ready() && !closing_ && monotonic_seconds() < deadline && help(lock)) {
+    while (!ready() && monotonic_seconds() < deadline && help(lock)) {
     }
     wake_all_workers(false);  // for copies that were left to this thread and that it does not wait for
-    wait_for(lock, target, deadline - monotonic_seconds(), ready);
+    results_.wait(lock, seen.results + results, deadline - monotonic_seconds(), ready);
 }
 
 void QueueCore::nudge() {
@@ -459,8 +431,7 @@ void QueueCore::nudge() {
         return;  // a thread of the parent may have held the lock
     }
     const std::lock_guard lock(mutex_);
-    ++seen_.nudges;
-    finished_.notify_all();
+    results_.nudge();
 }
 
 std::size_t QueueCore::pending() const {
@@ -481,7 +452,7 @@ bool QueueCore::close(double seconds) {
         std::sort(dropped.begin(), dropped.end(), [](const Entry* a, const Entry* b) { return a->order < b->order; });
         const double now = monotonic_seconds();
         for (const Entry* entry : dropped) {
-            results_.push_back({entry->id, std::nullopt, true, now, now, entry->keepalive});
+            results_.add({entry->id, std::nullopt, true, now, now, entry->keepalive});
         }
         for (auto& [key, lane] : lanes_) {
             lane->ready.clear();
@@ -489,7 +460,7 @@ bool QueueCore::close(double seconds) {
             lane->wake.notify_all();
         }
         std::erase_if(entries_, [](const auto& item) { return !item.second->running; });
-        finished_.notify_all();
+        results_.notify_all();
     }
     std::vector<Worker*> workers;  // no more workers are started from now on
     for (const auto& [key, lane] : lanes_) {
@@ -500,7 +471,8 @@ bool QueueCore::close(double seconds) {
     const auto all_ended = [&] {
         return helping_ == 0 && std::all_of(workers.begin(), workers.end(), [](const Worker* worker) { return worker->ended; });
     };
-    const bool ended = finished_.wait_until(lock, deadline_after(seconds), all_ended);
+    results_.wait(lock, UINT64_MAX, seconds, all_ended);
+    const bool ended = all_ended();
     for (Worker* worker : workers) {
         if (worker->ended && worker->thread.joinable()) {
             std::thread thread = std::move(worker->thread);

@@ -8,21 +8,17 @@
 
 #include <sys/types.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <set>
 #include <span>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "core/transfer_queue.hpp"
+#include "core/results.hpp"
 
 namespace farpool {
 
@@ -61,22 +57,16 @@ private:
     void wake_all_workers(bool but_small);
     void start_worker(Lane& lane);
     void require_open() const;
-    template <typename Ready>
-    void wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t results, double seconds, Ready ready);
 
     pid_t owner_;
     mutable std::mutex mutex_;
-    std::condition_variable finished_;  // signals an awaited count of results, a nudge, or a thread's end
     std::unordered_map<std::int64_t, Entry*> entries_;
     // All entries ever allocated; unused entries are in `spare_` and keep the memory of their parts.
     std::vector<std::unique_ptr<Entry>> made_;
     std::vector<Entry*> spare_;
     std::vector<Outcome> outcomes_;  // scratch memory of `complete`
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
-    std::vector<Result> results_;
-    Seen seen_{0, 0};
-    std::multiset<std::uint64_t> targets_;                // counts of results that threads wait for
-    std::unordered_set<std::int64_t> unpolled_failures_;  // failed entries whose results have not been polled yet
+    Results results_;
     std::uint64_t submitted_ = 0;
     std::size_t helping_ = 0;  // waiting threads, not the queue's own, that make a copy
     bool closing_ = false;

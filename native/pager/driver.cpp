@@ -1,6 +1,7 @@
 #include "pager/driver.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 
 #include "core/clock.hpp"
@@ -13,6 +14,27 @@ constexpr std::int64_t write_back_priority = 0;
 constexpr std::int64_t prefetch_priority = 1;
 constexpr std::int64_t demand_priority = 2;
 constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswered
+
+// Keeps the first error until the driver's own work is complete.
+class Kept {
+public:
+    template <typename Call>
+    void run(Call call) {
+        try {
+            call();
+        } catch (...) {
+            error_ = error_ ? error_ : std::current_exception();
+        }
+    }
+    void raise() const {
+        if (error_) {
+            std::rethrow_exception(error_);
+        }
+    }
+
+private:
+    std::exception_ptr error_;
+};
 
 }  // namespace
 
@@ -28,6 +50,10 @@ void Driver::start(bool waits) {
     commands_.clear();
     batch_.clear();  // entries that an error has left
     pager_->take_commands(commands_);
+    if (observer_ != nullptr && !commands_.empty()) {
+        announce();
+    }
+    Kept kept;
     std::size_t count = 0;
     for (const Command& command : commands_) {
         const auto* transfer = std::get_if<std::shared_ptr<const Transfer>>(&command);
@@ -40,6 +66,9 @@ void Driver::start(bool waits) {
             submit(false);  // entries before it need not wait for it
             queue_->move(arena_ + static_cast<std::uintptr_t>(move->target), arena_ + static_cast<std::uintptr_t>(move->source),
                          static_cast<std::size_t>(move->nbytes), move->last_use);
+            if (observer_ != nullptr) {
+                kept.run([&] { observer_->moved(static_cast<std::size_t>(&command - commands_.data())); });
+            }
         } else {
             add(*std::get<std::shared_ptr<const Transfer>>(command));
         }
@@ -47,6 +76,36 @@ void Driver::start(bool waits) {
     submit(waits);
     for (const TransferId raised : pager_->take_raised()) {
         queue_->reprioritize(raised, demand_priority);
+    }
+    kept.raise();
+}
+
+// Tells the observer of the commands. If it throws, their transfers fail, because nothing starts them.
+void Driver::announce() {
+    try {
+        observer_->starting(commands_);
+    } catch (...) {
+        for (const Command& command : commands_) {
+            if (const auto* transfer = std::get_if<std::shared_ptr<const Transfer>>(&command)) {
+                pager_->failed(
+                    (*transfer)->id,
+                    std::make_shared<const TransferFailure>(TransferFailure{
+                        {ErrorKind::tier, "debug mode did not let a transfer start", {}, 0, nullptr}, -1, (*transfer)->block}));
+            }
+        }
+        throw;
+    }
+}
+
+void Driver::move(std::int64_t source, std::int64_t target, std::int64_t nbytes) {
+    const Command command = Move{source, target, nbytes, pager_->tape().now()};
+    if (observer_ != nullptr) {
+        observer_->starting({&command, 1});
+    }
+    queue_->move(arena_ + static_cast<std::uintptr_t>(target), arena_ + static_cast<std::uintptr_t>(source),
+                 static_cast<std::size_t>(nbytes), pager_->tape().now());
+    if (observer_ != nullptr) {
+        observer_->moved(0);
     }
 }
 
@@ -95,10 +154,19 @@ void Driver::submit(bool waits) {
 }
 
 bool Driver::note_ends() {
+    for (const Ran& ran : queue_->take_ran()) {
+        pager_->ran(ran.ordinal, ran.start, ran.end);
+    }
     std::vector<Result> results = queue_->poll();
     for (const Result& result : results) {
         if (result.keepalive != nullptr) {
             keep_(result.keepalive, false);
+        }
+    }
+    Kept kept;
+    if (observer_ != nullptr) {
+        for (const Result& result : results) {
+            kept.run([&] { observer_->ended(result.id, result.cancelled || result.error); });
         }
     }
     for (Result& result : results) {
@@ -120,6 +188,7 @@ bool Driver::note_ends() {
         start();
         nudge();
     }
+    kept.raise();
     return !results.empty();
 }
 
@@ -140,12 +209,14 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     }
 }
 
-std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
+std::shared_ptr<Access> Driver::request(std::vector<Run> runs, ProgramStream stream) {
+    queue_->begin_use(stream);
     if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     const bool others = !pager_->waiting().empty();
     std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
+    access->stream = stream;
     try {
         // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
@@ -157,12 +228,19 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
         nudge();
     }
     if (access->granted) {
-        count_grant();
+        grant(*access);
     }
     return access;
 }
 
-void Driver::count_grant() {
+// Counts an access that the pager has granted, and orders its work on a device. If the device refuses, the access is released.
+void Driver::grant(Access& access) {
+    try {
+        queue_->order_use(access.stream, access.last_use);
+    } catch (...) {
+        pager_->release(access, true);
+        throw;
+    }
     ++granted_;
     peak_ = std::max(peak_, pager_->residency().arena().used());
 }
@@ -181,13 +259,13 @@ void Driver::wait(double seconds, Pause& pause) {
     --waiting_;
 }
 
-Wait Driver::await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause) {
+Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause) {
     for (;;) {
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
-            count_grant();
+            grant(access);
             return Wait::granted;
         }
         if (!std::holds_alternative<std::monostate>(access.refusal)) {
@@ -231,6 +309,16 @@ std::pair<BlockId, std::int32_t> Driver::awaited(const Access& access) const {
     return found;
 }
 
+void Driver::check_grant(const std::shared_ptr<Access>& access, const std::function<void()>& check) {
+    try {
+        check();
+    } catch (...) {
+        --granted_;
+        abandon(access);
+        throw;
+    }
+}
+
 void Driver::release(Access& access) {
     if (closed_) {
         --granted_;
@@ -239,6 +327,11 @@ void Driver::release(Access& access) {
     }
     // Read before the release, which may grant waiting accesses and so take them out of the line.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
+    Kept kept;  // neither a lost device nor an observer may leave operands pinned
+    kept.run([&] { queue_->end_use(access.stream, access.ordinal); });  // before the pager gives the ranges to others
+    if (observer_ != nullptr) {
+        kept.run([&] { observer_->released(access); });
+    }
     pager_->release(access, true);
     --granted_;
     if (!pager_->residency().transfers().empty()) {
@@ -247,6 +340,10 @@ void Driver::release(Access& access) {
     start();
     if (others) {
         nudge();
+    }
+    kept.raise();
+    if (observer_ != nullptr) {
+        observer_->raise_findings();
     }
 }
 

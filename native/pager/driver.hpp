@@ -8,6 +8,7 @@
 // first), so a thread may call into the interpreter while it holds the driver's lock.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -48,14 +49,33 @@ public:
     virtual bool interrupted() { return false; }
 };
 
+// Follows a driver in debug mode. All calls come under the driver's lock and may throw; the driver goes on working then.
+class Observer {
+public:
+    virtual ~Observer() = default;
+    // Before commands are started. If it throws, none of them is started: the transfers fail, and moved blocks lose their
+    // bytes.
+    virtual void starting(std::span<const Command> commands) = 0;
+    // The move at `index` of the commands last passed to `starting` has been made.
+    virtual void moved(std::size_t index) = 0;
+    // A transfer has ended, and the pager does not know it yet. `failed`: it failed or was cancelled.
+    virtual void ended(TransferId transfer, bool failed) = 0;
+    // An access is being released, and the pager does not know it yet.
+    virtual void released(const Access& access) = 0;
+    // A release is complete: throws the first error found so far, if there is one.
+    virtual void raise_findings() = 0;
+};
+
 enum class Wait { granted, refused, timed_out, closed, interrupted };
 
 class Driver {
 public:
     // Takes (`take` true) or releases a reference to the owner of a port, which must outlive the transfers under way.
     using Keep = void (*)(PyObject* owner, bool take);
-    Driver(std::shared_ptr<Pager> pager, std::shared_ptr<TransferQueue> queue, std::uintptr_t arena, Keep keep = nullptr)
-        : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep) {}
+    // `observer`: null without debug mode.
+    Driver(std::shared_ptr<Pager> pager, std::shared_ptr<TransferQueue> queue, std::uintptr_t arena, Keep keep = nullptr,
+           Observer* observer = nullptr)
+        : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep), observer_(observer) {}
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
 
@@ -70,16 +90,21 @@ public:
     void add_port(Port* port, PyObject* owner = nullptr) { ports_.emplace_back(port, owner); }
     // Submits the pager's commands to the queue. `waits`: the caller goes on to `await` or `abandon`.
     void start(bool waits = false);
+    // Copies bytes inside the arena, after all uses so far. An access holds both ranges.
+    void move(std::int64_t source, std::int64_t target, std::int64_t nbytes);
     // Reports ended transfers to the pager and starts the next commands; false if none has ended.
     bool note_ends();
-    // Requests the ranges of one operation and starts their transfers. Throws Refused if they do not fit together.
-    std::shared_ptr<Access> request(std::vector<Run> runs);
+    // Requests the ranges of one operation, which will be queued on this stream, and starts their transfers. Throws Refused if
+    // they do not fit together, and PortFailure if the stream cannot have an access now.
+    std::shared_ptr<Access> request(std::vector<Run> runs, ProgramStream stream = 0);
     // Waits with the lock released until a transfer has ended or `nudge` was called, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
     // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
-    Wait await(std::unique_lock<std::mutex>& lock, const Access& access, double deadline, Pause& pause);
+    Wait await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause);
     // The block that an access waits for, and the tier at the other end; -1 if it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
+    // Runs debug mode's `check` of an access that has just been granted. If it throws, the access is given up.
+    void check_grant(const std::shared_ptr<Access>& access, const std::function<void()>& check);
     void release(Access& access);
     void abandon(const std::shared_ptr<Access>& access);
     void close();
@@ -104,16 +129,18 @@ public:
     std::int64_t granted() const noexcept { return granted_; }
 
 private:
+    void announce();
     void add(const Transfer& transfer);
     void submit(bool waits);
     void account(const std::shared_ptr<const Transfer>& transfer, double start, double end);
-    void count_grant();
+    void grant(Access& access);
 
     std::mutex mutex_;
     std::shared_ptr<Pager> pager_;
     std::shared_ptr<TransferQueue> queue_;
     std::uintptr_t arena_;
     Keep keep_;
+    Observer* observer_;
     std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each
     std::map<std::pair<std::int32_t, Kind>, LinkTotal> links_;
     std::vector<Ended> ended_;

@@ -7,7 +7,7 @@
 // be granted at once waits in line, and only the head of the line may make room. So two threads never evict each other's
 // operands in turn, and every operation that fits alone is granted.
 //
-// The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed`
+// The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with `completed`
 // or `failed`, then calls `proceed`. It holds one lock around the pager.
 #pragma once
 
@@ -33,8 +33,9 @@ struct Access {
     std::int64_t ordinal = -1;         // grows from one request to the next; rows of one table may share it
     std::int64_t last_use = -1;        // latest use by earlier owners of the ranges that it writes into; see `Transfer`
     bool granted = false;
-    bool under_way = false;  // all blocks that it waits for are being transferred
-    BlockSet blocks;         // of all runs; empty if the access was granted at once
+    bool under_way = false;     // all blocks that it waits for are being transferred
+    BlockSet blocks;            // of all runs; empty if the access was granted at once
+    std::uintptr_t stream = 0;  // the program's stream on which the operation is queued; for the driver
 };
 
 // Thrown if a call cannot be carried out; the call has changed nothing.

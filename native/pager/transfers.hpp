@@ -1,4 +1,4 @@
-// The transfers under way, and the commands that the executor has not taken yet.
+// The transfers under way, and the commands that the queue has not taken yet.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ public:
     void copy(const Move& move) { commands_.emplace_back(move); }
     // Ends a transfer and returns it; null if it was cancelled before.
     std::shared_ptr<const Transfer> finish(TransferId number);
-    // Ends a transfer that has to be undone. If the executor has not taken it yet, it never starts.
+    // Ends a transfer that has to be undone. If the queue has not taken it yet, it never starts.
     void cancel(TransferId number);
-    // Asks the executor to hurry the transfer of a block, if one is under way that no access waited for.
+    // Asks the queue to hurry the transfer of a block, if one is under way that no access waited for.
     void raise(BlockId block);
 
     bool empty() const noexcept { return under_way_.empty(); }

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstring>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "core/clock.hpp"
@@ -58,15 +60,59 @@ private:
     std::atomic<unsigned> calls_ = 0;
 };
 
+// Notes the calls, and fails the next one of a kind.
+class Noting : public Observer {
+public:
+    void starting(std::span<const Command> commands) override {
+        for (const Command& command : commands) {
+            if (const auto* transfer = std::get_if<std::shared_ptr<const Transfer>>(&command)) {
+                notes.push_back((*transfer)->kind == Kind::fetch ? "fetch" : "write back");
+            } else {
+                notes.push_back("move");
+            }
+        }
+        fail("starting");
+    }
+    void moved(std::size_t index) override {
+        notes.push_back("moved " + std::to_string(index));
+        fail("moved");
+    }
+    void ended(TransferId, bool failed) override {
+        notes.push_back(failed ? "failed" : "ended");
+        fail("ended");
+    }
+    void released(const Access& access) override {
+        CHECK(access.granted);  // the pager does not know it yet
+        notes.push_back("released");
+        fail("released");
+    }
+    void raise_findings() override {
+        notes.push_back("findings");
+        fail("raise_findings");
+    }
+    std::vector<std::string> take() { return std::exchange(notes, {}); }
+
+    std::string failing;
+    std::vector<std::string> notes;
+
+private:
+    void fail(const std::string& what) {
+        if (failing == what) {
+            failing.clear();
+            throw std::runtime_error(what);
+        }
+    }
+};
+
 struct World {
-    World(std::int64_t capacity, unsigned one_in, bool copies = false)
+    World(std::int64_t capacity, unsigned one_in, bool copies = false, Observer* observer = nullptr)
         : arena(static_cast<std::size_t>(capacity)),
           port(1 << 20, one_in, copies),
           queue(std::make_shared<QueueCore>()),
           driver(
               std::make_unique<Pager>(capacity, std::vector<std::shared_ptr<Space>>{std::make_shared<SimulatedSpace>(1 << 20)},
                                       1, 64, 1 << 12, true, false),
-              queue, reinterpret_cast<std::uintptr_t>(arena.data())) {
+              queue, reinterpret_cast<std::uintptr_t>(arena.data()), nullptr, observer) {
         driver.add_port(&port);
     }
     ~World() { queue->close(patience); }
@@ -77,7 +123,13 @@ struct World {
         auto lock = driver.lock(pause);
         const auto access = driver.request({{block, 1, mode, -1}});
         if (!access->granted) {
-            const Wait outcome = driver.await(lock, *access, farpool::monotonic_seconds() + patience, pause);
+            Wait outcome;
+            try {
+                outcome = driver.await(lock, *access, farpool::monotonic_seconds() + patience, pause);
+            } catch (...) {
+                driver.abandon(access);
+                throw;
+            }
             if (outcome == Wait::refused) {
                 return false;
             }
@@ -232,6 +284,106 @@ TEST("a wait for several results ends with the first one that failed") {
     CHECK_EQUAL(queue->seen().results, std::uint64_t{2});
     CHECK_EQUAL(queue->poll().size(), std::size_t{2});
     queue->close(patience);
+}
+
+using Notes = std::vector<std::string>;
+
+TEST("an observer hears of commands, ends and releases in the order in which they happen") {
+    Noting noting;
+    World world(1024, 0, false, &noting);
+    const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
+    const auto nothing = [](std::byte*) {};
+    CHECK(world.access(block, Mode::overwrite, nothing));
+    CHECK(noting.take() == (Notes{"released", "findings"}));
+    CHECK(world.access(block + 1, Mode::overwrite, nothing));
+    // The second command is a barrier: the block's range is free when the write-back has ended.
+    CHECK(noting.take() == (Notes{"write back", "fetch", "ended", "ended", "released", "findings"}));
+    CHECK(world.access(block, Mode::read, nothing));
+    CHECK(noting.take() == (Notes{"write back", "fetch", "ended", "ended", "released", "findings"}));
+}
+
+TEST("an observer hears of moves, those of the pager and those inside an access") {
+    Noting noting;
+    World world(3 * 1024, 0, false, &noting);
+    std::vector<BlockId> blocks;
+    for (int number = 0; number < 3; ++number) {
+        blocks.push_back(world.driver.pager().create(std::vector<std::int64_t>{1024}, 0));
+        CHECK(world.access(blocks.back(), Mode::overwrite, [&](std::byte* at) { std::memset(at, number, 1024); }));
+    }
+    const BlockId large = world.driver.pager().create(std::vector<std::int64_t>{2048}, 0);
+    for (const BlockId block : blocks) {  // the outer ones
+        if (world.driver.pager().residency()[block].place != 1024) {
+            world.driver.pager().retire(block, 1);
+            CHECK(world.driver.pager().forget(block, 1));
+        }
+    }
+    noting.take();
+    CHECK(world.access(large, Mode::overwrite, [](std::byte*) {}));
+    CHECK(noting.take() == (Notes{"move", "moved 0", "released", "findings"}));
+    Pause pause;
+    auto lock = world.driver.lock(pause);
+    const auto access = world.driver.request({{large, 1, Mode::write, -1}});
+    CHECK(access->granted);
+    std::memset(world.arena.data() + access->places[0], 7, 512);
+    noting.take();
+    world.driver.move(access->places[0], access->places[0] + 256, 512);
+    CHECK(noting.take() == (Notes{"move", "moved 0"}));
+    CHECK_EQUAL(static_cast<int>(world.arena[static_cast<std::size_t>(access->places[0] + 767)]), 7);
+    world.driver.release(*access);
+}
+
+TEST("an error of an observer leaves a driver that works and pins nothing") {
+    for (const char* const failing : {"starting", "ended", "released", "raise_findings"}) {
+        Noting noting;
+        World world(4 * 1024, 0, false, &noting);
+        const BlockId block = world.driver.pager().create(std::vector<std::int64_t>(12, 1024), 0);
+        std::mt19937 random(1);
+        int errors = 0;
+        std::vector<int> written(12, -1);
+        for (int step = 0; step < 600; ++step) {
+            if (step % 20 == 0) {
+                noting.failing = failing;
+            }
+            const auto index = static_cast<std::size_t>(random() % 12);
+            const bool write = written[index] < 0 || random() % 2 == 0;
+            try {
+                const bool done =
+                    world.access(block + static_cast<BlockId>(index), write ? Mode::overwrite : Mode::read, [&](std::byte* at) {
+                        if (write) {
+                            std::memset(at, step, 1024);
+                            written[index] = step % 256;
+                        } else {
+                            CHECK_EQUAL(static_cast<int>(at[1023]), written[index]);
+                        }
+                    });
+                CHECK(done || std::string(failing) == "starting");
+            } catch (const std::runtime_error& error) {
+                CHECK_EQUAL(std::string(error.what()), std::string(failing));
+                ++errors;
+                written[index] = write ? -1 : written[index];  // a write that was given up leaves any bytes
+            }
+            CHECK_EQUAL(world.driver.granted(), 0);
+        }
+        CHECK(errors > 10);
+        for (BlockId pinned = block; pinned < block + 12; ++pinned) {
+            CHECK_EQUAL(world.driver.pager().residency()[pinned].pins, 0);
+        }
+    }
+}
+
+TEST("an access whose check fails is given up") {
+    Noting noting;
+    World world(1024, 0, false, &noting);
+    const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024}, 0);
+    Pause pause;
+    auto lock = world.driver.lock(pause);
+    const auto access = world.driver.request({{block, 1, Mode::overwrite, -1}});
+    CHECK_THROWS(std::runtime_error, world.driver.check_grant(access, [] { throw std::runtime_error("checked"); }));
+    CHECK(!access->granted);
+    CHECK_EQUAL(world.driver.granted(), 0);
+    lock.unlock();
+    CHECK(world.access(block, Mode::overwrite, [](std::byte*) {}));
+    CHECK(noting.take() == (Notes{"released", "findings"}));  // it never heard of the first one
 }
 
 int main() { return farpool::testing::run(); }

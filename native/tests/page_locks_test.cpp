@@ -26,8 +26,8 @@ using farpool::MemoryPort;
 using farpool::PortFailure;
 using farpool::device::Device;
 using farpool::device::Event;
+using farpool::device::HostPart;
 using farpool::device::PageLocks;
-using farpool::device::Part;
 using farpool::device::SpaceLocks;
 using farpool::device::Stream;
 
@@ -159,7 +159,7 @@ struct World {
     ~World() { device->hold(false); }
 
     bool has(std::uint64_t offset, std::size_t nbytes) {
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         return locks.parts(&tier.port, offset, nbytes, parts);
     }
     void lock(std::size_t nbytes) {
@@ -241,12 +241,12 @@ TEST("parts of a range lie in one locked chunk each, and are appended") {
     World world;
     world.lock(size);
     const std::uintptr_t start = world.tier.start();
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(world.locks.parts(&world.tier.port, chunk - 64, 2 * chunk, parts));
-    CHECK((parts == std::vector<Part>{{start + chunk - 64, 64}, {start + chunk, chunk}, {start + 2 * chunk, chunk - 64}}));
+    CHECK((parts == std::vector<HostPart>{{start + chunk - 64, 64}, {start + chunk, chunk}, {start + 2 * chunk, chunk - 64}}));
     CHECK(world.locks.parts(&world.tier.port, chunk, chunk, parts));
     CHECK_EQUAL(parts.size(), 4U);
-    CHECK((parts.back() == Part{start + chunk, chunk}));
+    CHECK((parts.back() == HostPart{start + chunk, chunk}));
     CHECK(world.locks.parts(&world.tier.port, size, 0, parts));
     CHECK_EQUAL(parts.size(), 4U);
     world.close();
@@ -259,10 +259,10 @@ TEST("random ranges: the parts are the range, without a gap, and cross no chunk"
     for (int turn = 0; turn < 500; ++turn) {
         const std::uint64_t offset = random() % size;
         const std::size_t nbytes = 1 + random() % (size - offset);
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         CHECK(world.locks.parts(&world.tier.port, offset, nbytes, parts));
         std::uintptr_t next = world.tier.start() + offset;
-        for (const Part& part : parts) {
+        for (const HostPart& part : parts) {
             CHECK_EQUAL(part.address, next);
             CHECK((next - world.tier.start()) / chunk == (next + part.nbytes - 1 - world.tier.start()) / chunk);
             next += part.nbytes;
@@ -275,7 +275,7 @@ TEST("random ranges: the parts are the range, without a gap, and cross no chunk"
 TEST("while the device locks, no call waits, and nothing is appended") {
     World world;
     world.device->hold(true);
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!world.locks.parts(&world.tier.port, 0, 1000, parts));
     within([&] { return world.device->is_locking(); });
     for (int turn = 0; turn < 100; ++turn) {
@@ -291,7 +291,7 @@ TEST("while the device locks, no call waits, and nothing is appended") {
 TEST("a port that was not added is never locked") {
     World world;
     Tier other(chunk);
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!world.locks.parts(&other.port, 0, 10, parts));
     CHECK(!world.locks.parts(nullptr, 0, 10, parts));
     world.close();
@@ -302,9 +302,9 @@ TEST("spaces are locked for themselves") {
     World world;
     Tier second(size);
     world.locks.add(&second.port, second.start(), size, "second");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     within([&] { return world.locks.parts(&second.port, 0, chunk + 1, parts); });
-    CHECK((parts == std::vector<Part>{{second.start(), chunk}, {second.start() + chunk, 1}}));
+    CHECK((parts == std::vector<HostPart>{{second.start(), chunk}, {second.start() + chunk, 1}}));
     CHECK_EQUAL(world.total().locked, 0U);
     CHECK_EQUAL(world.locks.totals().at(1).locked, 2 * chunk);
     world.lock(1);
@@ -326,7 +326,7 @@ TEST("after a refusal of the device the space is not tried again, and its locked
         CHECK_EQUAL(PageLocks::locked_in_process(), locked);
         Tier second(size);
         world.locks.add(&second.port, second.start(), size, "second");
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         within([&] { return world.locks.parts(&second.port, 0, 1, parts); });  // the thread has gone on
         CHECK_EQUAL(world.device->tries, refused + 1);
         world.close();
@@ -370,7 +370,7 @@ TEST("a device that cannot be entered refuses every space") {
     device->lost = true;
     PageLocks locks(device, chunk, no_limit);
     locks.add(&tier.port, tier.start(), size, "dram");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!locks.parts(&tier.port, 0, 1, parts));
     within([&] { return !locks.totals().at(0).refused.empty(); });
     CHECK_EQUAL(locks.totals().at(0).refused, "the device is lost");
@@ -384,7 +384,7 @@ TEST("memory that cannot be kept from children is unlocked again and refused") {
     Tier tier(chunk);
     const std::uintptr_t of_kernel = 0 - (std::uintptr_t{1} << 40);  // the kernel maps nothing there for a process
     locks.add(&tier.port, of_kernel, chunk, "gone");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!locks.parts(&tier.port, 0, 1, parts));
     within([&] { return !locks.totals().at(0).refused.empty(); });
     CHECK(contains(locks.totals().at(0).refused, "cannot keep it from forked processes"));
@@ -444,7 +444,7 @@ TEST("without a close the destructor ends the thread and unlocks nothing") {
     {
         PageLocks locks(device, chunk, no_limit);
         locks.add(&tier.port, tier.start(), size, "dram");
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         within([&] { return locks.parts(&tier.port, 0, 1, parts); });
     }
     CHECK_EQUAL(device.use_count(), 1);
@@ -474,7 +474,7 @@ TEST("many threads may ask at once, while spaces are added and the locks are clo
             while (!ended) {
                 farpool::Port* const port = random() % 3 == 0 ? &world.tier.port : &tiers[random() % 4]->port;
                 const std::uint64_t offset = random() % size;
-                std::vector<Part> parts;
+                std::vector<HostPart> parts;
                 found += world.locks.parts(port, offset, 1 + random() % (size - offset), parts) ? 1 : 0;
                 (void)world.locks.totals();
                 std::this_thread::yield();

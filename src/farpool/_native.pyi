@@ -277,6 +277,10 @@ class Queue:
 
     @property
     def pending(self) -> int: ...
+    @property
+    def trouble(self) -> Exception | None:
+        """The error that keeps the queue from finding out if transfers have ended: None, because threads can tell."""
+
     def close(self, timeout: float) -> bool:
         """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
         entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.
@@ -1027,7 +1031,7 @@ class PagerAccess:
 class Pager:
     """Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
 
-    The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+    The caller passes what `take_commands` returns to a queue, in order, and reports each transfer's end with
     `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
 
     Parameters
@@ -1301,10 +1305,15 @@ class Grant:
         """The pager's access behind the grant; None if all uses are empty."""
 
 class Driver:
-    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.memory.pager.driver`.
+    """A pager, the queue that runs its transfers, and the pool's lock around them.
+
+    A pool asks its driver for the operands of an operation. The driver returns their places in the arena, after waiting for the
+    transfers that bring them in. ``with driver:`` holds the lock. Callers of all methods except `acquire` and `release` hold it.
 
     Parameters
     ----------
+    queue : Queue
+        Runs the transfers, between host memory or a device and the tiers.
     address : int
         Where the arena begins in memory.
     ports : list of Port
@@ -1312,7 +1321,15 @@ class Driver:
     timeout : float
         Seconds that an access waits for its operands.
     waited : callable
-        Hears of each wait; see `farpool.memory.pager.driver.Waited`.
+        Called without the lock after each wait with ``(op, start, seconds, block, tier)``: operation `op` waited `seconds` from
+        time `start` on for the transfer of `block` from or to `tier`. If the wait was given up, `seconds` is negative, and the
+        call raises the error. `block` and `tier` are -1 if `op` waited because other threads held its operands.
+    watch : Watch, optional
+        Debug mode's observer (`farpool.memory.debug.Watch`). Called under the lock: ``starting(commands)`` before commands are
+        started, ``moved(move)`` after each move among them, ``ended(transfer, failed)`` before the pager learns of the end of a
+        transfer, ``granted(access, uses, op)`` when operands are pinned, ``released(access)`` before the pager learns of a release,
+        and ``raise_findings()`` when the release is complete. If ``starting`` raises, none of the commands is started; if
+        ``granted`` raises, the access is given up.
     """
 
     def __init__(
@@ -1323,28 +1340,79 @@ class Driver:
         ports: list[Port],
         timeout: float,
         waited: Callable[[str, float, float, int, int], None],
+        watch: Any = None,
     ) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
-    def wait(self, timeout: float) -> None: ...
-    def notify_all(self) -> None: ...
-    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None: ...
-    def release(self, grant: Grant) -> None: ...
-    def start(self) -> None: ...
-    def note_ends(self) -> bool: ...
-    def close(self) -> None: ...
+    def wait(self, timeout: float) -> None:
+        """Release the lock, wait at most `timeout` seconds until another thread changes something, and lock again."""
+
+    def notify_all(self) -> None:
+        """Wake the waiting threads, so that they check again if they can continue."""
+
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None:
+        """Bring operands into the arena and pin them. Called without the lock.
+
+        Parameters
+        ----------
+        rows : bool
+            The uses are rows picked by data.
+        careful : bool
+            True if the caller has done the work that `attention` asks for, and has packed the storages. If this is False and any of
+            this is still to be done, the call does nothing and returns None. It also does so if the driver is closed.
+
+        Raises
+        ------
+        TooLargeError
+            The operands do not fit into the arena together.
+        NoRoomError, TransferFailedError
+            The operands cannot be brought in.
+        """
+
+    def release(self, grant: Grant) -> None:
+        """Unpin the operands of an operation; called without the lock."""
+
+    def start(self) -> None:
+        """Start the moves and transfers that the pager has queued."""
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        """Copy bytes inside the arena, between ranges that an access holds; on a device, after all accesses so far."""
+
+    def note_ends(self) -> bool:
+        """Report ended transfers to the pager; return False if no transfer has ended."""
+
+    def close(self) -> None:
+        """Close the driver: it grants no more accesses, and waiting threads give up."""
+
     @property
-    def attention(self) -> bool: ...
+    def attention(self) -> bool:
+        """If True, a call of `acquire` without `careful` returns None. Its caller then frees dropped storages, prepares to
+        record or check the access if that is wanted, and calls `acquire` with `careful`.
+        """
+
     @attention.setter
     def attention(self, arg: bool, /) -> None: ...
     @property
-    def granted(self) -> int: ...
+    def granted(self) -> int:
+        """Number of accesses that have not been released."""
+
     @property
-    def peak(self) -> int: ...
-    def listen(self, wanted: bool) -> None: ...
-    def take_ended(self) -> list[tuple[Any, float, float, int]]: ...
-    def forget_parent(self) -> None: ...
-    def links(self) -> list[tuple[int, Kind, int, int, float]]: ...
+    def peak(self) -> int:
+        """The most bytes of the arena that were ever in use at the same time."""
+
+    def listen(self, wanted: bool) -> None:
+        """Start or stop collecting the ended transfers that `take_ended` returns."""
+
+    def take_ended(self) -> list[tuple[Any, float, float, int]]:
+        """Return the transfers that have succeeded since the last call: each transfer, the times of its start and end, and
+        the bytes of the arena in use at its end.
+        """
+
+    def forget_parent(self) -> None:
+        """Close the driver in the child of a fork, and replace the lock, which a thread of the parent may hold."""
+
+    def links(self) -> list[tuple[int, Kind, int, int, float]]:
+        """Return, for each tier and direction, the tuple (tier, direction, number of transfers, bytes, seconds)."""
 
 class Footprint:
     """Geometry of a tensor over a storage; see `farpool.tensors.footprint`."""

@@ -10,7 +10,6 @@ import torch
 
 import farpool
 from farpool.memory.pager import Mode
-from farpool.memory.pager.executor.staged import StagedExecutor
 from farpool.memory.pager.use import Use
 from farpool.memory.pool import blocks_of
 from tests.block_pools import block_pool
@@ -36,28 +35,6 @@ def test_page_locks_are_on_the_account_and_gone_when_the_pool_is_closed() -> Non
             ledger = blocks_of(pool).ledger
             farpool.restore(model)
         assert ledger.total(owner="page locks").page_locked == 0
-
-
-def test_once_it_is_locked_host_memory_is_copied_from_and_to_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = []
-    layout = StagedExecutor._layout
-
-    def count(self: StagedExecutor, job: object) -> object:
-        staged.append(job)
-        return layout(self, job)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(StagedExecutor, "_layout", count)
-    model, inputs = build(), batch()
-    with torch.no_grad(), farpool.Pool(weight_bytes(model) // 4, dram="200MiB", device="cuda") as pool:
-        farpool.offload(model, pool)
-        model(inputs)
-        within(lambda: pool.stats().tiers[0].page_locked >= pool.stats().tiers[0].peak)
-        before = pool.stats().evictions
-        staged.clear()
-        for _ in range(3):
-            model(inputs)
-        assert pool.stats().evictions > before
-        assert not staged
 
 
 def test_the_budget_can_be_lowered_and_raised_again_but_not_beyond_what_was_allocated() -> None:

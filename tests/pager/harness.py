@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from farpool._native import ExtentAllocator
-from farpool.memory.debug.checked import CheckedExecutor, Span
+from farpool.memory.debug.checked import Span
 from farpool.memory.pager import Access, Kind, Mode, Move, Pager, Run, Transfer
-from tests.pager.virtual_executor import Link, VirtualExecutor
+from tests.pager.virtual_executor import CheckedExecutor, Link, VirtualExecutor
 
 
 class SimulatedSpace:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from farpool import OrderError
-from farpool.memory.debug.checked import CheckedExecutor, Span
+from farpool.memory.debug.checked import Span
 from farpool.memory.pager import Kind, Mode, Move, Piece, Transfer
 from tests.pager.harness import World
 from tests.pager.test_pager import random_program
-from tests.pager.virtual_executor import Link, VirtualExecutor
+from tests.pager.virtual_executor import CheckedExecutor, Link, VirtualExecutor
 
 
 def transfer(number: int, kind: Kind, place: int, *, after: tuple[int, ...] = (), nbytes: int = 64) -> Transfer:

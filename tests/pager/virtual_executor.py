@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from farpool.memory.debug.checked import CheckedOrder
 from farpool.memory.pager import Kind, Move, Transfer
-from farpool.memory.pager.executor.base import Done, Executor
 
-__all__ = ["Link", "VirtualExecutor"]
+__all__ = ["CheckedExecutor", "Done", "Link", "VirtualExecutor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a transfer ended: with an error, cancelled because of another one's, or well; and when."""
+
+    id: int
+    error: BaseException | None
+    cancelled: bool
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -39,7 +50,7 @@ class _Lane:
     end: float = 0.0
 
 
-class VirtualExecutor(Executor):
+class VirtualExecutor:
     """Simulated tiers and links.
 
     Parameters
@@ -121,11 +132,6 @@ class VirtualExecutor(Executor):
             self._dispatch()
         self.now = until
 
-    def close(self, timeout: float) -> bool:
-        self._lanes.clear()
-        self._open.clear()
-        return True
-
     def _dispatch(self) -> None:
         """Start what can start on links that are idle."""
         for lane_key in sorted(self._lanes):
@@ -177,3 +183,24 @@ class VirtualExecutor(Executor):
                 del self._open[transfer.id]
                 self._done.append(Done(transfer.id, None, True, self.now, self.now))
                 self._cancel_after(transfer.id)
+
+
+class CheckedExecutor(CheckedOrder):
+    """Passes commands to another executor if they are in order."""
+
+    def __init__(self, inner: VirtualExecutor) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def start(self, commands: Sequence[Transfer | Move]) -> None:
+        self.starting(commands)
+        self._inner.start(commands)
+
+    def poll(self) -> list[Done]:
+        finished = self._inner.poll()
+        for done in finished:
+            self.ended(done.id, failed=done.error is not None or done.cancelled)
+        return finished
+
+    def wait(self, timeout: float) -> bool:
+        return self._inner.wait(timeout)

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
-from farpool.memory.debug.memory import POISON
+from farpool.memory.debug.memory import POISON, DeviceMemory
 from farpool.memory.pager import Mode, Move, Transfer
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use, runs_of
 from farpool.memory.pool import blocks_of
 from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -171,12 +172,13 @@ def test_bytes_that_come_back_changed_from_below_are_found(pool: Planted) -> Non
 
 
 def test_a_transfer_that_lost_its_waits_is_found(pool: Planted) -> None:
-    start = pool._executor.start
+    assert pool._watch is not None
+    starting = pool._watch.starting
 
     def hasty(commands: Sequence[Transfer | Move]) -> None:
-        start([replace(c, after=()) if isinstance(c, Transfer) else c for c in commands])
+        starting([replace(c, after=()) if isinstance(c, Transfer) else c for c in commands])
 
-    pool._executor.start = hasty  # type: ignore[method-assign]
+    pool._watch.starting = hasty  # type: ignore[method-assign]
     storages = [pool.allocate(_BLOCK) for _ in range(40)]
     rng = random.Random(0)
     with pytest.raises(OrderError, match=r"does not wait for write-back|while write-back \d+"):
@@ -221,7 +223,7 @@ def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_r
     with pool.driver:
         assert pool.pager.evict_for_test(kept[3].first)
         pool.driver.start()
-        assert pool._executor.wait(20)
+        assert pool._queue.wait(20)
         grant = pool.pager.request(runs)
         assert pool.pager.place_of(runs[0]) < 0
         assert pool.pager.block(new.first).place == place
@@ -269,6 +271,35 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
         storages.clear()
 
 
+def test_memory_that_cannot_be_read_is_poisoned_and_the_order_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas: list[HostArena] = []
+
+    def fill(place: int, nbytes: int, pattern: bytes) -> None:
+        assert place % 2 == nbytes % 2 == 0
+        arenas[0].view()[place : place + nbytes] = pattern * (nbytes // 2)
+
+    def memory(arena: HostArena) -> DeviceMemory:
+        arenas.append(arena)
+        return DeviceMemory(fill)
+
+    monkeypatch.setattr("farpool.memory.debug.HostMemory", memory)
+    pool = Planted()
+    with pool:
+        storages = [pool.put(fill=index + 1) for index in range(40)]
+        for index in random.Random(0).choices(range(40), k=200):
+            place = pool.touch(storages[index])
+            assert pool.peek(place, _BLOCK) == bytes([index + 1]) * _BLOCK
+        del storages
+        assert pool.live == 0
+        assert pool.peek(place, _BLOCK) == poison(_BLOCK)
+        storage = pool.put()
+        access = pool.acquire([Use(storage, 0, storage.nbytes, READ)], "aten.held")
+        assert pool.pager.evict_for_test(storage.first)
+        with pytest.raises((LifetimeError, OrderError), match=r"aten.held as generation|which an access holds"):
+            pool.release(access)
+        pool._watch = None  # what the test planted is still there
+
+
 def test_a_pool_is_debugged_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARPOOL_DEBUG", "1")
     with Pool("64KiB") as pool, Pool("64KiB", debug=False) as plain:
@@ -283,4 +314,4 @@ def test_without_debug_mode_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("FARPOOL_DEBUG", raising=False)
     with block_pool("64KiB", dram="1MiB") as pool:
         assert pool._watch is None
-        assert type(pool._executor).__name__ == "ThreadExecutor"
+        assert not pool.driver.attention, "an access is one native call"

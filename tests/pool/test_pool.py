@@ -24,6 +24,7 @@ from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool.block_pool import BlockPool
 from farpool.memory.tiers import SafetensorsFile
+from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -440,11 +441,23 @@ def test_a_storage_whose_packing_fails_keeps_its_place_and_nothing_stays_pinned(
     write(pool, storage, content(1, 200))
     pool.pack_at_first_use(storage)
 
-    def fail(commands: object) -> None:
-        raise RuntimeError("the device is lost")
+    class Lost:
+        """The pool's driver, on a device that cannot copy any more."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(pool.driver, name)
+
+        def __enter__(self) -> None:
+            pool.driver.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            pool.driver.__exit__(*error)
+
+        def move(self, source: int, target: int, nbytes: int) -> None:
+            raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pool._packing._executor, "start", fail)
+        patched.setattr(pool._packing, "_driver", Lost())
         with pytest.raises(RuntimeError, match="the device is lost"):
             read(pool, storage)
     assert pool.driver.granted == 0
@@ -458,6 +471,22 @@ def test_a_device_that_is_not_there_is_a_clear_error() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(farpool.ConfigError, match="no CUDA device"):
         block_pool("1MiB", device="cuda")
+
+
+def test_a_device_with_a_number_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(farpool.ConfigError, match=r"device: 'cuda:1' is not known; .*set_device"):
+        block_pool("1MiB", device="cuda:1")
+
+
+def test_small_storages_are_aligned_as_the_device_aligns_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostArena, "alignment", 512)
+    with block_pool("64KiB", dram="1MiB") as pool:
+        storages = [pool.allocate(nbytes) for nbytes in (40, 100, 64, 4000, 24, 513, 12)]
+        for storage in storages:
+            access = pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)])
+            assert access.offsets[0] % 512 == 0
+            pool.release(access)
+        del storages, storage
 
 
 def test_an_access_that_failed_keeps_nothing_alive() -> None:

@@ -1,10 +1,9 @@
 """Checks that no transfer, move or access touches a range of the arena while another one still needs its bytes.
 
 The pager gives a range to its next block before the previous block's bytes have left the range, and lists in
-`Transfer.after` the transfers that have to end first. `CheckedExecutor` wraps another executor and records the
-transfers and accesses under way. It raises an error if a new command or access overlaps a recorded one and does not
-wait for it. `CheckedExecutor` looks only at commands and completions, so it does not depend on the pager that it
-checks.
+`Transfer.after` the transfers that have to end first. `CheckedOrder` is told of commands and accesses, and of their
+ends, and records what is under way. It raises an error if a new command or access overlaps a recorded one and does not
+wait for it. It knows nothing else of the pager that it checks.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import NamedTuple
 
 from farpool.errors import OrderError
 from farpool.memory.pager import Kind, Move, Transfer
-from farpool.memory.pager.executor.base import Done, Executor
 
-__all__ = ["CheckedExecutor", "Span"]
+__all__ = ["CheckedOrder", "Span"]
 
 
 class Span(NamedTuple):
@@ -27,20 +25,13 @@ class Span(NamedTuple):
     writes: bool
 
 
-class CheckedExecutor(Executor):
-    """Executor that checks commands before it passes them on to another executor.
+class CheckedOrder:
+    """Checker of the order of commands and accesses."""
 
-    Parameters
-    ----------
-    inner : Executor
-        Carries the commands out.
-    """
-
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self._open: dict[int, Transfer] = {}
-        """Transfers whose end `poll` has not returned yet. A transfer is left out if it never starts because an earlier
-        transfer has failed."""
+        """Transfers that have not ended. A transfer is left out if it never starts because an earlier transfer has
+        failed."""
         self._pinned: dict[Hashable, tuple[Span, ...]] = {}
 
     # ---- accesses -----------------------------------------------------------------------------------------------
@@ -73,8 +64,8 @@ class CheckedExecutor(Executor):
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
-    def start(self, commands: Sequence[Transfer | Move]) -> None:
-        """Check all commands, then pass them on. If a command is out of order, none of them is passed on.
+    def starting(self, commands: Sequence[Transfer | Move]) -> None:
+        """Check and record commands before they are started. If one is out of order, none of them is recorded.
 
         Raises
         ------
@@ -96,10 +87,6 @@ class CheckedExecutor(Executor):
             for number in added:
                 del self._open[number]
             raise
-        self._carry_out(commands)
-
-    def _carry_out(self, commands: Sequence[Transfer | Move]) -> None:
-        self._inner.start(commands)
 
     def _check_move(self, move: Move) -> None:
         if self.is_own(move):
@@ -161,36 +148,16 @@ class CheckedExecutor(Executor):
                 todo.extend(self._open[number].after)
         return found
 
-    # ---- the rest is passed on ------------------------------------------------------------------------------------
+    def ended(self, number: int, *, failed: bool) -> Transfer | None:
+        """Record that a transfer has ended; return it. If it failed, the transfers that wait for it never start.
 
-    def expedite(self, transfers: Sequence[int]) -> None:
-        self._inner.expedite(transfers)
-
-    @property
-    def trouble(self) -> Exception | None:
-        return self._inner.trouble
-
-    def note_use(self) -> None:
-        self._inner.note_use()
-
-    def poll(self) -> list[Done]:
-        finished = self._inner.poll()
-        for done in finished:
-            self._end(done.id, failed=done.error is not None or done.cancelled)
-        return finished
-
-    def _end(self, number: int, *, failed: bool) -> None:
-        """Record the end of a transfer. If it failed, also forget the transfers that wait for it: they never start."""
-        if self._open.pop(number, None) is None or not failed:
-            return
-        for other in [other.id for other in self._open.values() if number in other.after]:
-            self._end(other, failed=True)
-
-    def wait(self, timeout: float) -> bool:
-        return self._inner.wait(timeout)
-
-    def close(self, timeout: float) -> bool:
-        return self._inner.close(timeout)
+        Returns None if the transfer is not under way, because one that it waited for had failed.
+        """
+        transfer = self._open.pop(number, None)
+        if transfer is not None and failed:
+            for other in [other.id for other in self._open.values() if number in other.after]:
+                self.ended(other, failed=True)
+        return transfer
 
 
 def _overlap(place: int, nbytes: int, other: int, other_nbytes: int) -> bool:

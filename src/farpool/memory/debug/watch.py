@@ -4,8 +4,9 @@ It checks three invariants: a block does not change between two accesses; every 
 block has the same content wherever it is moved. If an invariant is broken, the program used memory outside an access.
 For example, a tensor outlived its operation, a copy did not wait, or a kernel wrote outside its operand.
 
-All methods are called with the pool's lock held. An error found in the middle of the pool's own work is kept. It is
-raised when that work is complete, and again by every later access, because the pool's bytes cannot be trusted any more.
+The driver tells a watch of commands, ends, grants and releases. All methods are called with the driver's lock held. An
+error found in the middle of the pool's own work is kept. It is raised when that work is complete, and again by every
+later access, because the pool's bytes cannot be trusted any more.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from farpool.errors import FarpoolError, LifetimeError, OrderError
-from farpool.memory.debug.checked import Span
-from farpool.memory.debug.checked_device import CheckedDevice
-from farpool.memory.debug.executor import WatchedExecutor
+from farpool.memory.debug.checked import CheckedOrder, Span
 from farpool.memory.debug.memory import Memory
 from farpool.memory.debug.tenants import Tenant, Tenants, gaps
 from farpool.memory.pager import Access as Grant
 from farpool.memory.pager import Kind, Mode, Move, Pager, Transfer
-from farpool.memory.pager.executor.base import Executor
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 
@@ -61,25 +59,14 @@ class Watch:
     Parameters
     ----------
     pager : Pager
-    executor : Executor
-        Runs the pool's transfers; the pool uses `Watch.executor` in its place.
     memory : Memory
         The arena.
-    device : CheckedDevice, optional
-        Device that makes the executor's copies. The watch reports to it which ranges the program has used.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        executor: Executor,
-        memory: Memory,
-        device: CheckedDevice | None = None,
-    ) -> None:
-        self.executor = WatchedExecutor(executor, self)
+    def __init__(self, pager: Pager, memory: Memory) -> None:
+        self._order = CheckedOrder()
         self._pager = pager
         self._memory = memory
-        self._device = device
         self._tenants = Tenants(pager)
         self._content: dict[int, int] = {}
         """Checksum of each block whose content is known and which no access may write at the moment."""
@@ -100,9 +87,8 @@ class Watch:
 
     def raise_findings(self) -> None:
         """Raise the first error found so far, if any, as a new exception."""
-        findings = self._findings or (self._device.findings if self._device is not None else ())
-        if findings:
-            first = findings[0]
+        if self._findings:
+            first = self._findings[0]
             raise type(first)(*first.args)
 
     def look(self) -> None:
@@ -111,7 +97,7 @@ class Watch:
         for granted in self._granted.values():
             self._check_generations(granted)
         for tenant in self._tenants:
-            if not self.executor.under_way(tenant.place, tenant.nbytes):
+            if not self._order.under_way(tenant.place, tenant.nbytes):
                 self._verify(tenant, "")
         self._check_free(self._pager.capacity)
 
@@ -141,7 +127,7 @@ class Watch:
                 self._in_vain.append(left.moved)
 
     def _vacate(self, tenant: Tenant, place: int, nbytes: int) -> None:
-        for transfer in self.executor.under_way(place, nbytes):
+        for transfer in self._order.under_way(place, nbytes):
             self._findings.append(
                 OrderError(
                     f"{self._name(tenant.block)} gave up arena range [{place}, {place + nbytes}) while transfer "
@@ -151,8 +137,17 @@ class Watch:
             return
         self._memory.fill(place, nbytes)
 
+    def starting(self, commands: Sequence[Transfer | Move]) -> None:
+        """Follow commands and check their order before they are started; raise `OrderError` if one is out of order."""
+        # Packing moves bytes inside its own access, and the pager's map does not change with that.
+        if not all(isinstance(command, Move) and self._order.is_own(command) for command in commands):
+            self.follow(commands)
+        self._order.starting(commands)
+
     def moved(self, move: Move) -> None:
         """Record that a block has been moved, and poison its old range."""
+        if self._order.is_own(move):
+            return
         for index, other in enumerate(self._in_vain):
             if other is move:  # the block has lost its new place since
                 del self._in_vain[index]
@@ -162,8 +157,11 @@ class Watch:
         for place, nbytes in gaps([(move.target, move.target + move.nbytes)], move.source, stop):
             self._memory.fill(place, nbytes)
 
-    def ended(self, transfer: Transfer, *, failed: bool) -> None:
+    def ended(self, number: int, failed: bool) -> None:
         """Record that a transfer has ended, before the pager learns of it."""
+        transfer = self._order.ended(number, failed=failed)
+        if transfer is None:
+            return
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
@@ -241,31 +239,25 @@ class Watch:
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """Check and record an access that has been granted. If an error is found, the access is released at once.
+        """Check and record an access that has been granted. If this raises, the driver gives the access up.
 
         Raises
         ------
         LifetimeError, OrderError
             The first error that was found, in this call or earlier.
         """
-        try:
-            self.follow(())
-            op = op or "access"
-            blocks = [(b, run.mode) for run in grant.runs for b in range(run.first, run.first + run.count)]
-            names = _names(uses)
-            for block, mode in blocks:
-                if mode != Mode.OVERWRITE:
-                    self._verify(self._tenants[block], "", names)
-            self.raise_findings()
-            tenants = [self._tenants[block] for block, _ in blocks]
-            self.executor.pin(
-                grant,
-                [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)],
-                op,
-            )
-        except FarpoolError:
-            self._pager.abandon(grant)
-            raise
+        self.follow(())
+        op = op or "access"
+        blocks = [(b, run.mode) for run in grant.runs for b in range(run.first, run.first + run.count)]
+        names = _names(uses)
+        for block, mode in blocks:
+            if mode != Mode.OVERWRITE:
+                self._verify(self._tenants[block], "", names)
+        self.raise_findings()
+        tenants = [self._tenants[block] for block, _ in blocks]
+        self._order.pin(
+            grant, [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)], op
+        )
         granted = self._granted[grant] = _Granted(
             op,
             names,
@@ -303,12 +295,6 @@ class Watch:
         if granted is None:
             return
         self.follow(())
-        if self._device is not None:
-            # We do this before the pager gets the range back. Fences that are made from now on come after this use, and
-            # older fences do not.
-            self._device.used(
-                [(t.place, t.nbytes) for t in map(self._tenants.get, granted.generations) if t is not None]
-            )
         in_place = self._check_generations(granted)
         for frozen in granted.frozen:
             if (
@@ -332,7 +318,7 @@ class Watch:
             if block not in self._content and not self._writers[block]:
                 self._remember(self._tenants[block])
             self._last_op[block] = granted.op
-        self.executor.release(grant)
+        self._order.release(grant)
         self._check_free(_COMPARED_BYTES)
 
     def _undisturbed(self, granted: _Granted, block: int) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from farpool._native import Kind
 
 __all__ = [
     "ALIGNMENT",
     "NOWHERE",
+    "Ended",
     "Move",
     "NoRoomError",
     "Piece",
@@ -56,6 +57,10 @@ class Transfer:
     last_use: int = -1
     """Ordinal of the last access that may have used the transfer's bytes in the arena; -1 for none. The work of this
     access may still use the bytes, because a device runs work later than the program queues it."""
+
+
+Ended: TypeAlias = tuple[Transfer, float, float, int]
+"""An ended transfer: the transfer, the times of its start and end, and the bytes of the arena in use at its end."""
 
 
 class Move(NamedTuple):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from farpool.memory.pager import Kind
-from farpool.memory.pager.driver import Ended
+from farpool.memory.pager.messages import Ended
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import LinkStats, Stall
 

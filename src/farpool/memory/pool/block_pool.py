@@ -20,13 +20,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from farpool import forks
-from farpool._native import Driver as NativeDriver
-from farpool._native import Grant
+from farpool._native import Driver, Grant
 from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
-from farpool.memory.pager.driver import Driver, ExecutorDriver
-from farpool.memory.pager.executor.threads import ThreadExecutor
 from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
 from farpool.memory.pager.use import Use
 from farpool.memory.pool import census
@@ -84,7 +81,7 @@ class BlockPool:
         ledger = Ledger()
         lower = LowerTiers(config.make_tiers())
         try:
-            device = open_device(config, lower.ports, lower.tiers, ledger)
+            device = open_device(config, lower.tiers, ledger)
         except BaseException:
             # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()
@@ -101,22 +98,20 @@ class BlockPool:
         self.ledger = ledger
         self._lower = lower
         self._device = device
-        self.arena, self._executor = device.arena, device.executor
+        self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(config.fast, packed=self.arena.alignment)
         self.pager = Pager(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
-        self._watch: Watch | None = None
+        self._watch: Watch | None = device.watch(self.pager) if config.debug else None
         """Checker of debug mode; None without it."""
-        if config.debug:
-            self._watch = device.watch(self.pager)
-            self._executor = self._watch.executor
-        self.driver: Driver = self._make_driver()
+        self.driver = Driver(
+            self.pager, self._queue, self.arena.address, lower.ports, config.timeout, self._waited, self._watch
+        )
         self._packing = Packing(
             self.allocation,
-            self._executor,
             self.driver,
             self._acquire,
             self._check_open,
@@ -142,14 +137,6 @@ class BlockPool:
         """Mark the pool as closed in a forked child. No native threads run there, and a lock may never be released."""
         self.closed = True
         self.driver.forget_parent()
-
-    def _make_driver(self) -> Driver:
-        # Debug mode wraps the executor. The native driver would bypass the wrapper, because it submits transfers to the
-        # executor's queue itself.
-        executor, timeout = self._executor, self.config.timeout
-        if isinstance(executor, ThreadExecutor):
-            return NativeDriver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
-        return ExecutorDriver(self.pager, executor, timeout, self._waited, self._watch)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -248,7 +235,7 @@ class BlockPool:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
         # We wait for transfers without the lock: a thread that ends its access now needs the lock.
-        ended = self._executor.close(timeout)
+        ended = self._queue.close(timeout)
         watch, self._watch = self._watch, None
         # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
@@ -262,7 +249,7 @@ class BlockPool:
         self.account.deliver()
         self.recorder.end()
         if not ended:
-            trouble = self._executor.trouble
+            trouble = self._queue.trouble
             warnings.warn(
                 f"the pool is closed, but transfers have not ended within {timeout:g} s"
                 + (f" ({trouble})" if trouble is not None else "")
@@ -435,7 +422,7 @@ class BlockPool:
             self.account.stalled(op, start, seconds, block, name, self.pager.used)
             return
         self._check_open()
-        trouble = self._executor.trouble
+        trouble = self._queue.trouble
         raise TierTimeoutError(
             f"{op or 'access'}: waited {self.config.timeout:g} s for "
             + (f"block {block} and tier {name!r}" if name else "operands that other threads hold")

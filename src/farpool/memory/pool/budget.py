@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from farpool._native import Driver
 from farpool.errors import BudgetError, TierTimeoutError
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager
-from farpool.memory.pager.driver import Driver
 from farpool.memory.pager.storage import cut
 from farpool.memory.pool.allocation import Allocation
 from farpool.memory.pool.faults import no_room

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
+from farpool._native import Driver
 from farpool.ledger import Ledger
 from farpool.memory.pager import Pager, State
-from farpool.memory.pager.driver import Driver
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pool.account import Account
 from farpool.memory.pool.space import TierSpace

@@ -1,4 +1,4 @@
-"""Opens the fast tier on the device that computes, and makes the executor of the tier's transfers."""
+"""Opens the fast tier on the device that computes, and makes the queue of the tier's transfers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farpool._native import Port
+from farpool import _native
 from farpool.ledger import Ledger
-from farpool.memory.pager.executor.base import Executor
-from farpool.memory.pager.executor.threads import ThreadExecutor
 from farpool.memory.pager.storage import cut
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.tiers import Tier
@@ -31,7 +29,7 @@ _STAGING_BYTES_MAX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FastTier:
-    """The arena of the fast tier, the executor of its transfers, and a function that releases the arena's memory.
+    """The arena of the fast tier, the queue of its transfers, and a function that releases the arena's memory.
 
     Attributes
     ----------
@@ -42,19 +40,17 @@ class FastTier:
     """
 
     arena: HostArena | CudaArena
-    executor: Executor
+    queue: _native.Queue
     release: Callable[[], None]
     watch: Callable[[Pager], Watch]
     staging: dict[str, int] = field(default_factory=dict)
 
 
-def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    """Allocate the fast tier on the configured device, and make the executor of its transfers.
+def open_device(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    """Allocate the fast tier on the configured device, and make the queue of its transfers.
 
     Parameters
     ----------
-    ports : list of Port
-        The tiers' native ports. The pool appends a port for each source file.
     tiers : sequence of Tier
         The lower tiers, open.
     ledger : Ledger
@@ -65,52 +61,40 @@ def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], le
     ConfigError
         The configured device does not exist or has too little memory.
     """
-    if config.device == "cpu":
-        return _host(config, ports)
-    return _cuda(config, ports, tiers, ledger)
+    return _host(config) if config.device == "cpu" else _cuda(config, tiers, ledger)
 
 
-def _host(config: PoolConfig, ports: list[Port]) -> FastTier:
+def _host(config: PoolConfig) -> FastTier:
     arena = HostArena(config.fast)
-    executor = ThreadExecutor(arena.address, ports)
 
     def watch(pager: Pager) -> Watch:
         from farpool.memory.debug import HostMemory, Watch
 
-        return Watch(pager, executor, HostMemory(arena))
+        return Watch(pager, HostMemory(arena))
 
-    return FastTier(arena, executor, arena.release, watch)
+    return FastTier(arena, _native.Queue(), arena.release, watch)
 
 
-def _cuda(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    from farpool.memory.pager.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
-    from farpool.memory.pager.executor.page_locks import PageLocks
-    from farpool.memory.pager.executor.staged import StagedExecutor
+def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    from farpool.memory.pager.executor.cuda import CudaArena, CudaHost, CudaStaging
+    from farpool.memory.pager.executor.page_locks import TierLocks
 
     arena = CudaArena(config.fast)
     host = CudaHost(arena.tensor.device)
-    device = CudaDevice(arena, host)
     largest = cut(config.fast).largest
     nbytes = max(largest, min(_STAGED_BLOCKS * largest, _STAGING_BYTES_MAX))
     staging = CudaStaging(host, nbytes)
+    device = _native.Cuda()
+    queue = _native.DeviceQueue(device, staging.address, nbytes, TierLocks(device, tiers, ledger).native)
 
     def release() -> None:
-        arena.release(device.streams)
+        arena.release()
         staging.release()
-
-    checked = None
-    if config.debug:
-        from farpool.memory.debug.checked_device import CheckedDevice
-
-        checked = CheckedDevice(device)
-    locks = PageLocks(host, tiers, ledger)
-    executor = StagedExecutor(checked or device, staging.address, nbytes, ports, locks)
 
     def watch(pager: Pager) -> Watch:
         from farpool.memory.debug import DeviceMemory, Watch
 
-        assert checked is not None
-        return Watch(pager, executor, DeviceMemory(device.fill), checked)
+        return Watch(pager, DeviceMemory(queue.fill))
 
     booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
-    return FastTier(arena, executor, release, watch, booked)
+    return FastTier(arena, queue, release, watch, booked)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from farpool._native import Grant
+from farpool._native import Driver, Grant
 from farpool.errors import BudgetError, PoolFullError, TierError
-from farpool.memory.pager import Mode, Move
-from farpool.memory.pager.driver import Driver
-from farpool.memory.pager.executor.base import Executor
+from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool.allocation import USED, Allocation
@@ -46,7 +44,6 @@ class Packing:
     def __init__(
         self,
         allocation: Allocation,
-        executor: Executor,
         driver: Driver,
         acquire: Callable[[Sequence[Use], str], Grant],
         check_open: Callable[[], None],
@@ -54,7 +51,6 @@ class Packing:
         births: Iterator[int],
     ) -> None:
         self._allocation = allocation
-        self._executor = executor
         self._driver = driver
         self._acquire = acquire
         self._check_open = check_open
@@ -95,7 +91,7 @@ class Packing:
                     # The move and the swap are one step under the lock: no access may find the new place before the
                     # bytes are there.
                     source, target = grant.offsets
-                    self._executor.start([Move(source, target, storage.nbytes)])
+                    self._driver.move(source, target, storage.nbytes)
                     storage.layout.swap(packed.layout)
             finally:
                 self._driver.release(grant)

@@ -1,1 +1,1 @@
-"""Executors, which run the pager's transfers."""
+"""Memory of devices, for the queue that runs the pager's transfers there."""

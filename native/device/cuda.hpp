@@ -1,0 +1,85 @@
+// A CUDA device, through the driver's own interface.
+//
+// All calls use the device's primary context, which is the one that torch uses, so streams, events and addresses of torch can
+// be given to them. The context is retained until the end of this object.
+//
+// A thread of the program that has used torch on this device has its context current; `attach` makes it so on a new thread.
+// `record`, `wait` and `capturing` are on the program's hot path: they are one call of the driver each, without `enter`, and a
+// capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "device/cuda_driver.hpp"
+#include "device/device.hpp"
+
+namespace farpool::device {
+
+class Cuda : public Device {
+public:
+    // Prepares a thread of the program for all calls, and at the end gives it back the context and the capture mode that it
+    // had. (The mode that `enter` sets would hide a forbidden call of the program in its own capture.)
+    class Entered {
+    public:
+        explicit Entered(Cuda& device);
+        Entered(const Entered&) = delete;
+        Entered& operator=(const Entered&) = delete;
+        ~Entered();
+
+    private:
+        Cuda& device_;
+        std::uint64_t before_;
+        void* context_ = nullptr;
+        int mode_;
+    };
+
+    // Throws PortFailure (tier) if there is no driver, the driver is too old, or it has no device of this index.
+    Cuda(int index, const std::string& library);
+    ~Cuda() override;
+
+    void enter() override;
+    void attach() override;
+
+    Stream make_stream() override;
+    void end_stream(Stream stream) noexcept override;
+    Event make_event() override;
+    void end_event(Event event) noexcept override;
+
+    void record(Event event, Stream stream) override;
+    void wait(Stream stream, Event event) override;
+    bool passed(Event event) override;
+    void synchronize(Event event) override;
+    double elapsed(Event from, Event to) override;
+
+    void copy_in(Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) override;
+    void copy_out(Stream stream, void* target, std::uintptr_t source, std::size_t nbytes) override;
+    void copy_within(Stream stream, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes) override;
+    void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) override;
+    bool capturing(Stream stream) override;
+
+    void lock_pages(void* memory, std::size_t nbytes) override;
+    void unlock_pages(void* memory) noexcept override;
+    std::uintptr_t allocate(std::size_t nbytes) override;
+    void free(std::uintptr_t memory) noexcept override;
+
+private:
+    template <typename... Parameters, typename... Arguments>
+    void run(const CudaCall<Parameters...>& call, Arguments... arguments) const {
+        if (const int result = call(arguments...); result != CUDA_SUCCESS) [[unlikely]] {
+            refuse(call.name, result);
+        }
+    }
+    // Throws the error of a call; `doing` says what the call was for, if its name does not.
+    [[noreturn]] void refuse(const char* call, int result, const std::string& doing = {}) const;
+    std::string free_memory() const;
+
+    CudaDriver driver_;
+    const std::uint64_t number_;  // of all Cuda objects of this process, so that a thread knows which one it has entered
+    int device_ = 0;
+    void* context_ = nullptr;
+};
+
+std::shared_ptr<Cuda> open_cuda(int index, const std::string& library = "libcuda.so.1");
+
+}  // namespace farpool::device

@@ -1,0 +1,36 @@
+// The times of a device's events on the host's monotonic clock.
+//
+// A device only tells the seconds between two events. The clock counts from an anchor, an event whose time is known, and takes
+// a later event as the new anchor each second: the seconds have too few digits to count from one event for hours. The two
+// clocks run at slightly different speeds. An event is never seen before it has passed, and the one that was seen soonest was
+// seen at about the time when it passed, so at each new anchor the clock is set by the smallest delay since the last one.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "device/event_pool.hpp"
+
+namespace farpool::device {
+
+class DeviceClock {
+public:
+    // Records the first anchor on the stream, and waits for it.
+    DeviceClock(std::shared_ptr<Device> device, EventPool& events, Stream stream);
+    ~DeviceClock() { events_.give(anchor_); }
+    DeviceClock(const DeviceClock&) = delete;
+    DeviceClock& operator=(const DeviceClock&) = delete;
+
+    // The time of an event that has passed. Takes the event, which must not be used again by the caller.
+    double take_time(Event event);
+
+private:
+    std::shared_ptr<Device> device_;
+    EventPool& events_;
+    std::mutex mutex_;
+    Event anchor_;
+    double anchored_at_;
+    double least_delay_;  // of events since the anchor
+};
+
+}  // namespace farpool::device

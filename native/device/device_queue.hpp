@@ -1,0 +1,173 @@
+// The queue of transfers between tiers and a device that has its own memory.
+//
+// If a tier's memory is page-locked, the device copies between that memory and the arena. Otherwise a transfer has two steps,
+// which we call *legs*: threads of a `QueueCore` copy between the tier and page-locked staging memory, and the device copies
+// between staging memory and arena. A transfer is cut into chunks whose legs run at the same time, so that a large block starts
+// to arrive before it was read completely.
+//
+// One thread starts all legs, in order of urgency. The device has a stream for each direction, on which at least two copies are
+// queued, and otherwise as many as take a few milliseconds: enough to keep the link busy, and few enough for an urgent copy to
+// have its turn soon. A thread for each direction sleeps until the oldest copy of its stream has ended. No thread needs an
+// interpreter.
+//
+// The target of a fetch may still hold bytes that other transfers write to their tiers (`Submission::after`). Only the device's
+// leg of the fetch waits for these transfers, until they have ended on their tiers: the bytes must still be in the arena if a
+// tier refuses a write. The program's work on the range is another matter: for that the copy waits on its stream
+// (`ProgramOrder`).
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/extent_allocator.hpp"
+#include "core/queue.hpp"
+#include "core/results.hpp"
+#include "device/locked_memory.hpp"
+#include "device/page_locks.hpp"
+#include "device/program_order.hpp"
+
+namespace farpool::device {
+
+class DeviceQueue final : public TransferQueue, public std::enable_shared_from_this<DeviceQueue> {
+public:
+    struct Config {
+        std::size_t staging;           // bytes of page-locked host memory, at least one chunk
+        std::size_t chunk = 4 << 20;   // bytes of a copy
+        double queued_seconds = 2e-3;  // of copies on a stream, by the link's measured speed
+        ProgramStream allocating = 0;  // stream on which the arena was allocated
+        std::size_t bounce = 4 << 20;  // device memory for moves between ranges that overlap
+    };
+    // `locks`: what is page-locked of the tiers' memory, until the queue was closed; null if nothing is. The queue is owned by
+    // a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
+    DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks);
+    ~DeviceQueue() override;
+    // Starts the threads.
+    void begin();
+
+    void submit(std::span<Submission> batch, bool waits = false) override;
+    void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
+    void reprioritize(std::int64_t id, std::int64_t priority) override;
+    std::vector<Result> poll() override;
+    bool wait(double seconds) override;
+    Seen seen() const override;
+    void wait_past(const Seen& seen, std::uint64_t results, double seconds) override;
+    void nudge() override;
+    std::size_t pending() const override;
+    bool close(double seconds) override;
+    bool ours() const noexcept override;
+
+    void begin_use(ProgramStream stream) override { order_.begin(stream); }
+    void order_use(ProgramStream stream, std::int64_t last_use) override { order_.order(stream, last_use); }
+    void end_use(ProgramStream stream, std::int64_t ordinal) override;
+    std::vector<Ran> take_ran() override { return order_.take_ran(); }
+    std::optional<PortError> trouble() const override;
+
+    // Fills a range after the program's earlier work and before its later work; both bounds must be even.
+    void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
+    // All streams of the program on which the arena was used.
+    std::vector<ProgramStream> streams() const { return order_.streams(); }
+
+private:
+    struct Part {
+        std::uint64_t offset;  // in the port
+        std::uintptr_t place;  // address in the arena
+        std::uintptr_t host;   // address in host memory
+        std::size_t nbytes;
+    };
+    enum class Leg : std::uint8_t { none, tier, between, device, ended };
+    struct Job;
+    struct Chunk {
+        Job* job;
+        std::vector<Part> parts;
+        std::size_t nbytes = 0;
+        std::int64_t staging = -1;  // offset of its staging memory
+        Leg leg = Leg::none;
+    };
+    // More urgent jobs first; among equals fetches first, in order of submission.
+    struct Rank {
+        bool operator()(const Job* left, const Job* right) const;
+    };
+    struct Copy {
+        Chunk* chunk;
+        Event start;
+        Event end;
+        std::optional<PortError> lost;  // why the device cannot tell when it has ended
+    };
+    // A stream of copies in one direction, and the thread that waits for their ends.
+    struct Line {
+        Stream stream = nullptr;
+        std::deque<Copy> copies;          // in the order of their ends
+        std::size_t nbytes = 0;           // of these copies
+        std::uint64_t moves = 0;          // that the stream has waited for
+        double seconds_per_byte = 1e-10;  // of the latest copies
+        double ended_at = 0;              // when the latest copy ended
+        std::condition_variable wake;
+        std::thread thread;
+        bool left = false;  // the thread has ended
+    };
+
+    Line& line_of(const Job& job);
+    void add(Submission& submission);
+    std::vector<Part> lay_out(Job& job) const;
+    void cut(Job& job, std::vector<Part> parts);
+    void start_thread(std::thread& thread, const char* name, std::function<void()> body);
+    void wake_launcher() { tiers_->nudge(); }
+    void run();
+    bool note_tier_ends();
+    bool advance(std::unique_lock<std::mutex>& lock);
+    bool advance(std::unique_lock<std::mutex>& lock, Job& job);
+    bool advance_between(std::unique_lock<std::mutex>& lock, Chunk& chunk);
+    bool take_staging(Chunk& chunk);
+    void submit_tier_leg(Chunk& chunk);
+    bool may_copy(const Job& job);
+    void copy(std::unique_lock<std::mutex>& lock, Chunk& chunk);
+    void queue_copies(const Chunk& chunk, Stream stream);
+    void watch(Line& line);
+    void end_copy(Line& line, double start, double end);
+    void end_chunk(Chunk& chunk);
+    static void fail(Job& job, PortError error);
+    void complete(Job& job, bool cancelled);
+    void drop_all();
+    void queue_move(std::int64_t last_use, const std::function<void(Stream)>& work);
+
+    pid_t owner_;
+    std::shared_ptr<Device> device_;
+    Config config_;
+    PageLocks* locks_;
+    LockedMemory memory_;
+    EventPool events_;
+    std::array<Line, 2> lines_;  // by Direction
+    Stream moving_;
+    std::uintptr_t bounce_;
+    DeviceClock clock_;
+    ProgramOrder order_;
+    std::uint64_t moves_ = 0;  // that `moving_` has waited for: its own
+
+    mutable std::mutex mutex_;
+    std::shared_ptr<QueueCore> tiers_;  // the legs between tiers and staging memory
+    ExtentAllocator staging_;
+    Results results_;
+    std::unordered_map<std::int64_t, std::unique_ptr<Job>> jobs_;
+    std::set<Job*, Rank> open_;  // jobs with legs to start
+    std::unordered_map<std::int64_t, Chunk*> at_tier_;
+    std::int64_t tier_legs_ = 0;
+    std::uint64_t submitted_ = 0;
+    std::optional<PortError> trouble_;
+    std::thread launcher_;
+    bool launcher_left_ = false;
+    bool closing_ = false;
+};
+
+}  // namespace farpool::device

@@ -1,0 +1,47 @@
+// Events to use again: a device makes them slowly, and there are as many as were ever needed at the same time.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/device.hpp"
+
+namespace farpool::device {
+
+class EventPool {
+public:
+    explicit EventPool(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+    EventPool(const EventPool&) = delete;
+    EventPool& operator=(const EventPool&) = delete;
+    ~EventPool() {
+        for (const Event event : spare_) {
+            device_->end_event(event);
+        }
+    }
+
+    Event take() {
+        {
+            const std::lock_guard lock(mutex_);
+            if (!spare_.empty()) {
+                const Event event = spare_.back();
+                spare_.pop_back();
+                return event;
+            }
+        }
+        return device_->make_event();
+    }
+    // Gives an event back, which may be recorded again at once: waits that were queued keep to what they were queued for.
+    void give(Event event) {
+        const std::lock_guard lock(mutex_);
+        spare_.push_back(event);
+    }
+
+private:
+    std::shared_ptr<Device> device_;
+    std::mutex mutex_;
+    std::vector<Event> spare_;
+};
+
+}  // namespace farpool::device

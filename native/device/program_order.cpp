@@ -1,0 +1,181 @@
+#include "device/program_order.hpp"
+
+#include <algorithm>
+
+#include "core/clock.hpp"
+#include "core/error.hpp"
+
+namespace farpool::device {
+
+namespace {
+
+// Events that are kept for each stream. The host seldom runs farther ahead of the device; if it does, every second event is
+// given back, and copies wait for a later one.
+constexpr std::size_t most_uses = 512;
+constexpr std::size_t worth_retiring = 64;
+constexpr std::size_t most_ran = 4096;  // times that are kept if nobody takes them
+
+}  // namespace
+
+ProgramOrder::ProgramOrder(std::shared_ptr<Device> device, EventPool& events, DeviceClock& clock, ProgramStream allocating)
+    : device_(std::move(device)), events_(events), clock_(clock), moved_(events.take()) {
+    Program& first = program(allocating);
+    if (!device_->capturing(first.stream)) {
+        end(allocating, -1);
+    }
+}
+
+ProgramOrder::~ProgramOrder() {
+    for (const auto& program : programs_) {
+        for (const Use& use : program->uses) {
+            events_.give(use.event);
+        }
+    }
+    events_.give(moved_);
+}
+
+ProgramOrder::Program& ProgramOrder::program(ProgramStream stream) {
+    const auto handle = reinterpret_cast<Stream>(stream);
+    for (const auto& known : programs_) {
+        if (known->stream == handle) {
+            return *known;
+        }
+    }
+    programs_.push_back(std::make_unique<Program>());
+    programs_.back()->stream = handle;
+    return *programs_.back();
+}
+
+void ProgramOrder::begin(ProgramStream stream) {
+    device_->attach();
+    if (device_->capturing(reinterpret_cast<Stream>(stream))) {
+        throw PortFailure({ErrorKind::unsupported,
+                           "a CUDA graph is being captured: an operation on paged tensors cannot be part of it, because its "
+                           "operands are elsewhere when the graph is replayed; capture operations on plain tensors only",
+                           {},
+                           0,
+                           {}});
+    }
+}
+
+void ProgramOrder::order(ProgramStream stream, std::int64_t last_use) {
+    const std::lock_guard lock(mutex_);
+    Program& own = program(stream);
+    own.queued_at = monotonic_seconds();
+    wait_for_moves(own.stream, own.moves);
+    if (last_use >= 0) {
+        wait_for(own.stream, last_use, &own);
+    }
+}
+
+bool ProgramOrder::end(ProgramStream stream, std::int64_t ordinal) {
+    const std::lock_guard lock(mutex_);
+    Program& own = program(stream);
+    if (own.uses.size() >= most_uses) {
+        thin(own);
+    }
+    const Event event = events_.take();
+    try {
+        device_->record(event, own.stream);
+    } catch (...) {
+        events_.give(event);
+        throw;
+    }
+    for (auto use = own.uses.rbegin(); use != own.uses.rend() && use->low > ordinal; ++use) {
+        use->low = ordinal;
+    }
+    own.uses.push_back({ordinal, ordinal, own.queued_at, event});
+    newest_ = std::max(newest_, ordinal);
+    return own.uses.size() % worth_retiring == 0;
+}
+
+void ProgramOrder::thin(Program& program) {
+    std::deque<Use> kept;
+    for (std::size_t index = 0; index < program.uses.size(); ++index) {
+        Use& use = program.uses[index];
+        if (index % 2 == 0 && index + 1 < program.uses.size()) {
+            Use& next = program.uses[index + 1];
+            next.low = use.low;
+            next.since = use.since;
+            next.ordinal = std::max(next.ordinal, use.ordinal);
+            events_.give(use.event);
+        } else {
+            kept.push_back(use);
+        }
+    }
+    program.uses = std::move(kept);
+}
+
+// Makes a stream wait, for each of the program's streams but one, for the oldest event behind all accesses up to `last_use`.
+void ProgramOrder::wait_for(Stream stream, std::int64_t last_use, const Program* except) {
+    for (const auto& program : programs_) {
+        if (program.get() == except) {
+            continue;
+        }
+        const auto after = std::ranges::partition_point(program->uses, [&](const Use& use) { return use.low <= last_use; });
+        if (after != program->uses.begin()) {
+            device_->wait(stream, std::prev(after)->event);
+        }
+    }
+}
+
+void ProgramOrder::wait_for_moves(Stream stream, std::uint64_t& moves) {
+    if (moves != moves_) {
+        device_->wait(stream, moved_);
+        moves = moves_;
+    }
+}
+
+void ProgramOrder::follow(Stream stream, std::int64_t last_use, std::uint64_t& moves) {
+    const std::lock_guard lock(mutex_);
+    wait_for_moves(stream, moves);
+    wait_for(stream, last_use, nullptr);
+}
+
+void ProgramOrder::moved(Stream stream) {
+    const std::lock_guard lock(mutex_);
+    device_->record(moved_, stream);
+    ++moves_;
+}
+
+void ProgramOrder::retire() {
+    const std::lock_guard lock(mutex_);
+    for (const auto& program : programs_) {
+        while (!program->uses.empty() && device_->passed(program->uses.front().event)) {
+            const Use use = program->uses.front();
+            program->uses.pop_front();
+            const double end = clock_.take_time(use.event);
+            const double start = std::min(std::max(program->ended_at, use.since), end);
+            program->ended_at = std::max(program->ended_at, end);
+            if (use.ordinal >= 0 && ran_.size() < most_ran) {
+                ran_.push_back({use.ordinal, start, end});
+            }
+        }
+    }
+}
+
+std::vector<Ran> ProgramOrder::take_ran() {
+    std::vector<Ran> ran;
+    {
+        const std::lock_guard lock(mutex_);
+        ran = std::exchange(ran_, {});
+    }
+    std::ranges::sort(ran, {}, &Ran::end);
+    return ran;
+}
+
+std::vector<ProgramStream> ProgramOrder::streams() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<ProgramStream> streams;
+    for (const auto& program : programs_) {
+        streams.push_back(reinterpret_cast<ProgramStream>(program->stream));
+    }
+    return streams;
+}
+
+std::int64_t ProgramOrder::newest() const {
+    const std::lock_guard lock(mutex_);
+    return newest_;
+}
+
+}  // namespace farpool::device
