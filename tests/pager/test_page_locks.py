@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -60,9 +61,7 @@ def locks_of(ledger: Ledger, *tiers: Tier) -> tuple[TierLocks, Native]:
     for tier in tiers:
         tier.open()
     locks = TierLocks(object(), tiers, ledger)  # type: ignore[arg-type]
-    native = locks.native
-    assert isinstance(native, Native)
-    return locks, native
+    return locks, cast(Native, locks.native)
 
 
 def test_memory_is_mapped_and_what_stands_before_it_is_not() -> None:
@@ -145,8 +144,7 @@ def test_where_warnings_are_errors_one_look_raises_it_and_the_next_shows_the_byt
 def test_a_pool_s_statistics_have_what_its_ledger_follows() -> None:
     with block_pool(1 << 16, [Dram("1MiB")]) as pool:
         locks = TierLocks(object(), pool._lower.tiers, pool.ledger)  # type: ignore[arg-type]
-        native = locks.native
-        assert isinstance(native, Native)
+        native = cast(Native, locks.native)
         assert pool.stats().tiers[0].page_locked == 0
         assert "page locks" not in pool.explain()
         native.spaces["dram"].locked = 1 << 16
