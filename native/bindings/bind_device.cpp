@@ -15,8 +15,8 @@ using farpool::ReleasedLock;
 using farpool::device::Cuda;
 using farpool::device::Device;
 using farpool::device::DeviceQueue;
-using farpool::device::PageLocks;
 using farpool::device::HostPart;
+using farpool::device::PageLocks;
 using farpool::device::SpaceLocks;
 
 namespace {

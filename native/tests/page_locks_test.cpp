@@ -26,8 +26,8 @@ using farpool::MemoryPort;
 using farpool::PortFailure;
 using farpool::device::Device;
 using farpool::device::Event;
-using farpool::device::PageLocks;
 using farpool::device::HostPart;
+using farpool::device::PageLocks;
 using farpool::device::SpaceLocks;
 using farpool::device::Stream;
 

@@ -1,73 +1,67 @@
-"""Page-locking of tiers' memory."""
+"""Page locks of a pool's tiers as its user sees them: on the ledger, in a warning, and within a limit."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from farpool import FarpoolWarning, _native
-from farpool.ledger import Ledger
-from farpool.memory.pager.executor.page_locks import PageLocks
-from farpool.memory.tiers import Dram, Mapped, Throttled, Tier, Verified
+from farpool.ledger import Account, Ledger
+from farpool.memory.pager.executor import page_locks
+from farpool.memory.pager.executor.page_locks import TierLocks, most_locked
+from farpool.memory.tiers import Dram, Mapped, Nvme, Throttled, Tier, Verified
+from tests.block_pools import block_pool
 
-CHUNK = 1 << 16
-SIZE = 5 * CHUNK + CHUNK // 2
-
-
-class Locker:
-    """Notes what is locked; refuses more than `most` bytes, and does nothing while it is held up."""
-
-    def __init__(self, most: int = 1 << 40) -> None:
-        self.most = most
-        self.locked: dict[int, int] = {}
-        self.free = threading.Event()
-        self.free.set()
-
-    def lock(self, address: int, nbytes: int) -> None:
-        assert self.free.wait(10)
-        if sum(self.locked.values()) + nbytes > self.most:
-            raise OSError("no more")
-        self.locked[address] = nbytes
-
-    def unlock(self, address: int) -> None:
-        del self.locked[address]
+MIB = 1 << 20
 
 
-class Rig:
-    def __init__(self, locker: Locker, tier: Tier | None = None) -> None:
-        self.locker = locker
-        self.tier = tier or Dram(SIZE)
-        self.tier.open()
-        self.ledger = Ledger()
-        self.locks = PageLocks(locker, [self.tier], self.ledger, CHUNK)
-
-    def lock(self, nbytes: int) -> None:
-        self.locks.parts(0, 0, nbytes)
-        within(lambda: self.locks.parts(0, 0, nbytes) is not None)
-
-    def close(self) -> None:
-        assert self.locks.close(10)
-        self.tier.close()
+@dataclass
+class Space:
+    name: str
+    nbytes: int
+    locked: int = 0
+    refused: str = ""
 
 
-def within(true: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+class Native:
+    """Stands in for the native locks, which need a device: notes what is added, and locks what the test says."""
+
+    others = 0
+
+    def __init__(self, device: object, chunk: int, most: int) -> None:
+        self.device, self.chunk, self.most = device, chunk, most
+        self.added: list[tuple[_native.Port, int]] = []
+        self.spaces: dict[str, Space] = {}
+
+    def add(self, port: _native.Port, address: int, nbytes: int, name: str) -> None:
+        self.added.append((port, address))
+        self.spaces[name] = Space(name, nbytes)
+
+    def totals(self) -> list[Space]:
+        return [replace(space) for space in self.spaces.values()]
+
+    @classmethod
+    def locked_in_process(cls) -> int:
+        return cls.others
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig(Locker())
-    yield rig
-    rig.close()
-    assert not rig.locker.locked
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> type[Native]:
+    monkeypatch.setattr(_native, "PageLocks", Native)
+    monkeypatch.setattr(page_locks, "available_memory", lambda: 100 * MIB)
+    monkeypatch.setattr(Native, "others", 0)
+    return Native
+
+
+def locks_of(ledger: Ledger, *tiers: Tier) -> tuple[TierLocks, Native]:
+    for tier in tiers:
+        tier.open()
+    locks = TierLocks(object(), tiers, ledger)  # type: ignore[arg-type]
+    return locks, cast(Native, locks.native)
 
 
 def test_memory_is_mapped_and_what_stands_before_it_is_not() -> None:
@@ -84,51 +78,77 @@ def test_memory_is_mapped_and_what_stands_before_it_is_not() -> None:
     assert not isinstance(Throttled(Dram("64KiB"), 1e9, 1e9), Mapped)
 
 
-def test_locks_are_taken_in_order_as_far_as_they_are_wanted_and_never_beyond_the_end(rig: Rig) -> None:
-    assert rig.locks.parts(0, CHUNK, 10) is None
-    within(lambda: rig.locks.parts(0, CHUNK, 10) is not None)
-    start = rig.tier.address(0)  # type: ignore[attr-defined]
-    assert rig.locker.locked == {start: CHUNK, start + CHUNK: CHUNK}
-    rig.lock(SIZE)
-    assert sum(rig.locker.locked.values()) == SIZE
-    assert rig.locker.locked[start + 5 * CHUNK] == CHUNK // 2
+def test_only_mapped_tiers_are_added_with_their_own_memory(tmp_path: Path) -> None:
+    near, far = Dram("1MiB"), Dram("2MiB", "far")
+    wrapped = Throttled(Verified(Dram("64KiB", "wrapped")), 1e9, 1e9)
+    tiers: list[Tier] = [near, wrapped, far, Nvme(tmp_path / "far.pool", "1MiB")]
+    _, native = locks_of(Ledger(), *tiers)
+    assert native.added == [(near.port, near.address(0)), (far.port, far.address(0))]
+    assert {name: space.nbytes for name, space in native.spaces.items()} == {"dram": MIB, "far": 2 * MIB}
+    assert native.chunk == 64 * MIB
+    assert native.most == 50 * MIB
+    for tier in tiers:
+        tier.close()
 
 
-def test_what_is_locked_is_on_the_ledger_until_it_is_unlocked() -> None:
-    rig = Rig(Locker())
-    rig.lock(CHUNK + 1)
-    within(lambda: rig.ledger.total(tier="dram").page_locked == 2 * CHUNK)
-    rig.close()
-    assert not rig.locker.locked
-    assert not rig.ledger.accounts()
+def test_the_limit_is_half_of_the_available_memory_with_what_the_process_has_locked_before(
+    native: type[Native],
+) -> None:
+    assert most_locked() == 50 * MIB
+    native.others = 20 * MIB  # which is not available any more
+    assert most_locked() == 60 * MIB
 
 
-def test_parts_of_an_extent_lie_in_one_locked_range_each(rig: Rig) -> None:
-    rig.lock(SIZE)
-    start = rig.tier.address(0)  # type: ignore[attr-defined]
-    assert rig.locks.parts(0, CHUNK - 64, 2 * CHUNK) == [
-        (start + CHUNK - 64, 64),
-        (start + CHUNK, CHUNK),
-        (start + 2 * CHUNK, CHUNK - 64),
-    ]
-    assert rig.locks.parts(0, CHUNK, CHUNK) == [(start + CHUNK, CHUNK)]
+def test_the_ledger_shows_what_is_locked_whenever_it_is_read() -> None:
+    ledger = Ledger()
+    _, native = locks_of(ledger, Dram("1MiB"), Dram("2MiB", "far"))
+    assert ledger.accounts() == {}
+    native.spaces["far"].locked = 65536
+    assert ledger.accounts() == {("far", "page locks"): Account(page_locked=65536)}
+    native.spaces["dram"].locked = 4096
+    assert ledger.total(owner="page locks") == Account(page_locked=69632)
+    native.spaces["far"].locked = native.spaces["dram"].locked = 0
+    assert ledger.accounts() == {}
 
 
-def test_where_locking_is_refused_one_warning_is_given_and_what_is_locked_stays_in_use() -> None:
-    rig = Rig(Locker(most=2 * CHUNK))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert rig.locks.parts(0, 4 * CHUNK, 1000) is None
-        within(lambda: bool(caught))
-        assert rig.locks.parts(0, 4 * CHUNK, 1000) is None
-        assert rig.locks.parts(0, CHUNK, 1000) is not None
-        rig.close()
-    assert [warning.category for warning in caught] == [FarpoolWarning]
-    assert "dram: only 128 KiB of its 352 KiB can be page-locked (no more)" in str(caught[0].message)
+def test_one_warning_is_given_for_each_tier_of_which_something_is_refused() -> None:
+    ledger = Ledger()
+    locks, native = locks_of(ledger, Dram("1MiB"), Dram("2MiB", "far"))
+    locks.warn()  # nothing is refused: pytest would raise a warning
+    native.spaces["dram"] = Space("dram", MIB, 128 << 10, "no more")
+    with pytest.warns(FarpoolWarning) as caught:
+        assert ledger.total(tier="dram").page_locked == 128 << 10
+    (warning,) = caught
+    assert str(warning.message) == (
+        "dram: only 128 KiB of its 1 MiB can be page-locked (no more); the rest is copied through staging memory, "
+        "which is slower"
+    )
+    ledger.accounts()
+    locks.warn()
+    native.spaces["far"].refused = "the limit"
+    with pytest.warns(FarpoolWarning, match=r"^far: only 0 B of its 2 MiB can be page-locked \(the limit\)") as caught:
+        locks.warn()
+    assert len(caught) == 1
+    ledger.accounts()
 
 
-def test_a_tier_behind_a_wrapper_is_never_locked() -> None:
-    rig = Rig(Locker(), Verified(Dram(SIZE)))
-    assert rig.locks.parts(0, 0, 1000) is None
-    rig.close()
-    assert not rig.locker.locked
+def test_where_warnings_are_errors_one_look_raises_it_and_the_next_shows_the_bytes() -> None:
+    ledger = Ledger()
+    _, native = locks_of(ledger, Dram("1MiB"))
+    native.spaces["dram"] = Space("dram", MIB, 4096, "no more")
+    with pytest.raises(FarpoolWarning, match="no more"):
+        ledger.total()
+    assert ledger.total() == Account(page_locked=4096)
+
+
+def test_a_pool_s_statistics_have_what_its_ledger_follows() -> None:
+    with block_pool(1 << 16, [Dram("1MiB")]) as pool:
+        locks = TierLocks(object(), pool._lower.tiers, pool.ledger)  # type: ignore[arg-type]
+        native = cast(Native, locks.native)
+        assert pool.stats().tiers[0].page_locked == 0
+        assert "page locks" not in pool.explain()
+        native.spaces["dram"].locked = 1 << 16
+        stats = pool.stats()
+        assert stats.tiers[0].page_locked == 1 << 16
+        assert stats.tiers[0].touched >= 1 << 16  # locked memory is backed
+        assert "page locks" in pool.explain()

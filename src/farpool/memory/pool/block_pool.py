@@ -81,7 +81,7 @@ class BlockPool:
         ledger = Ledger()
         lower = LowerTiers(config.make_tiers())
         try:
-            device = open_device(config, lower.ports, lower.tiers, ledger)
+            device = open_device(config, lower.tiers, ledger)
         except BaseException:
             # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()

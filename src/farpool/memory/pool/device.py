@@ -59,8 +59,6 @@ def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequen
 
     Parameters
     ----------
-    ports : sequence of Port
-        The tiers' native ports.
     tiers : sequence of Tier
         The lower tiers, open.
     ledger : Ledger
@@ -71,7 +69,7 @@ def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequen
     ConfigError
         The configured device does not exist or has too little memory.
     """
-    return _host(config) if config.device == "cpu" else _cuda(config, ports, tiers, ledger)
+    return _host(config) if config.device == "cpu" else _cuda(config, tiers, ledger)
 
 
 def _host(config: PoolConfig) -> FastTier:
@@ -85,7 +83,7 @@ def _host(config: PoolConfig) -> FastTier:
     return FastTier(arena, _native.Queue(), arena.release, watch)
 
 
-def _cuda(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     from farpool.memory.pager.executor.cuda import CudaArena, current_stream
 
     arena = CudaArena(config.fast)
@@ -93,7 +91,7 @@ def _cuda(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tie
     try:
         cuda = _native.Cuda(index)
         staging = staging_bytes(config.fast)
-        queue = device_queue(cuda, staging, arena.stream.cuda_stream, ports, tiers, ledger)
+        queue = device_queue(cuda, staging, arena.stream.cuda_stream, tiers, ledger)
     except BaseException:
         arena.release([])
         raise
@@ -123,7 +121,6 @@ def device_queue(
     cuda: _native.Cuda,
     staging: int,
     allocating: int,
-    ports: Sequence[_native.Port],
     tiers: Sequence[Tier],
     ledger: Ledger,
 ) -> _native.DeviceQueue:
@@ -141,7 +138,7 @@ def device_queue(
     ConfigError
         The device refuses the staging memory or the streams.
     """
-    locks = TierLocks(cuda, tiers, ports, ledger)
+    locks = TierLocks(cuda, tiers, ledger)
     try:
         return _native.DeviceQueue(cuda, staging, allocating, locks.native)
     except TierError as error:

@@ -14,7 +14,7 @@ from farpool import _native
 from farpool.available import available_memory
 from farpool.errors import FarpoolWarning
 from farpool.ledger import Account, Ledger
-from farpool.memory.tiers import Mapped, Tier
+from farpool.memory.tiers import HasPort, Mapped, Tier
 from farpool.sizes import format_size
 
 __all__ = ["TierLocks", "most_locked"]
@@ -40,9 +40,10 @@ def most_locked() -> int:
 class TierLocks:
     """Page locks of a pool's tiers, which a native thread takes, on the pool's ledger.
 
-    Only tiers that are `Mapped` are locked. At most `most_locked` bytes are locked, by all pools of this process
-    together: what is beyond this limit is copied through staging memory, and so is what the device refuses to lock.
-    About each tier of which something is refused, one `FarpoolWarning` is given at the next look at the ledger.
+    Only tiers that are `Mapped` and have a native port of their own are locked. At most `most_locked` bytes are locked,
+    by all pools of this process together: what is beyond this limit is copied through staging memory, and so is what
+    the device refuses to lock. About each tier of which something is refused, one `FarpoolWarning` is given at the next
+    look at the ledger.
 
     Parameters
     ----------
@@ -50,8 +51,6 @@ class TierLocks:
         The device for which the memory is locked.
     tiers : sequence of Tier
         The open tiers. They must stay open until `native` is closed.
-    ports : sequence of Port
-        The tiers' native ports, in the same order.
     ledger : Ledger
         The ledger, which shows the locked bytes as they are whenever it is read.
     chunk : int
@@ -67,14 +66,13 @@ class TierLocks:
         self,
         device: _native.Device,
         tiers: Sequence[Tier],
-        ports: Sequence[_native.Port],
         ledger: Ledger,
         chunk: int = _CHUNK_BYTES,
     ) -> None:
         self.native = _native.PageLocks(device, chunk, most_locked())
-        for tier, port in zip(tiers, ports, strict=True):
-            if isinstance(tier, Mapped):
-                self.native.add(port, tier.address(0), tier.info.capacity, tier.info.name)
+        for tier in tiers:
+            if isinstance(tier, Mapped) and isinstance(tier, HasPort):
+                self.native.add(tier.port, tier.address(0), tier.info.capacity, tier.info.name)
         self._warned: set[str] = set()
         ledger.follow(_OWNER, self._accounts)
 
