@@ -54,6 +54,7 @@ class Machine:
         self.ledger: Ledger | None = None
 
     def open(self, config: PoolConfig, ports: list[_native.Port], tiers: list[Tier], ledger: Ledger) -> FastTier:
+        assert isinstance(config.fast, int)
         arena = HostArena(config.fast)
         staging = _native.Memory(STAGING)
         self.staging = range(staging.address, staging.address + STAGING)

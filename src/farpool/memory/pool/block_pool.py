@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from farpool import forks
 from farpool._native import Driver as NativeDriver
 from farpool._native import Grant
-from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
+from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.memory.pager.driver import Driver, ExecutorDriver
@@ -45,7 +45,7 @@ from farpool.memory.pool.stats import Stats
 from farpool.memory.tape import TapeWriter
 from farpool.memory.tiers import Extent
 from farpool.memory.tiers.safetensors import SafetensorsFile
-from farpool.sizes import format_size, parse_size
+from farpool.sizes import format_size, is_share, parse_size
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
@@ -89,7 +89,8 @@ class BlockPool:
             # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()
             raise
-        ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
+        fast = device.arena.nbytes
+        ledger.add("fast", "arena", requested=fast, reserved=fast, touched=fast)
         ledger.add("host", "staging", **device.staging)
         self.config = config
         self._dropped: deque[Dropped] = deque()
@@ -103,8 +104,8 @@ class BlockPool:
         self._device = device
         self.arena, self._executor = device.arena, device.executor
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
-        sizes = cut(config.fast, packed=self.arena.alignment)
-        self.pager = Pager(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
+        sizes = cut(fast, packed=self.arena.alignment)
+        self.pager = Pager(fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
@@ -498,6 +499,12 @@ class BlockPool:
 
     def resize(self, fast: int | str) -> None:
         """Change the budget of the fast tier, which may be in use. Raises the same errors as `farpool.Pool.resize`."""
+        if is_share(fast):
+            raise ConfigError(
+                f"fast is {fast!r}, but a share of the free memory can be given only when a pool is opened; expected a "
+                "size like '64MiB'",
+                setting="fast",
+            )
         budget = parse_size(fast, "fast")
         with self.driver:
             self._check_open()
@@ -554,6 +561,9 @@ class BlockPool:
             # The native core allocates this memory and has no access to the ledger.
             self.ledger.set_bytes("host", "tape", self.pager.tape_bytes)
             self.ledger.set_bytes("host", "block tables", self.pager.table_bytes)
+            if self._device.beside is not None:
+                allocated, reserved = self._device.beside()
+                self.ledger.set_bytes("hbm", "torch", reserved, requested=allocated)
             return census.take(
                 self.pager,
                 self.arena.kind,
