@@ -1,7 +1,7 @@
 """Check farpool on a machine with a GPU, part by part: build it, test it, measure it.
 
     scripts/gpu-check                      list the parts
-    scripts/gpu-check PART ...             build farpool, then run these parts; all: each one, in this order
+    scripts/gpu-check PART ...             build farpool, then run these parts; all: each one, as listed
     scripts/gpu-check --fetch-wheels       where there is a network: bring what the machine may lack, into wheels/
     scripts/gpu-check PART --device cpu --quick
                                            the same on small sizes without a GPU, with the farpool that is installed
@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--quick", action="store_true", help="sizes that take seconds: to see that all works")
     parser.add_argument("--installed", action="store_true", help="build nothing, use the farpool that is installed")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: $OUT, or benchmarks/results")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: $OUT, or benchmarks/results on a GPU")
     parser.add_argument("--seconds", type=float, metavar="N", help="for everything; default: the parts' own limits")
     parser.add_argument("--fetch-wheels", action="store_true", help="only download wheels for CPython 3.12")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="default: wheels/")
@@ -250,11 +250,14 @@ def main() -> int:
         print(_listing())
         return 0
     given.installed |= given.device == "cpu"
-    wanted = [part for part in PARTS if "all" in given.parts or part.name in given.parts]
-    parts = wanted if given.installed else [BUILD, *wanted]
+    by_name = {part.name: part for part in PARTS}
+    wanted = PARTS if "all" in given.parts else [by_name[name] for name in dict.fromkeys(given.parts)]
+    parts = [*wanted] if given.installed else [BUILD, *wanted]
     seconds = given.seconds or sum(part.seconds + 2 * GRACE for part in parts) + LEAST
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
-    results = given.results or Path(os.environ.get("OUT") or ROOT / "benchmarks/results")
+    # What is small or without a GPU must not take the place of results that are kept.
+    default = given.work if given.quick or given.device == "cpu" else ROOT / "benchmarks/results"
+    results = given.results or Path(os.environ.get("OUT") or default)
     size = "quick" if given.quick else "full"
     command = [sys.executable, str(ROOT / "scripts/gpu_parts.py"), given.device, size]
     done = check(parts, command, results.resolve(), given.work.resolve() / "logs", seconds, _environment(given))
