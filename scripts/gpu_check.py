@@ -115,7 +115,7 @@ def perform(part: Part, command: Sequence[str], seconds: float, report: Report, 
     """
     start = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output, log.open() as shown:
+    with log.open("w") as output, log.open(errors="replace") as shown:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             while (code := child.poll()) is None and time.monotonic() - start < seconds:

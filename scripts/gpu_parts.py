@@ -223,7 +223,10 @@ def peers(run: Run) -> None:
             run.add("package", name=package, version=version_of(package))
         except Exception as error:  # one that is broken in any way is no rival here
             run.add("package", name=package, version=None, why=f"{type(error).__name__}: {error}")
-    settings = {"streaming": {"layer_seconds": 0.003, "layers": 16, "gpu_share": 64}, "training": {"gpu_share": 64}}
+    settings: dict[str, dict[str, Any]] = {
+        "streaming": {"layer_seconds": 0.003, "layers": 16, "gpu_share": 64},
+        "training": {"gpu_share": 64},
+    }
     for name, more in settings.items():
         for case in benchmark(run, name, ratios=(1.0,), rounds=5, **more):
             run.add(name, **_picked(case, ("wanted", "ratio", "efficiency", "equal")))

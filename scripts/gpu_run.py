@@ -109,7 +109,7 @@ def copy_rate(run: Run, target: Any, source: Any) -> float:
             target.copy_(source, non_blocking=True)
         run.synchronize()
         found.append(number * target.numel() / (time.perf_counter() - start) / 1e9)
-    return round(statistics.median(found[1:]), 3)
+    return float(round(statistics.median(found[1:]), 3))
 
 
 def link_rate(run: Run) -> float:
