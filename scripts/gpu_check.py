@@ -1,22 +1,25 @@
-"""Check farpool on a machine with a GPU in one call: build it, test it, measure it, within ten minutes.
+"""Check farpool on a machine with a GPU, part by part: build it, test it, measure it.
 
-    scripts/gpu-check --fetch-wheels    where there is a network: bring what the machine may lack, into wheels/
-    scripts/gpu-check                   on the machine, which needs torch with CUDA, pip and a C++20 compiler
-    scripts/gpu-check --cpu             without a GPU: what can be checked then, with the farpool that is installed
+    scripts/gpu-check                      list the parts
+    scripts/gpu-check PART ...             build farpool, then run these parts; all: each one, as listed
+    scripts/gpu-check --fetch-wheels       where there is a network: bring what the machine may lack, into wheels/
+    scripts/gpu-check PART --device cpu --quick
+                                           the same on small sizes without a GPU, with the farpool that is installed
 
-Each step is a process of its own with a time limit. Its outcome is appended to the report, one JSON object a line, and
-is on the disk before the next step begins, so a run that is cut off leaves what it has done. What a step prints is in a
-log beside the report, from its first line on. Steps that no longer fit before the deadline are reported as not run.
-The exit status is 1 if any step failed or did not fit.
+The machine needs torch with CUDA, pip and a C++20 compiler; without a GPU, an installed farpool and farpool-bench.
 
-Needs the standard library only; the steps themselves are in gpu_steps.py.
+Each part is a process of its own with a time limit of less than ten minutes. It writes one file,
+gpu-check-PART.jsonl, of JSON objects, one a line: the machine first, then each figure as soon as it is known, and last
+how the part ended. So a part that is cut off leaves what it has measured. docs/gpu.md says what the figures mean.
+The exit status is 1 if any part failed or did not fit.
+
+Needs the standard library only; the parts themselves are in gpu_parts.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -29,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-WHEELS = ROOT / "wheels"
 PACKAGES = (
     *("cryptography", "msgspec", "prometheus-client", "rich", "typer", "safetensors"),
     *("scikit-build-core", "nanobind", "cmake", "ninja"),
@@ -37,109 +39,111 @@ PACKAGES = (
 )
 """What farpool, its build and its tests need beside torch and numpy; pip adds what these need."""
 LEAST = 5.0
-"""Seconds that must be left for a step to be begun."""
+"""Seconds that must be left for a part to be begun."""
 GRACE = 3.0
-"""Seconds kept for the summary, and between asking a step to end and killing it."""
+"""Seconds kept for the end, and between asking a part to end and killing it."""
 TAIL = 2000
-"""Characters of a failed step's log that its record has, too."""
+"""Characters of a failed part's output that its file has, too."""
+POLL = 0.1
+"""Seconds between looks at a part that runs."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """A part of the check.
-
-    Attributes
-    ----------
-    name : str
-        Of the function in gpu_steps.py that does it.
-    seconds : float
-        After which it is ended.
-    gpu : bool
-        Whether there is nothing to do without a GPU.
-    """
+class Part:
+    """A part of the check: a function of this name in gpu_parts.py, what it does, and the seconds that it may take."""
 
     name: str
+    what: str
     seconds: float
-    gpu: bool = False
 
 
-STEPS = (
-    Step("versions", 90),
-    Step("build", 240),
-    Step("rates", 60, gpu=True),
-    Step("smoke", 120),
-    Step("tests", 240),
-    Step("capture", 60, gpu=True),
-    Step("streaming", 180),
-    Step("training", 150),
+BUILD = Part("build", "farpool, from the sources beside this script", 240)
+PARTS = (
+    Part("tests", "the tests on a GPU, and of CUDA graphs", 420),
+    Part("copies", "GB/s between host and GPU, by size and kind of memory, and what a pool reaches", 120),
+    Part("streaming", "forward passes: transfers 0.5, 1 and 2 times as long as computing, layers of 1, 3, 10 ms", 540),
+    Part("decode", "tokens of a language model of 30 GB in bf16 with 8 GB fast", 420),
+    Part("training", "AdamW steps of 1.3 billion fp32 weights, with and without step_in_backward", 540),
+    Part("experts", "tokens of a mixture of experts of Mixtral's shape: bytes moved, by implementation", 420),
+    Part("cache", "tokens over a long context: DynamicCache against FarpoolCache", 420),
+    Part(
+        "peers", "accelerate, DeepSpeed ZeRO-Offload, torchao, bitsandbytes where they are, the reason otherwise", 540
+    ),
+    Part("profile", "a trace of torch.profiler, and the gaps between kernels on the compute stream", 180),
 )
 
 
-NEEDED = {"versions", "build"}
-"""Steps without which the others cannot be done: there is no device, or no farpool."""
-
-
 class Report:
-    """A file of JSON objects, one a line, each on the disk when `add` returns.
+    """The file of a part: JSON objects, one a line, each on the disk when `add` returns.
 
     Parameters
     ----------
     path : path
-        Begun anew; its folder is made.
+        Its folder is made.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        path.write_text("")
+
+    def begin(self) -> None:
+        """Empty the file."""
+        self.path.write_text("")
 
     def add(self, **record: Any) -> None:
-        """Append a record, and say so."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append an object."""
+        with self.path.open("a+b") as file:
+            if file.tell() and self.path.read_bytes()[-1:] != b"\n":
+                file.write(b"\n")  # after a line that a killed part has not finished
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        if "step" in record:
-            why = f": {record['why']}" if record.get("why") else ""
-            took = f" ({record['seconds']:.0f} s)" if "seconds" in record else ""
-            print(f"gpu-check: {record['step']} {record['status']}{took}{why}", flush=True)
 
 
-def perform(
-    step: Step, command: Sequence[str], seconds: float, report: Report, env: dict[str, str] | None = None
-) -> str:
-    """Run a step's command for at most so many seconds and report how it ended; returns the status."""
-    logs = report.path.with_suffix(".logs")
-    logs.mkdir(exist_ok=True)
-    log, result = logs / f"{step.name}.log", logs / f"{step.name}.json"
-    result.unlink(missing_ok=True)
+def perform(part: Part, command: Sequence[str], seconds: float, report: Report, log: Path, env: dict[str, str]) -> bool:
+    """Run a part's command for at most so many seconds, show what it prints, and report how it ended.
+
+    Parameters
+    ----------
+    log : path
+        File for all that the part prints.
+
+    Returns
+    -------
+    bool
+        True if it passed.
+    """
     start = time.monotonic()
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            [*command, str(result)], stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output, log.open(errors="replace") as shown:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
-            code: int | None = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            while (code := child.poll()) is None and time.monotonic() - start < seconds:
+                print(shown.read(), end="", flush=True)
+                time.sleep(POLL)
         finally:
             _end(child)
-    status = "passed" if code == 0 else "failed"
-    record: dict[str, Any] = {"step": step.name, "status": status, "seconds": round(time.monotonic() - start, 1)}
+        print(shown.read(), end="")
+    record: dict[str, Any] = {"end": "passed", "seconds": round(time.monotonic() - start, 1)}
     if code is None:
-        record["why"] = f"not done after {seconds:.0f} s"
+        record |= {"end": "cut off", "why": f"not done after {seconds:.0f} s"}
     elif code != 0:
-        record["why"] = f"exit status {code}, see {log}"
+        record |= {"end": "failed", "why": f"exit status {code}"}
     if code != 0:
         record["tail"] = log.read_text(errors="replace")[-TAIL:]
-    with contextlib.suppress(OSError, ValueError):  # a step that was cut off may have written some of it
-        record["result"] = json.loads(result.read_text())
+    _finish(part, report, record)
+    return code == 0
+
+
+def _finish(part: Part, report: Report, record: dict[str, Any]) -> None:
     report.add(**record)
-    return status
+    why = f": {record['why']}" if "why" in record else ""
+    took = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
+    print(f"gpu-check: {part.name} {record['end']}{took}{why}", flush=True)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a step and all that it started."""
+    """End a part and all that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGTERM)
         if child.poll() is None:
@@ -150,32 +154,36 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def check(
-    steps: Sequence[Step], command: Sequence[str], report: Report, seconds: float, cpu: bool, env: dict[str, str]
+    parts: Sequence[Part], command: Sequence[str], results: Path, logs: Path, seconds: float, env: dict[str, str]
 ) -> bool:
-    """Run steps one after the other, within so many seconds altogether; True if all that can be run here passed.
+    """Run parts one after the other, within so many seconds altogether; True if all of them passed.
+
+    A part that no longer fits, or that needs a build that failed, is reported as not run.
 
     Parameters
     ----------
     command : sequence of str
-        What runs a step; its name and the file for its result are appended.
+        What runs a part; its name and its file are appended.
+    results, logs : path
+        Folders of the parts' files, and of what they print.
     """
     deadline = time.monotonic() + seconds - GRACE
-    outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "not run": []}
-    complete = True
-    for step in steps:
+    passed: list[bool] = []
+    why = ""
+    for part in parts:
+        report = Report(results / f"gpu-check-{part.name}.jsonl")
+        report.begin()
         left = deadline - GRACE - time.monotonic()
-        why = "needs a GPU" if cpu and step.gpu else "out of time" if left < LEAST else ""
-        if missing := NEEDED & {*outcomes["failed"]}:
-            why = f"{', '.join(missing)} failed"
-        if why:
-            complete &= why == "needs a GPU"
-            outcomes["not run"].append(step.name)
-            report.add(step=step.name, status="not run", why=why)
+        if why or left < LEAST:
+            _finish(part, report, {"end": "not run", "why": why or "out of time"})
+            passed.append(False)
             continue
-        outcomes[perform(step, [*command, step.name], min(step.seconds, left), report, env)].append(step.name)
-    complete &= not outcomes["failed"]
-    report.add(step="summary", status="passed" if complete else "failed", **outcomes)
-    return complete
+        line = [*command, part.name, str(report.path)]
+        print(f"gpu-check: {part.name} begins, for at most {min(part.seconds, left):.0f} s", flush=True)
+        passed.append(perform(part, line, min(part.seconds, left), report, logs / f"{part.name}.log", env))
+        if part is BUILD and not passed[-1]:
+            why = "the build failed"
+    return all(passed)
 
 
 def fetch_wheels(folder: Path) -> None:
@@ -187,47 +195,73 @@ def fetch_wheels(folder: Path) -> None:
     print(f"gpu-check: {len(list(folder.glob('*.whl')))} wheels in {folder}")
 
 
+def _listing() -> str:
+    rows = [f"  {part.name:<10} {part.what} (at most {part.seconds / 60:g} minutes)" for part in PARTS]
+    return "\n".join(["parts:", *rows, "  all        each of them, in this order"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-check",
+        description=__doc__,
+        epilog=_listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="see below; without any, they are listed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds: to see that all works")
+    parser.add_argument("--installed", action="store_true", help="build nothing, use the farpool that is installed")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: $OUT, or benchmarks/results on a GPU")
+    parser.add_argument("--seconds", type=float, metavar="N", help="for everything; default: the parts' own limits")
+    parser.add_argument("--fetch-wheels", action="store_true", help="only download wheels for CPython 3.12")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="default: wheels/")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", metavar="FOLDER", help="to build in")
+    return parser
+
+
+def _environment(given: argparse.Namespace) -> dict[str, str]:
+    """Environment of the parts: what they were asked for, and where to import farpool from."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    flags = [*(["--device cpu"] if given.device == "cpu" else []), *(["--quick"] if given.quick else [])]
+    env["GPU_CHECK_FLAGS"] = " ".join(flags)
+    env |= {"GPU_CHECK_WHEELS": str(given.wheels.resolve()), "GPU_CHECK_WORK": str(given.work.resolve())}
+    if given.device == "cuda":
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if not given.installed:
+        site = given.work.resolve() / "site"
+        env["PYTHONPATH"] = f"{site}{os.pathsep}{env.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        env["PATH"] = f"{site / 'bin'}{os.pathsep}{env.get('PATH', '')}"
+    return env
+
+
 def main() -> int:
     """Read the command line."""
-    names = [step.name for step in STEPS]
-    parser = argparse.ArgumentParser(
-        prog="gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(names)}; all if none is given")
-    parser.add_argument("--cpu", action="store_true", help="do what can be done without a GPU")
-    parser.add_argument("--fetch-wheels", action="store_true", help="only download wheels for CPython 3.12")
-    parser.add_argument("--wheels", type=Path, default=WHEELS, metavar="FOLDER", help="default: wheels/")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="default: gpu-check.jsonl in $OUT or benchmarks/results"
-    )
-    parser.add_argument("--seconds", type=float, default=570.0, metavar="N", help="for everything; default: 570")
-    parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", metavar="FOLDER", help="to build in")
+    parser = _parser()
     given = parser.parse_args()
-    if unknown := set(given.steps) - set(names):
-        parser.error(f"{', '.join(sorted(unknown))}: not known; expected {', '.join(names)}")
+    names = [part.name for part in PARTS]
+    if unknown := set(given.parts) - {*names, "all"}:
+        parser.error(f"{', '.join(sorted(unknown))}: not known; expected {', '.join(names)} or all")
+    if given.seconds is not None and not given.seconds > 0:
+        parser.error(f"--seconds is {given.seconds:g}, expected more than 0, for example 570")
     if given.fetch_wheels:
         fetch_wheels(given.wheels)
         return 0
-    results = Path(os.environ.get("OUT") or os.environ.get("RESULTS") or ROOT / "benchmarks/results")
-    report = Report((given.report or results / "gpu-check.jsonl").resolve())
-    report.add(
-        report="gpu-check",
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=sys.argv,
-        device="cpu" if given.cpu else "cuda",
-        seconds=given.seconds,
-    )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the step that runs, too
-    env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONUNBUFFERED": "1"}
-    if not given.cpu:
-        site = given.work.resolve() / "site"
-        env["PYTHONPATH"] = f"{site}{os.pathsep}{env['PYTHONPATH']}".rstrip(os.pathsep)
-        env["PATH"] = f"{site / 'bin'}{os.pathsep}{env.get('PATH', '')}"
-        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    env |= {"GPU_CHECK_WHEELS": str(given.wheels.resolve()), "GPU_CHECK_WORK": str(given.work.resolve())}
-    command = [sys.executable, str(ROOT / "scripts/gpu_steps.py"), "cpu" if given.cpu else "cuda"]
-    steps = [step for step in STEPS if not given.steps or step.name in given.steps]
-    return 0 if check(steps, command, report, given.seconds, given.cpu, env) else 1
+    if not given.parts:
+        print(_listing())
+        return 0
+    given.installed |= given.device == "cpu"
+    by_name = {part.name: part for part in PARTS}
+    wanted = PARTS if "all" in given.parts else [by_name[name] for name in dict.fromkeys(given.parts)]
+    parts = [*wanted] if given.installed else [BUILD, *wanted]
+    seconds = given.seconds or sum(part.seconds + 2 * GRACE for part in parts) + LEAST
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
+    # What is small or without a GPU must not take the place of results that are kept.
+    default = given.work if given.quick or given.device == "cpu" else ROOT / "benchmarks/results"
+    results = given.results or Path(os.environ.get("OUT") or default)
+    size = "quick" if given.quick else "full"
+    command = [sys.executable, str(ROOT / "scripts/gpu_parts.py"), given.device, size]
+    done = check(parts, command, results.resolve(), given.work.resolve() / "logs", seconds, _environment(given))
+    return 0 if done else 1
 
 
 if __name__ == "__main__":

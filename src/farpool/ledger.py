@@ -79,9 +79,12 @@ class Ledger:
         """
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
-    def set_bytes(self, tier: str, owner: str, nbytes: int) -> None:
-        """Book that `owner` now has `nbytes` bytes of `tier`. This replaces the amount that was booked before."""
-        account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
+    def set_bytes(self, tier: str, owner: str, nbytes: int, *, requested: int | None = None) -> None:
+        """Book that `owner` now has `nbytes` bytes of `tier`. This replaces the amount that was booked before.
+
+        Without `requested`, `owner` is taken to have asked for exactly these bytes.
+        """
+        account = Account(requested=nbytes if requested is None else requested, reserved=nbytes, touched=nbytes)
         with self._lock:
             self._settle()
             self._accounts.pop((tier, owner), None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
+from fractions import Fraction
 
 from farpool.errors import ConfigError
 
-__all__ = ["format_size", "parse_rate", "parse_size"]
+__all__ = ["format_size", "is_share", "parse_rate", "parse_share", "parse_size", "share_bytes"]
 
 _UNITS = {
     "": 1,
@@ -17,6 +19,7 @@ _UNITS = {
 }
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+_SHARE_PATTERN = re.compile(r"\s*([+-]?(?:[0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12}))\s*%\s*", re.ASCII)
 _BYTES_MAX = 2**62
 
 
@@ -81,6 +84,47 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
     if not 1 <= rate <= _BYTES_MAX:
         raise ConfigError(f"{what} is {value!r}, expected at least 1 byte per second, for example '2GB/s'")
     return float(rate)
+
+
+def is_share(value: object) -> bool:
+    """Return True if a value is meant as a share, such as ``"80%"``, and not as a size."""
+    return isinstance(value, str) and "%" in value
+
+
+def parse_share(value: str, what: str = "share") -> str:
+    """Check a share such as ``12.5%``, and return it in its shortest form.
+
+    Parameters
+    ----------
+    value : str
+        A number with a percent sign.
+    what : str
+        Name of the setting or option, for the error.
+
+    Raises
+    ------
+    ConfigError
+        The value cannot be read as a share, is not more than 0%, or is more than 100%.
+    """
+    match = _SHARE_PATTERN.fullmatch(value)
+    if match is None:
+        raise ConfigError(
+            f"{what} is {value!r}, expected a share such as '80%' or '12.5%'; without '%', give a size like '64MiB'",
+            setting=what,
+        )
+    percent = Decimal(match[1])
+    if not 0 < percent <= 100:
+        raise ConfigError(
+            f"{what} is {value!r}, expected more than 0% and at most 100% of the memory that is free; give '80%', for "
+            "example",
+            setting=what,
+        )
+    return f"{percent.normalize():f}%"
+
+
+def share_bytes(share: str, nbytes: int, alignment: int) -> int:
+    """Return so large a share of `nbytes` bytes, such as ``"80%"``, rounded down to a multiple of `alignment`."""
+    return int(Fraction(share.removesuffix("%")) / 100 * nbytes) // alignment * alignment
 
 
 def _bytes(text: object) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,79 @@ def gpu() -> list[str]:
         "not run": [],
     }
     return rows
+
+
+def gpu_steps() -> dict[str, Any]:
+    """The steps of the first run of the check on a GPU, by name; the line before them under no name."""
+    lines = [json.loads(line) for line in (RESULTS / "gpu-check.jsonl").read_text().splitlines()]
+    return {line.get("step", ""): line for line in lines}
+
+
+def copied() -> list[str]:
+    """What the page of GPUs says of the first run, by the file of that run."""
+    steps = gpu_steps()
+    versions, rates = steps["versions"]["result"], steps["rates"]["result"]["GB/s"]
+    driver = versions["link"].rpartition("\n")[2].split(", ")[1]
+    outcomes = [steps[name]["result"]["pytest"].partition(" in ")[0] for name in ("tests", "capture")]
+    rows = [
+        f"| tests, copies, streaming, training | {versions['gpu']} | {driver} | {steps['']['started'][:10]} | "
+        f"{versions['packages']['torch']} | {outcomes[0]}; CUDA graphs: {outcomes[1]} |"
+    ]
+    kinds = {
+        "pinned": "page-locked by torch",
+        "registered": "page-locked in place, as a pool's",
+        "pageable": "pageable",
+    }
+    for kind, name in kinds.items():
+        to_device, to_host = (rates[kind][direction][str(256 << 20)] for direction in ("to device", "to host"))
+        rows.append(f"| {name} | {to_device:.1f} GB/s | {to_host:.1f} GB/s |")
+    return rows
+
+
+def checked_parts(folder: Path) -> dict[str, str]:
+    """Rows of the parts of the check that have been run on a GPU in full, by the files in a folder."""
+    rows = {}
+    for path in sorted(folder.glob("gpu-check-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        head, end = lines[0], lines[-1]
+        if head.get("device") == "cuda" and not head["quick"] and head["part"] != "build":
+            facts = (head["card"], head["driver"], head["date"][:10], head["versions"]["torch"], end["end"])
+            rows[head["part"]] = f"| {head['part']} | {' | '.join(facts)} | `{path.name}` |"
+    return rows
+
+
+def missing_on_page(page: str, folder: Path) -> list[str]:
+    """What a page of GPUs does not say, of the parts that have been run and of those that have not."""
+    sys.path.append(str(ROOT / "scripts"))
+    from gpu_check import PARTS
+
+    rows = checked_parts(folder)
+    left = ", ".join(f"`{part.name}`" for part in PARTS if part.name not in rows)
+    expected = [
+        *rows.values(),
+        f"that have not been run on a GPU yet: {left}.\n" if left else "All parts have been run",
+    ]
+    return [text for text in expected if text not in page]
+
+
+def test_the_page_of_gpus_quotes_the_result_files() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert [row for row in copied() if row not in page] == []
+    assert missing_on_page(page, RESULTS) == []
+
+
+def test_the_page_of_gpus_has_to_change_with_a_new_file(tmp_path: Path) -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    head = {"part": "copies", "card": "A card", "driver": "1.2", "date": "2030-01-02T03:04:05+00:00", "device": "cuda"}
+    head |= {"quick": False, "versions": {"torch": "9.9"}}
+    lines = [head, {"figure": "pool"}, {"end": "passed", "seconds": 1.0}]
+    path = tmp_path / "gpu-check-copies.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row, rest = missing_on_page(page, tmp_path)
+    assert row == "| copies | A card | 1.2 | 2030-01-02 | 9.9 | passed | `gpu-check-copies.jsonl` |"
+    assert "`tests`, `streaming`" in rest
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head | {"quick": True}, *lines[1:]]))
+    assert missing_on_page(page, tmp_path) == []
 
 
 def overhead() -> list[str]:

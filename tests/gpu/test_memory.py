@@ -37,6 +37,23 @@ def test_page_locks_are_on_the_account_and_gone_when_the_pool_is_closed() -> Non
         assert ledger.total(owner="page locks").page_locked == 0
 
 
+def test_a_share_is_of_the_gpus_free_memory_and_what_torch_holds_beside_it_is_on_the_account() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    with farpool.Pool("1%", dram="64MiB", device="cuda") as pool:
+        assert pool.fast % 512 == 0
+        assert abs(pool.fast - free // 100) < 64 << 20  # the driver may have taken some meanwhile
+        ledger = blocks_of(pool).ledger
+        plain = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
+        pool.stats()
+        held = ledger.total(tier="hbm", owner="torch")
+        assert held.reserved >= held.requested >= plain.nbytes
+        assert "hbm          torch" in pool.explain()
+        del plain
+        pool.stats()
+        assert ledger.total(tier="hbm", owner="torch").requested <= held.requested - (32 << 20)
+        assert ledger.total(tier="fast").reserved == pool.fast
+
+
 def test_the_budget_can_be_lowered_and_raised_again_but_not_beyond_what_was_allocated() -> None:
     model, inputs = build(), batch()
     fast = weight_bytes(model) // 2

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import forks
 from farpool._native import Driver, Grant
-from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
+from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
@@ -42,7 +42,7 @@ from farpool.memory.pool.stats import Stats
 from farpool.memory.tape import TapeWriter
 from farpool.memory.tiers import Extent
 from farpool.memory.tiers.safetensors import SafetensorsFile
-from farpool.sizes import format_size, parse_size
+from farpool.sizes import format_size, is_share, parse_size
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
@@ -86,7 +86,8 @@ class BlockPool:
             # A failed open leaves nothing behind, because the caller gets no pool that it could close.
             lower.close()
             raise
-        ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
+        fast = device.arena.nbytes
+        ledger.add("fast", "arena", requested=fast, reserved=fast, touched=fast)
         ledger.add("host", "staging", **device.staging)
         self.config = config
         self._dropped: deque[Dropped] = deque()
@@ -100,9 +101,9 @@ class BlockPool:
         self._device = device
         self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
-        sizes = cut(config.fast, packed=self.arena.alignment)
+        sizes = cut(fast, packed=self.arena.alignment)
         self.pager = Pager(
-            config.fast,
+            fast,
             self.spaces,
             CLASSES,
             alignment=sizes.alignment,
@@ -499,6 +500,12 @@ class BlockPool:
 
     def resize(self, fast: int | str) -> None:
         """Change the budget of the fast tier, which may be in use. Raises the same errors as `farpool.Pool.resize`."""
+        if is_share(fast):
+            raise ConfigError(
+                f"fast is {fast!r}, but a share of the free memory can be given only when a pool is opened; expected a "
+                "size like '64MiB'",
+                setting="fast",
+            )
         budget = parse_size(fast, "fast")
         with self.driver:
             self._check_open()
@@ -555,6 +562,9 @@ class BlockPool:
             # The native core allocates this memory and has no access to the ledger.
             self.ledger.set_bytes("host", "tape", self.pager.tape_bytes)
             self.ledger.set_bytes("host", "block tables", self.pager.table_bytes)
+            if self._device.beside is not None:
+                allocated, reserved = self._device.beside()
+                self.ledger.set_bytes("hbm", "torch", reserved, requested=allocated)
             return census.take(
                 self.pager,
                 self.arena.kind,

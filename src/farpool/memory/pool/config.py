@@ -24,7 +24,7 @@ from farpool.memory.pool.config_layers import (
 )
 from farpool.memory.tiers import Tier, TierSpec, tier_spec
 from farpool.memory.tiers.kinds import is_kind, load_kind, short_type
-from farpool.sizes import format_size, parse_size
+from farpool.sizes import format_size, is_share, parse_share, parse_size
 
 __all__ = ["PoolConfig"]
 
@@ -40,8 +40,9 @@ class PoolConfig(Struct, frozen=True):
 
     Attributes
     ----------
-    fast : int
-        Bytes of the fast tier, which never uses more.
+    fast : int or str
+        Bytes of the fast tier, which never uses more. Or a share, such as ``"80%"``, of the memory that is free on the
+        device when a pool is opened; `farpool.Pool.fast` is then the resulting number of bytes.
     tiers : tuple of TierSpec or Tier
         Lower tiers from fast to slow.
     device : str
@@ -59,7 +60,7 @@ class PoolConfig(Struct, frozen=True):
         A setting is wrong or contradicts another. The message names the setting.
     """
 
-    fast: int
+    fast: int | str
     tiers: tuple[TierSpec | Tier, ...] = ()
     device: str = "cpu"
     prefetch: bool = True
@@ -70,6 +71,8 @@ class PoolConfig(Struct, frozen=True):
         for field in fields(self):
             if field.name != "tiers":
                 force_setattr(self, field.name, require_type(getattr(self, field.name), field.type, field.name))
+        if isinstance(self.fast, str):
+            force_setattr(self, "fast", parse_share(self.fast, "fast"))
         names = [tier.info.name if isinstance(tier, Tier) else tier.name for tier in self.tiers]
         for name in names:
             if names.count(name) > 1 or name == "fast":
@@ -80,7 +83,7 @@ class PoolConfig(Struct, frozen=True):
         require_choice(self.device, "device", _DEVICES, which)
         require_seconds(self.timeout, "timeout", None, math.inf)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self.device == "cpu" and self.fast > memory:
+        if self.device == "cpu" and isinstance(self.fast, int) and self.fast > memory:
             raise ConfigError(
                 f"fast: {format_size(self.fast)} is more than this machine's memory ({format_size(memory)}); "
                 "give a smaller budget",
@@ -108,7 +111,7 @@ class PoolConfig(Struct, frozen=True):
         Parameters
         ----------
         fast : int or str
-            Bytes, or a size such as ``"64MiB"``.
+            Bytes, a size such as ``"64MiB"``, or a share of the free memory such as ``"80%"``.
         tiers : sequence of Tier, TierSpec or mapping, optional
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         **short_forms
@@ -128,7 +131,8 @@ class PoolConfig(Struct, frozen=True):
                 setting="tiers",
             )
         lower = _short_tiers(given) if tiers is None else _lower_tiers(tiers)
-        return cls(parse_size(fast, "fast"), tuple(lower), device, prefetch, timeout, debug)
+        budget = fast if is_share(fast) else parse_size(fast, "fast")
+        return cls(budget, tuple(lower), device, prefetch, timeout, debug)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> PoolConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farpool import _native
+from farpool.available import available_memory
 from farpool.errors import ConfigError, TierError
 from farpool.ledger import Ledger
 from farpool.memory.pager.executor.page_locks import TierLocks
@@ -14,7 +15,7 @@ from farpool.memory.pager.storage import cut
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
-from farpool.sizes import format_size
+from farpool.sizes import format_size, share_bytes
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
@@ -44,6 +45,8 @@ class FastTier:
         Bytes of host memory held in addition to the arena: the amounts that `Ledger.add` books, by name.
     stream : callable or None
         Returns the device's stream on which the calling thread queues work. None if operations compute on the host.
+    beside : callable, optional
+        On a GPU: function that returns the bytes that torch has allocated and reserved there in addition to the arena.
     """
 
     arena: HostArena | CudaArena
@@ -52,6 +55,7 @@ class FastTier:
     watch: Callable[[Pager], Watch]
     staging: dict[str, int] = field(default_factory=dict)
     stream: Callable[[], int] | None = None
+    beside: Callable[[], tuple[int, int]] | None = None
 
 
 def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
@@ -73,7 +77,7 @@ def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequen
 
 
 def _host(config: PoolConfig) -> FastTier:
-    arena = HostArena(config.fast)
+    arena = HostArena(_budget(config.fast, available_memory, HostArena.alignment))
 
     def watch(pager: Pager) -> Watch:
         from farpool.memory.debug import HostMemory, Watch
@@ -86,11 +90,11 @@ def _host(config: PoolConfig) -> FastTier:
 def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     from farpool.memory.pager.executor.cuda import CudaArena, current_stream
 
-    arena = CudaArena(config.fast)
+    arena = CudaArena(_budget(config.fast, _free_on_gpu, CudaArena.alignment))
     index = arena.tensor.device.index
     try:
         cuda = _native.Cuda(index)
-        staging = staging_bytes(config.fast)
+        staging = staging_bytes(arena.nbytes)
         queue = device_queue(cuda, staging, arena.stream.cuda_stream, tiers, ledger)
     except BaseException:
         arena.release([])
@@ -108,6 +112,7 @@ def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier
         watch,
         {"requested": staging, "reserved": staging, "page_locked": staging, "touched": staging},
         current_stream(index),
+        lambda: _torch_memory(arena),
     )
 
 
@@ -146,3 +151,37 @@ def device_queue(
             f"the device cannot be used with {format_size(staging)} of page-locked host memory: {error}; free host "
             "memory, raise `ulimit -l`, or give a smaller budget, of which the blocks are smaller"
         ) from error
+
+
+def _budget(fast: int | str, free: Callable[[], int], alignment: int) -> int:
+    """Return the bytes of the fast tier; a share, such as ``"80%"``, is taken of what `free` returns now."""
+    if isinstance(fast, int):
+        return fast
+    left = free()
+    nbytes = share_bytes(fast, left, alignment)
+    if nbytes == 0:
+        raise ConfigError(
+            f"fast is {fast!r}, which is less than {alignment} bytes of the {format_size(left)} of memory that are "
+            "free; give a larger share, or a size like '64MiB'",
+            setting="fast",
+        )
+    return nbytes
+
+
+def _free_on_gpu() -> int:
+    """Return the bytes that are free on the current GPU. What torch has cached for itself does not count as free."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
+    return torch.cuda.mem_get_info()[0]
+
+
+def _torch_memory(arena: CudaArena) -> tuple[int, int]:
+    """Return the bytes that torch's allocator has allocated and reserved on the arena's GPU, without the arena."""
+    import torch
+
+    device = arena.tensor.device
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    # The allocator rounds sizes up, so the arena may be some bytes more in its counts than in ours.
+    return max(0, allocated - arena.limit), max(0, reserved - arena.limit)

@@ -85,9 +85,11 @@ class Pool:
     Parameters
     ----------
     fast : int or str, optional
-        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. If `fast` is not given, all
-        settings that are not given here are read from the environment (``FARPOOL_FAST`` and so on, see
-        :meth:`from_config`).
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. A share such as ``"80%"`` is
+        taken of the memory that is free on the device when the pool is opened: on ``cuda`` the GPU's memory, of which
+        the rest is left to torch; on ``cpu`` the host memory that this process may still take, within the limits of its
+        control groups. If `fast` is not given, all settings that are not given here are read from the environment
+        (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
     tiers : sequence of Tier, TierSpec or mapping, optional
         Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
         that is evicted from the fast tier moves to the first of these tiers that has room.

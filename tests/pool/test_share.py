@@ -1,0 +1,186 @@
+"""A budget that is a share of the free memory, and what torch has allocated beside a pool's arena."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from farpool import ConfigError, Pool, PoolConfig
+from farpool.available import available_memory
+from farpool.ledger import Account, Ledger
+from farpool.memory.pager.executor import cuda
+from farpool.memory.pool import device as devices
+from farpool.memory.pool.device import open_device
+from farpool.memory.pool.pool import blocks_of
+from farpool.memory.tiers.device import HostArena
+from farpool.sizes import format_size, share_bytes
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FAST", "DRAM", "REMOTE", "NVME", "DEVICE", "PREFETCH", "TIMEOUT", "DEBUG", "CONFIG"):
+        monkeypatch.delenv(f"FARPOOL_{name}", raising=False)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of host memory that this process seems to have."""
+    monkeypatch.setattr(devices, "available_memory", lambda: 80 * MIB + 7)
+    return 80 * MIB + 7
+
+
+@pytest.mark.parametrize(("share", "per_mille"), [("80%", 800), ("12.5%", 125), (" 100 % ", 1000), (".5%", 5)])
+def test_a_share_is_of_what_is_free_and_rounded_down(free: int, share: str, per_mille: int) -> None:
+    with Pool(share, dram="8MiB") as pool:
+        assert pool.fast == free * per_mille // 1000 // HostArena.alignment * HostArena.alignment
+        assert pool.fast % HostArena.alignment == 0
+        assert f"fast 0 B of {format_size(pool.fast)}" in repr(pool)
+        assert f"of {format_size(pool.fast)}\n" in pool.explain()
+        assert blocks_of(pool).ledger.total(tier="fast").reserved == pool.fast
+        assert torch.equal(pool.ones(1000) + 1, torch.full((1000,), 2.0))
+
+
+def test_a_share_is_taken_at_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PoolConfig.make("50%")
+    for nbytes in (4 * MIB, 2 * MIB):
+        monkeypatch.setattr(devices, "available_memory", lambda nbytes=nbytes: nbytes)
+        with Pool.from_config(config) as pool:
+            assert pool.fast == nbytes // 2
+            assert pool.config == config
+            assert pool.config.fast == "50%"
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "proc/meminfo": "MemAvailable: 8388608 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": str(48 * MIB),
+        "sys/fs/cgroup/job/memory.current": str(16 * MIB),
+        "sys/fs/cgroup/job/memory.stat": "inactive_file 0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(devices, "available_memory", lambda: available_memory(tmp_path))
+    with Pool("25%") as pool:
+        assert pool.fast == 8 * MIB
+
+
+def test_the_same_share_from_all_places_gives_equal_configurations(tmp_path: Path) -> None:
+    path = tmp_path / "farpool.toml"
+    path.write_text('[pool]\nfast = "80.0 %"\n')
+    keyword = PoolConfig.make("80%")
+    assert keyword == PoolConfig.from_toml(path) == PoolConfig.from_environment({"FARPOOL_FAST": " 80%"})
+    assert keyword == PoolConfig("080%") == PoolConfig.make("1MiB").replace(fast="80%")
+    assert keyword != PoolConfig.make("81%")
+    assert keyword.replace(fast="1MiB").fast == MIB
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        ("0%", "more than 0%"),
+        ("-5%", "more than 0%"),
+        ("100.1%", "at most 100%"),
+        ("%", "a share such as '80%'"),
+        ("80%%", "a share such as '80%'"),
+        ("80% of it", "a share such as '80%'"),
+        ("8MiB%", "a share such as '80%'"),
+        ("nan%", "a share such as '80%'"),
+        ("٨٠%", "a share such as '80%'"),
+    ],
+)
+def test_what_is_no_share_is_refused(share: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "farpool.toml"
+    path.write_text(f'[pool]\nfast = "{share}"\n')
+    message = re.escape(f"fast is {share!r}, expected ") + f".*{expected}"
+    with pytest.raises(ConfigError, match=message) as caught:
+        Pool(share)
+    assert caught.value.setting == "fast"
+    with pytest.raises(ConfigError, match=re.escape(f"{path}, [pool]: ") + message):
+        PoolConfig.from_toml(path)
+    with pytest.raises(ConfigError, match=f"FARPOOL_FAST: {message}"):
+        PoolConfig.from_environment({"FARPOOL_FAST": share})
+
+
+def test_a_size_is_no_share_for_the_class_itself() -> None:
+    with pytest.raises(ConfigError, match="fast is '64MiB', expected a share"):
+        PoolConfig("64MiB")
+
+
+def test_a_share_of_nothing_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "available_memory", lambda: 1000)
+    file = tmp_path / "far.pool"
+    with pytest.raises(ConfigError, match=r"fast is '5%', which is less than 64 bytes of the 1000 B .* larger share"):
+        Pool("5%", tiers=[{"kind": "nvme", "path": str(file), "size": "1MiB"}])
+    assert not file.exists()
+
+
+def test_a_budget_is_not_changed_to_a_share(free: int) -> None:
+    with Pool("50%") as pool:
+        before = pool.fast
+        with pytest.raises(ConfigError, match=r"fast is '25%', but .* when a pool is opened; expected a size"):
+            pool.resize("25%")
+        assert pool.fast == before
+        pool.resize("1MiB")
+        assert pool.fast == MIB
+
+
+def test_shares_are_exact() -> None:
+    assert share_bytes("33.333333333333%", 3 * 10**15, 1) == 999_999_999_999_990
+    assert share_bytes("100%", 2**62 - 1, 1) == 2**62 - 1
+
+
+class OpenedError(Exception):
+    pass
+
+
+def test_on_a_gpu_it_is_a_share_of_the_gpus_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arena(cuda.CudaArena):
+        def __init__(self, nbytes: int) -> None:
+            raise OpenedError(nbytes)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000_000_007, 8_000_000_000))
+    monkeypatch.setattr(cuda, "CudaArena", Arena)
+    with pytest.raises(OpenedError) as caught:
+        open_device(PoolConfig.make("80%", device="cuda"), [], [], Ledger())
+    assert caught.value.args == (800_000_005 // 512 * 512,)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_a_share_of_its_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="torch finds no CUDA device; use device='cpu'"):
+        Pool("80%", device="cuda")
+
+
+def test_what_torch_holds_beside_the_arena_is_on_the_ledger(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    held = {"allocated": 10 * MIB, "reserved": 16 * MIB}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["allocated"] if device == "gpu" else -1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held["reserved"] if device == "gpu" else -1)
+    arena: Any = SimpleNamespace(limit=8 * MIB, tensor=SimpleNamespace(device="gpu"))
+    real = devices._host
+
+    def with_torch(config: PoolConfig, ports: Any) -> devices.FastTier:
+        tier = real(config, ports)
+        return devices.FastTier(
+            tier.arena, tier.executor, tier.release, tier.watch, beside=lambda: devices._torch_memory(arena)
+        )
+
+    monkeypatch.setattr(devices, "_host", with_torch)
+    with Pool("8MiB") as pool:
+        ledger = blocks_of(pool).ledger
+        assert re.search(r"^hbm +torch +2 MiB +8 MiB +0 B +8 MiB$", pool.explain(), re.MULTILINE)
+        held.update(allocated=9 * MIB, reserved=12 * MIB)
+        pool.stats()
+        assert ledger.accounts()["hbm", "torch"] == Account(MIB, 4 * MIB, 0, 4 * MIB)
+        assert ledger.total(tier="fast").reserved == pool.fast
+        held.update(allocated=8 * MIB - 512, reserved=8 * MIB)
+        assert "torch" not in pool.explain()
