@@ -8,7 +8,7 @@ using farpool::Port;
 using farpool::ReleasedLock;
 using farpool::device::Device;
 using farpool::device::PageLocks;
-using farpool::device::Part;
+using farpool::device::HostPart;
 using farpool::device::SpaceLocks;
 
 namespace {
@@ -37,12 +37,12 @@ ValueError if the range cannot be locked, and PoolClosedError after `close`.)")
         .def(
             "parts",
             [](PageLocks& self, Port* port, std::uint64_t offset, std::size_t nbytes) -> nb::object {
-                std::vector<Part> parts;
+                std::vector<HostPart> parts;
                 if (!self.parts(port, offset, nbytes, parts)) {
                     return nb::none();
                 }
                 nb::list listed;
-                for (const Part& part : parts) {
+                for (const HostPart& part : parts) {
                     listed.append(nb::make_tuple(part.address, part.nbytes));
                 }
                 return listed;

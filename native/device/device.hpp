@@ -22,8 +22,8 @@ public:
     // Prepares the calling thread, once per thread, for the calls below. A capture of the program, which is in progress on
     // another thread, then neither fails nor makes these calls fail.
     virtual void enter() = 0;
-    // Prepares a thread of the program for `record`, `wait` and `capturing`; changes nothing that the program has set. Costs next
-    // to nothing after a thread's first call.
+    // Prepares a thread of the program for `record`, `wait` and `capturing`; changes nothing that the program has set. Costs
+    // next to nothing after a thread's first call.
     virtual void attach() {}
 
     virtual Stream make_stream() = 0;

@@ -69,18 +69,19 @@ bool DeviceQueue::Rank::operator()(const Job* left, const Job* right) const {
 
 DeviceQueue::Line& DeviceQueue::line_of(const Job& job) { return lines_[static_cast<std::size_t>(job.direction)]; }
 
-DeviceQueue::DeviceQueue(std::shared_ptr<Device> device, Config config, Locked locked)
+DeviceQueue::DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks)
     : owner_(getpid()),
       device_(std::move(device)),
       config_(config),
-      locked_(std::move(locked)),
+      locks_(locks),
+      memory_(device_, config.staging),
       events_(device_),
       moving_(device_->make_stream()),
       bounce_(device_->allocate(config.bounce)),
       clock_(device_, events_, moving_),
       order_(device_, events_, clock_, config.allocating),
       tiers_(std::make_shared<QueueCore>()),
-      staging_(static_cast<std::int64_t>(config.staging_bytes), alignment) {
+      staging_(static_cast<std::int64_t>(config.staging), alignment) {
     for (Line& line : lines_) {
         line.stream = device_->make_stream();
     }
@@ -402,7 +403,7 @@ bool DeviceQueue::take_staging(Chunk& chunk) {
     if (chunk.staging < 0) {
         return false;
     }
-    std::uintptr_t host = config_.staging + static_cast<std::uintptr_t>(chunk.staging);
+    std::uintptr_t host = memory_.address() + static_cast<std::uintptr_t>(chunk.staging);
     for (Part& part : chunk.parts) {
         part.host = host;
         host += rounded(part.nbytes);
@@ -417,7 +418,7 @@ std::vector<DeviceQueue::Part> DeviceQueue::lay_out(Job& job) const {
     std::vector<HostPart> memory;
     for (const Piece& piece : job.pieces) {
         memory.clear();
-        job.staged = job.staged || locked_ == nullptr || !locked_(job.port, piece.offset, piece.nbytes, memory);
+        job.staged = job.staged || locks_ == nullptr || !locks_->parts(job.port, piece.offset, piece.nbytes, memory);
         if (job.staged) {
             memory.assign(1, {0, piece.nbytes});
         }
@@ -524,14 +525,17 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
 }
 
 void DeviceQueue::queue_copies(const Chunk& chunk, Stream stream) {
+    const Job& job = *chunk.job;
     for (std::size_t index = 0; index < chunk.parts.size();) {
         const Part& part = chunk.parts[index];
         std::size_t nbytes = part.nbytes;
-        while (++index < chunk.parts.size() && chunk.parts[index].place == part.place + nbytes &&
+        // Neighbours go in one copy, but not in a tier's memory: there a copy must not cross from one locked range into
+        // another.
+        while (++index < chunk.parts.size() && job.staged && chunk.parts[index].place == part.place + nbytes &&
                chunk.parts[index].host == part.host + nbytes) {
             nbytes += chunk.parts[index].nbytes;
         }
-        if (chunk.job->fetch()) {
+        if (job.fetch()) {
             device_->copy_in(stream, part.place, reinterpret_cast<const void*>(part.host), nbytes);
         } else {
             device_->copy_out(stream, reinterpret_cast<void*>(part.host), part.place, nbytes);

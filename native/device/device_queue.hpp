@@ -34,30 +34,24 @@
 #include "core/extent_allocator.hpp"
 #include "core/queue.hpp"
 #include "core/results.hpp"
+#include "device/locked_memory.hpp"
+#include "device/page_locks.hpp"
 #include "device/program_order.hpp"
 
 namespace farpool::device {
 
-// A part of host memory.
-struct HostPart {
-    std::uintptr_t address;
-    std::size_t nbytes;
-};
-
 class DeviceQueue final : public TransferQueue, public std::enable_shared_from_this<DeviceQueue> {
 public:
-    // Appends the page-locked parts in which a port has these bytes. False if not all of them are page-locked now.
-    using Locked = std::function<bool(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<HostPart>& parts)>;
     struct Config {
-        std::uintptr_t staging;        // page-locked host memory
-        std::size_t staging_bytes;     // at least one chunk
+        std::size_t staging;           // bytes of page-locked host memory, at least one chunk
         std::size_t chunk = 4 << 20;   // bytes of a copy
         double queued_seconds = 2e-3;  // of copies on a stream, by the link's measured speed
         ProgramStream allocating = 0;  // stream on which the arena was allocated
         std::size_t bounce = 4 << 20;  // device memory for moves between ranges that overlap
     };
-    // The queue is owned by a shared_ptr. The calling thread must be able to call the device.
-    DeviceQueue(std::shared_ptr<Device> device, Config config, Locked locked);
+    // `locks`: what is page-locked of the tiers' memory, until the queue was closed; null if nothing is. The queue is owned by
+    // a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
+    DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks);
     ~DeviceQueue() override;
     // Starts the threads.
     void begin();
@@ -151,7 +145,8 @@ private:
     pid_t owner_;
     std::shared_ptr<Device> device_;
     Config config_;
-    Locked locked_;
+    PageLocks* locks_;
+    LockedMemory memory_;
     EventPool events_;
     std::array<Line, 2> lines_;  // by Direction
     Stream moving_;

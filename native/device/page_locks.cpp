@@ -1,24 +1,22 @@
 #include "device/page_locks.hpp"
 
 #include <pthread.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <limits>
 #include <mutex>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "core/error.hpp"
 #include "core/signals_blocked.hpp"
+#include "device/locked_memory.hpp"
 
 namespace farpool::device {
 
@@ -72,7 +70,7 @@ public:
         : device_(std::move(device)), chunk_(chunk), most_(most) {}
 
     void add(Space space);
-    bool parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<Part>& parts);
+    bool parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<HostPart>& parts);
     bool close(double seconds) { return !ours() || end(seconds, true); }
     // Ends the thread without unlocking anything; false if it does not end soon.
     bool leave() { return ours() && end(leaving_seconds, false); }
@@ -130,7 +128,7 @@ void PageLocks::Worker::add(Space space) {
     pthread_setname_np(thread_.native_handle(), "farpool-locks");
 }
 
-bool PageLocks::Worker::parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<Part>& parts) {
+bool PageLocks::Worker::parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<HostPart>& parts) {
     if (!ours()) {
         return false;
     }
@@ -232,14 +230,7 @@ std::optional<std::string> PageLocks::Worker::lock_chunk(std::uintptr_t address,
                " bytes of its tiers, a limit that follows from the host memory that was available when the pool was opened";
     }
     void* const memory = reinterpret_cast<void*>(address);
-    std::optional<std::string> refusal = refusal_of([&] { device_->lock_pages(memory, nbytes); });
-    // Without this, on Linux kernels before 5.12, the parent's next write to a page after a fork could go to a copy of the page
-    // while the device still uses the old page. A child never uses that memory, because its pool is closed.
-    if (!refusal && madvise(memory, nbytes, MADV_DONTFORK) != 0) {
-        const int code = errno;
-        device_->unlock_pages(memory);
-        refusal = "cannot keep it from forked processes: " + std::generic_category().message(code);
-    }
+    std::optional<std::string> refusal = refusal_of([&] { lock_memory(*device_, memory, nbytes); });
     if (refusal) {
         locked_by_all -= nbytes;
     }
@@ -247,7 +238,7 @@ std::optional<std::string> PageLocks::Worker::lock_chunk(std::uintptr_t address,
 }
 
 void PageLocks::Worker::unlock_all(Lock lock) {
-    std::vector<Part> chunks;
+    std::vector<HostPart> chunks;
     for (Space& space : spaces_) {
         for (std::size_t start = 0; start < space.locked; start += chunk_) {
             chunks.push_back({space.address + start, std::min(chunk_, space.locked - start)});
@@ -255,10 +246,9 @@ void PageLocks::Worker::unlock_all(Lock lock) {
         space.locked = 0;  // before the first chunk is unlocked, because `parts` looks here
     }
     lock.unlock();
-    for (const Part& chunk : chunks) {
+    for (const HostPart& chunk : chunks) {
         void* const memory = reinterpret_cast<void*>(chunk.address);
-        device_->unlock_pages(memory);
-        madvise(memory, chunk.nbytes, MADV_DOFORK);
+        unlock_memory(*device_, memory, chunk.nbytes);
         locked_by_all -= chunk.nbytes;
     }
 }
@@ -297,7 +287,7 @@ void PageLocks::add(Port* port, std::uintptr_t address, std::size_t nbytes, std:
     worker_->add({.port = port, .address = address, .nbytes = nbytes, .name = std::move(name)});
 }
 
-bool PageLocks::parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<Part>& parts) {
+bool PageLocks::parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<HostPart>& parts) {
     return worker_->parts(port, offset, nbytes, parts);
 }
 

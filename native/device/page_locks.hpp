@@ -17,10 +17,10 @@
 namespace farpool::device {
 
 // A range of host memory that lies in one locked chunk, because a copy must not cross from one locked range into another.
-struct Part {
+struct HostPart {
     std::uintptr_t address;
     std::size_t nbytes;
-    bool operator==(const Part&) const = default;
+    bool operator==(const HostPart&) const = default;
 };
 
 // How much of a tier's space is locked. `refused` says why the rest will not be locked; it is empty as long as nothing was
@@ -49,7 +49,7 @@ public:
     void add(Port* port, std::uintptr_t address, std::size_t nbytes, std::string name);
     // Appends the parts of a port's bytes. False if they are not all locked: nothing is appended, and the thread is asked to
     // lock the space up to the last of them. Also false for a port that was not added.
-    bool parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<Part>& parts);
+    bool parts(Port* port, std::uint64_t offset, std::size_t nbytes, std::vector<HostPart>& parts);
     // Stops the locking and unlocks everything; no copy may be under way. False, and nothing is unlocked, if the device still
     // locks a chunk after `seconds`; the call may be repeated.
     bool close(double seconds);

@@ -31,6 +31,7 @@ using farpool::device::Stream;
 namespace {
 
 constexpr double patience = 60.0;
+constexpr std::size_t page = 4096;
 enum Policy { copies_first, compute_first, latest_possible, any_order };
 
 const farpool::fake::Fake& fake() {
@@ -100,29 +101,23 @@ struct World {
     explicit World(const Setup& setup)
         : cuda((fake().reset(setup.seed, setup.policy), farpool::device::open_cuda(0, FAKE_CUDA_PATH))),
           capacity(setup.capacity),
-          staging(setup.staging),
           locked(std::max<std::size_t>(setup.page_locked, 1)),
           mapped(locked),
           port(setup.tier, setup.one_in) {
         cuda->enter();
         fake().set(fake_split_bytes, 256);
         arena = cuda->allocate(capacity);
-        cuda->lock_pages(staging.data(), staging.nbytes());
-        cuda->lock_pages(locked.data(), locked.nbytes());
         for (std::size_t index = 0; index < setup.streams; ++index) {
             streams.push_back(cuda->make_stream());
         }
-        DeviceQueue::Config config{
-            .staging = reinterpret_cast<std::uintptr_t>(staging.data()), .staging_bytes = setup.staging, .chunk = setup.chunk};
+        DeviceQueue::Config config{.staging = setup.staging, .chunk = setup.chunk};
         config.allocating = handle(0);
         config.bounce = setup.bounce;
-        queue = std::make_shared<DeviceQueue>(cuda, config, [this](auto* of, auto offset, auto nbytes, auto& parts) {
-            if (of != &mapped) {
-                return false;
-            }
-            parts.push_back({reinterpret_cast<std::uintptr_t>(locked.data()) + offset, nbytes});
-            return true;
-        });
+        if (setup.page_locked > 0) {
+            locks = std::make_unique<farpool::device::PageLocks>(cuda, page, std::size_t{1} << 40);
+            locks->add(&mapped, reinterpret_cast<std::uintptr_t>(locked.data()), locked.nbytes(), "mapped");
+        }
+        queue = std::make_shared<DeviceQueue>(cuda, config, locks.get());
         queue->begin();
         std::vector<std::shared_ptr<Space>> spaces;
         if (setup.page_locked > 0) {
@@ -140,8 +135,6 @@ struct World {
         for (const Stream stream : streams) {
             cuda->end_stream(stream);
         }
-        cuda->unlock_pages(staging.data());
-        cuda->unlock_pages(locked.data());
         cuda->free(arena);
     }
 
@@ -153,6 +146,7 @@ struct World {
         queue->poll();
         driver.reset();
         queue.reset();
+        CHECK(locks == nullptr || locks->close(patience));
         CHECK_EQUAL(fake().violations(), std::string{});
     }
 
@@ -161,12 +155,12 @@ struct World {
 
     std::shared_ptr<Cuda> cuda;
     std::size_t capacity;
-    farpool::Memory staging;
     farpool::Memory locked;
     farpool::MemoryPort mapped;
     SimulatedPort port;
     std::uintptr_t arena = 0;
     std::vector<Stream> streams;
+    std::unique_ptr<farpool::device::PageLocks> locks;
     std::shared_ptr<DeviceQueue> queue;
     std::unique_ptr<Driver> driver;
 };

@@ -28,7 +28,7 @@ using farpool::PortFailure;
 using farpool::device::Device;
 using farpool::device::Event;
 using farpool::device::PageLocks;
-using farpool::device::Part;
+using farpool::device::HostPart;
 using farpool::device::SpaceLocks;
 using farpool::device::Stream;
 
@@ -160,7 +160,7 @@ struct World {
     ~World() { device->hold(false); }
 
     bool has(std::uint64_t offset, std::size_t nbytes) {
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         return locks.parts(&tier.port, offset, nbytes, parts);
     }
     void lock(std::size_t nbytes) {
@@ -242,12 +242,12 @@ TEST("parts of a range lie in one locked chunk each, and are appended") {
     World world;
     world.lock(size);
     const std::uintptr_t start = world.tier.start();
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(world.locks.parts(&world.tier.port, chunk - 64, 2 * chunk, parts));
-    CHECK((parts == std::vector<Part>{{start + chunk - 64, 64}, {start + chunk, chunk}, {start + 2 * chunk, chunk - 64}}));
+    CHECK((parts == std::vector<HostPart>{{start + chunk - 64, 64}, {start + chunk, chunk}, {start + 2 * chunk, chunk - 64}}));
     CHECK(world.locks.parts(&world.tier.port, chunk, chunk, parts));
     CHECK_EQUAL(parts.size(), 4U);
-    CHECK((parts.back() == Part{start + chunk, chunk}));
+    CHECK((parts.back() == HostPart{start + chunk, chunk}));
     CHECK(world.locks.parts(&world.tier.port, size, 0, parts));
     CHECK_EQUAL(parts.size(), 4U);
     world.close();
@@ -260,10 +260,10 @@ TEST("random ranges: the parts are the range, without a gap, and cross no chunk"
     for (int turn = 0; turn < 500; ++turn) {
         const std::uint64_t offset = random() % size;
         const std::size_t nbytes = 1 + random() % (size - offset);
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         CHECK(world.locks.parts(&world.tier.port, offset, nbytes, parts));
         std::uintptr_t next = world.tier.start() + offset;
-        for (const Part& part : parts) {
+        for (const HostPart& part : parts) {
             CHECK_EQUAL(part.address, next);
             CHECK((next - world.tier.start()) / chunk == (next + part.nbytes - 1 - world.tier.start()) / chunk);
             next += part.nbytes;
@@ -276,7 +276,7 @@ TEST("random ranges: the parts are the range, without a gap, and cross no chunk"
 TEST("while the device locks, no call waits, and nothing is appended") {
     World world;
     world.device->hold(true);
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!world.locks.parts(&world.tier.port, 0, 1000, parts));
     within([&] { return world.device->is_locking(); });
     for (int turn = 0; turn < 100; ++turn) {
@@ -292,7 +292,7 @@ TEST("while the device locks, no call waits, and nothing is appended") {
 TEST("a port that was not added is never locked") {
     World world;
     Tier other(chunk);
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!world.locks.parts(&other.port, 0, 10, parts));
     CHECK(!world.locks.parts(nullptr, 0, 10, parts));
     world.close();
@@ -303,9 +303,9 @@ TEST("spaces are locked for themselves") {
     World world;
     Tier second(size);
     world.locks.add(&second.port, second.start(), size, "second");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     within([&] { return world.locks.parts(&second.port, 0, chunk + 1, parts); });
-    CHECK((parts == std::vector<Part>{{second.start(), chunk}, {second.start() + chunk, 1}}));
+    CHECK((parts == std::vector<HostPart>{{second.start(), chunk}, {second.start() + chunk, 1}}));
     CHECK_EQUAL(world.total().locked, 0U);
     CHECK_EQUAL(world.locks.totals().at(1).locked, 2 * chunk);
     world.lock(1);
@@ -327,7 +327,7 @@ TEST("after a refusal of the device the space is not tried again, and what is lo
         CHECK_EQUAL(PageLocks::locked_in_process(), locked);
         Tier second(size);
         world.locks.add(&second.port, second.start(), size, "second");
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         within([&] { return world.locks.parts(&second.port, 0, 1, parts); });  // the thread has gone on
         CHECK_EQUAL(world.device->tries, refused + 1);
         world.close();
@@ -371,7 +371,7 @@ TEST("a device that cannot be entered refuses every space") {
     device->lost = true;
     PageLocks locks(device, chunk, no_limit);
     locks.add(&tier.port, tier.start(), size, "dram");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!locks.parts(&tier.port, 0, 1, parts));
     within([&] { return !locks.totals().at(0).refused.empty(); });
     CHECK_EQUAL(locks.totals().at(0).refused, "the device is lost");
@@ -387,7 +387,7 @@ TEST("memory that cannot be kept from children is unlocked again and refused") {
     CHECK(nothing != MAP_FAILED);
     munmap(nothing, chunk);
     locks.add(&tier.port, reinterpret_cast<std::uintptr_t>(nothing), chunk, "gone");
-    std::vector<Part> parts;
+    std::vector<HostPart> parts;
     CHECK(!locks.parts(&tier.port, 0, 1, parts));
     within([&] { return !locks.totals().at(0).refused.empty(); });
     CHECK(contains(locks.totals().at(0).refused, "cannot keep it from forked processes"));
@@ -447,7 +447,7 @@ TEST("without a close the destructor ends the thread and unlocks nothing") {
     {
         PageLocks locks(device, chunk, no_limit);
         locks.add(&tier.port, tier.start(), size, "dram");
-        std::vector<Part> parts;
+        std::vector<HostPart> parts;
         within([&] { return locks.parts(&tier.port, 0, 1, parts); });
     }
     CHECK_EQUAL(device.use_count(), 1);
@@ -477,7 +477,7 @@ TEST("many threads may ask at once, while spaces are added and the locks are clo
             while (!ended) {
                 farpool::Port* const port = random() % 3 == 0 ? &world.tier.port : &tiers[random() % 4]->port;
                 const std::uint64_t offset = random() % size;
-                std::vector<Part> parts;
+                std::vector<HostPart> parts;
                 found += world.locks.parts(port, offset, 1 + random() % (size - offset), parts) ? 1 : 0;
                 (void)world.locks.totals();
                 std::this_thread::yield();

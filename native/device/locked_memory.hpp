@@ -1,0 +1,32 @@
+// Page-locked host memory, which a device copies from and to.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "core/memory.hpp"
+#include "device/device.hpp"
+
+namespace farpool::device {
+
+// Page-locks memory from a page boundary on, and excludes it from the address space of forked children. Throws PortFailure.
+void lock_memory(Device& device, void* memory, std::size_t nbytes);
+void unlock_memory(Device& device, void* memory, std::size_t nbytes) noexcept;
+
+// Memory that is page-locked while this lives.
+class LockedMemory {
+public:
+    LockedMemory(std::shared_ptr<Device> device, std::size_t nbytes);
+    ~LockedMemory() { unlock_memory(*device_, memory_.data(), memory_.nbytes()); }
+    LockedMemory(const LockedMemory&) = delete;
+    LockedMemory& operator=(const LockedMemory&) = delete;
+
+    std::uintptr_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(memory_.data()); }
+
+private:
+    std::shared_ptr<Device> device_;
+    Memory memory_;
+};
+
+}  // namespace farpool::device
