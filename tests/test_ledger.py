@@ -97,3 +97,37 @@ def test_a_finalizer_may_give_back_in_the_middle_of_a_booking() -> None:
     ledger.add("host", "weights", reserved=1)
     assert ledger.total(owner="weights").reserved == 1
     assert ledger.total(owner="operands").reserved == 0
+
+
+def test_an_owner_that_is_followed_has_what_it_says_at_each_look() -> None:
+    ledger = Ledger()
+    held = {"dram": 0, "far": 0}
+    ledger.follow("page locks", lambda: [(tier, Account(page_locked=nbytes)) for tier, nbytes in held.items()])
+    ledger.add("dram", "kv", reserved=10)
+    assert ledger.accounts() == {("dram", "kv"): Account(reserved=10)}
+    held["dram"] = 4096
+    assert ledger.accounts() == {
+        ("dram", "kv"): Account(reserved=10),
+        ("dram", "page locks"): Account(page_locked=4096),
+    }
+    assert ledger.total(tier="dram") == Account(reserved=10, page_locked=4096)
+    held |= {"dram": 0, "far": 1}
+    assert ledger.total(owner="page locks") == ledger.total(tier="far") == Account(page_locked=1)
+    held["far"] = 0
+    assert ledger.total(owner="page locks") == Account()
+
+
+def test_an_owner_that_is_followed_may_read_the_ledger_itself() -> None:
+    ledger = Ledger()
+    ledger.add("dram", "kv", reserved=10)
+    seen: list[Account] = []
+
+    def read() -> list[tuple[str, Account]]:
+        if not seen:  # the look below asks for this owner again
+            seen.append(Account())
+            seen[0] = ledger.total(tier="dram")
+        return []
+
+    ledger.follow("page locks", read)
+    assert ledger.total() == Account(reserved=10)
+    assert seen == [Account(reserved=10)]

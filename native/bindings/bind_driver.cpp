@@ -127,7 +127,7 @@ transfers that bring them in. ``with driver:`` holds the lock. Callers of all me
 
 Parameters
 ----------
-queue : Queue
+queue : TransferQueue
     Runs the transfers, between host memory or a device and the tiers.
 address : int
     Where the arena begins in memory.
@@ -144,13 +144,16 @@ watch : Watch, optional
     started, ``moved(move)`` after each move among them, ``ended(transfer, failed)`` before the pager learns of the end of a
     transfer, ``granted(access, uses, op)`` when operands are pinned, ``released(access)`` before the pager learns of a release,
     and ``raise_findings()`` when the release is complete. If ``starting`` raises, none of the commands is started; if
-    ``granted`` raises, the access is given up.)",
+    ``granted`` raises, the access is given up.
+stream : callable, optional
+    Returns the device's stream on which the calling thread queues work now. None if operations compute on the host.)",
                             nb::type_slots(driver_slots))
-        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object, nb::object>(),
+        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object, nb::object,
+                      nb::object>(),
              nb::arg("pager"), nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
-             nb::arg("watch") = nb::none(),
-             nb::sig("def __init__(self, pager: Pager, queue: Queue, address: int, ports: list[Port], timeout: float, waited: "
-                     "collections.abc.Callable[[str, float, float, int, int], None], watch: typing.Any = None) -> None"))
+             nb::arg("watch") = nb::none(), nb::arg("stream") = nb::none(),
+             nb::sig("def __init__(self, pager: Pager, queue: TransferQueue, address: int, ports: list[Port], timeout: float, waited: "
+                     "collections.abc.Callable[[str, float, float, int, int], None], watch: typing.Any = None, stream: collections.abc.Callable[[], int] | None = None) -> None"))
         .def("__enter__", &BoundDriver::enter)
         .def(
             "__exit__", [](BoundDriver& self, nb::args) { self->unlock(); },

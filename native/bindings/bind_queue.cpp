@@ -4,7 +4,7 @@
 #include <memory>
 #include <tuple>
 
-#include "bindings/bindings.hpp"
+#include "bindings/bound_queue.hpp"
 #include "core/port.hpp"
 #include "core/queue.hpp"
 
@@ -45,25 +45,18 @@ PyType_Slot completion_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(trave
 constexpr double exit_seconds = 5.0;
 constexpr double signal_seconds = 0.1;  // longest time for which a wait leaves Ctrl-C unanswered
 
-class Queue;
-std::vector<Queue*> live_queues;  // the interpreter lock guards it
+std::vector<BoundQueue*> live_queues;  // the interpreter lock guards it
 
-class Queue {
-public:
-    Queue() : core_(std::make_shared<QueueCore>()) { live_queues.push_back(this); }
-
-    ~Queue() {
-        std::erase(live_queues, this);
-        if (!core_->ours()) {
-            // The parent process's threads do not exist here, and its locks may never be released.
-            new std::shared_ptr<QueueCore>(std::move(core_));
-            return;
-        }
-        close(exit_seconds);
-        drop(core_->poll());
+void drop(std::vector<farpool::Result> results) {
+    for (const farpool::Result& result : results) {
+        Py_XDECREF(result.keepalive);
     }
-    Queue(const Queue&) = delete;
-    Queue& operator=(const Queue&) = delete;
+}
+
+class Queue : public BoundQueue {
+public:
+    Queue() : BoundQueue(std::make_shared<QueueCore>()) {}
+    ~Queue() override { end(); }
 
     void submit(std::int64_t id, nb::handle port, int direction,
                 const std::vector<std::tuple<std::uint64_t, std::uintptr_t, std::size_t>>& pieces,
@@ -88,19 +81,19 @@ public:
                                        .after = after,
                                        .priority = priority,
                                        .keepalive = port.ptr()};
-        core_->submit({&submission, 1});
+        transfers()->submit({&submission, 1});
         // The lock is held since the submission, so no thread can have released this reference before it is taken.
         port.inc_ref();
     }
 
     void reprioritize(std::int64_t id, std::int64_t priority) {
         require_ours();
-        core_->reprioritize(id, priority);
+        transfers()->reprioritize(id, priority);
     }
 
     nb::list poll() {
         require_ours();
-        std::vector<farpool::Result> results = core_->poll();
+        std::vector<farpool::Result> results = transfers()->poll();
         nb::list completions;
         for (farpool::Result& result : results) {
             nb::object error = result.error ? nb::steal(farpool::to_python(*result.error)) : nb::none();
@@ -120,9 +113,9 @@ public:
             bool ready = false;
             {
                 nb::gil_scoped_release release;
-                ready = core_->wait(slice);
+                ready = transfers()->wait(slice);
             }
-            if (ready || timeout <= slice || closed_) {
+            if (ready || timeout <= slice || closed()) {
                 return ready;
             }
             if (PyErr_CheckSignals() != 0) {
@@ -131,40 +124,11 @@ public:
             timeout -= slice;
         }
     }
-
-    const std::shared_ptr<QueueCore>& core() const { return core_; }
-
-    std::size_t pending() const { return core_->ours() ? core_->pending() : 0; }
-
-    bool close(double timeout) {
-        if (!core_->ours()) {
-            return true;
-        }
-        closed_ = true;
-        nb::gil_scoped_release release;
-        return core_->close(std::isnan(timeout) ? 0.0 : timeout);
-    }
-
-private:
-    void require_ours() const {
-        if (!core_->ours()) {
-            farpool::fail_closed("this transfer queue belongs to the parent process: a forked child must make its own");
-        }
-    }
-
-    static void drop(std::vector<farpool::Result> results) {
-        for (const farpool::Result& result : results) {
-            Py_XDECREF(result.keepalive);
-        }
-    }
-
-    std::shared_ptr<QueueCore> core_;
-    bool closed_ = false;
 };
 
 void close_live_queues() {
-    const std::vector<Queue*> queues = live_queues;  // closing lets other threads run, which may end queues
-    for (Queue* queue : queues) {
+    const std::vector<BoundQueue*> queues = live_queues;  // closing lets other threads run, which may end queues
+    for (BoundQueue* queue : queues) {
         if (std::find(live_queues.begin(), live_queues.end(), queue) != live_queues.end()) {
             queue->close(exit_seconds);
         }
@@ -173,9 +137,57 @@ void close_live_queues() {
 
 }  // namespace
 
-std::shared_ptr<farpool::TransferQueue> transfer_queue(nb::handle queue) { return nb::cast<const Queue&>(queue).core(); }
+BoundQueue::BoundQueue(std::shared_ptr<farpool::TransferQueue> queue) : queue_(std::move(queue)) { live_queues.push_back(this); }
+
+bool BoundQueue::close(double seconds) {
+    if (!queue_->ours()) {
+        return true;
+    }
+    closed_ = true;
+    nb::gil_scoped_release release;
+    return queue_->close(std::isnan(seconds) ? 0.0 : seconds);
+}
+
+void BoundQueue::require_ours() const {
+    if (!queue_->ours()) {
+        farpool::fail_closed("this transfer queue belongs to the parent process: a forked child must make its own");
+    }
+}
+
+void BoundQueue::end() {
+    std::erase(live_queues, this);
+    if (!queue_->ours()) {
+        // The parent process's threads do not exist here, and its locks may never be released.
+        new std::shared_ptr<farpool::TransferQueue>(std::move(queue_));
+        return;
+    }
+    const bool ended = close(exit_seconds);
+    drop(queue_->poll());
+    if (!ended) {
+        new std::shared_ptr<farpool::TransferQueue>(std::move(queue_));  // with the memory that a transfer still uses
+    }
+}
+
+std::shared_ptr<farpool::TransferQueue> transfer_queue(nb::handle queue) {
+    return nb::cast<const BoundQueue&>(queue).transfers();
+}
 
 void bind_queue(nb::module_& m) {
+    nb::class_<BoundQueue>(m, "TransferQueue", "Runs the transfers of a pool, between tiers and host memory or a device.")
+        .def_prop_ro("pending", &BoundQueue::pending, "Number of transfers whose end has not been reported.")
+        .def_prop_ro(
+            "trouble",
+            [](const BoundQueue& self) {
+                const std::optional<farpool::PortError> trouble = self.transfers()->trouble();
+                return trouble ? nb::steal(farpool::to_python(*trouble)) : nb::none();
+            },
+            nb::sig("def trouble(self) -> Exception | None"),
+            "The error that keeps the queue from finding out if transfers have ended; None if there is none.")
+        .def("close", &BoundQueue::close, nb::arg("timeout"),
+             R"(Let running transfers end, drop the rest, and join the threads. May be called again.
+
+Returns False if a transfer still runs after ``timeout`` seconds. The memory that it uses must then be left alone.)");
+
     nb::class_<Completion>(
         m, "Completion", nb::type_slots(completion_slots),
         R"(One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
@@ -187,7 +199,7 @@ void bind_queue(nb::module_& m) {
         .def_ro("end", &Completion::end);
 
     auto queue =
-        nb::class_<Queue>(m, "Queue", R"(Ordered queue of transfers, worked off by native threads.
+        nb::class_<Queue, BoundQueue>(m, "Queue", R"(Ordered queue of transfers, worked off by native threads.
 
 Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
 read and written directly, so that several transfers are under way. Within a lane the ready entry with the
@@ -209,14 +221,7 @@ completes once `after` has. ValueError if `id` is pending; PoolClosedError after
             .def("poll", &Queue::poll, nb::sig("def poll(self) -> list[Completion]"),
                  "Return the entries that finished since the last call, in the order they finished. Never blocks.")
             .def("wait", &Queue::wait, nb::arg("timeout"),
-                 "Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed.")
-            .def_prop_ro("pending", &Queue::pending)
-            .def_prop_ro(
-                "trouble", [](const Queue&) { return nb::none(); }, nb::sig("def trouble(self) -> Exception | None"),
-                "The error that keeps the queue from finding out if transfers have ended: None, because threads can tell.")
-            .def("close", &Queue::close, nb::arg("timeout"),
-                 R"(Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
-entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.)");
+                 "Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed.");
     queue.attr("READ") = static_cast<int>(Direction::read);
     queue.attr("WRITE") = static_cast<int>(Direction::write);
 

@@ -97,14 +97,16 @@ public:
 class BoundDriver {
 public:
     // `timeout`: seconds that an access waits for its operands. `waited`: Python callable that is told of each wait. `watch`:
-    // debug mode's observer, or None.
+    // debug mode's observer, or None. `stream`: tells a device's stream on which the calling thread queues work now; None on the
+    // host.
     BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, double timeout,
-                nb::object waited, nb::object watch)
+                nb::object waited, nb::object watch, nb::object stream)
         : pager_(nb::borrow(pager)),
           queue_(std::move(queue)),
           ports_(std::move(ports)),
           timeout_(timeout),
           waited_(std::move(waited)),
+          stream_(std::move(stream)),
           observer_(watch.is_none() ? nullptr : std::make_unique<PythonObserver>(std::move(watch))),
           driver_(nb::inst_ptr<BoundPager>(pager)->shared(), transfer_queue(queue_), arena, keep_object, observer_.get()),
           attention_(observer_ != nullptr) {}
@@ -145,7 +147,7 @@ public:
             if (driver_.closed()) {  // since the caller looked
                 return std::nullopt;
             }
-            granted.access = refusing([&] { return with_ports().request(std::move(runs.runs)); });
+            granted.access = refusing([&] { return with_ports().request(std::move(runs.runs), stream()); });
             if (!granted.access->granted) {
                 granted.waited = await(lock, granted.access, op);
             }
@@ -172,6 +174,7 @@ public:
             Py_VISIT(bound.queue_.ptr());
             Py_VISIT(bound.ports_.ptr());
             Py_VISIT(bound.waited_.ptr());
+            Py_VISIT(bound.stream_.ptr());
             if (bound.observer_ != nullptr) {
                 Py_VISIT(bound.observer_->object().ptr());
             }
@@ -180,6 +183,8 @@ public:
     }
 
 private:
+    farpool::ProgramStream stream() const { return stream_.is_none() ? 0 : nb::cast<farpool::ProgramStream>(stream_()); }
+
     double await(std::unique_lock<std::mutex>& lock, const std::shared_ptr<farpool::pager::Access>& access, nb::handle op) {
         const double start = farpool::monotonic_seconds();
         const auto [block, tier] = driver_.awaited(*access);
@@ -225,6 +230,7 @@ private:
     std::size_t known_ = 0;  // ports that the driver knows
     double timeout_;
     nb::object waited_;
+    nb::object stream_;
     std::unique_ptr<PythonObserver> observer_;  // null without debug mode
     farpool::pager::Driver driver_;
     std::atomic<bool> attention_;

@@ -226,8 +226,9 @@ Space* PageLocks::Worker::next() {
 
 std::optional<std::string> PageLocks::Worker::lock_chunk(std::uintptr_t address, std::size_t nbytes) {
     if (!count(nbytes, most_)) {
-        return "this process may page-lock at most " + std::to_string(most_) +
-               " bytes of its tiers, a limit that follows from the host memory that was available when the pool was opened";
+        return "tiers of this process may page-lock at most " + std::to_string(most_) +
+               " bytes in all, a share of the host memory that was available when the pool was opened: free host memory "
+               "before that, or use smaller tiers";
     }
     void* const memory = reinterpret_cast<void*>(address);
     std::optional<std::string> refusal = refusal_of([&] { lock_memory(*device_, memory, nbytes); });

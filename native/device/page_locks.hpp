@@ -16,15 +16,15 @@
 
 namespace farpool::device {
 
-// A range of host memory that lies in one locked chunk, because a copy must not cross from one locked range into another.
+// A range of host memory inside one locked chunk: a copy must not cross from one locked range into another.
 struct HostPart {
     std::uintptr_t address;
     std::size_t nbytes;
     bool operator==(const HostPart&) const = default;
 };
 
-// How much of a tier's space is locked. `refused` says why the rest will not be locked; it is empty as long as nothing was
-// refused.
+// A tier's space, and its bytes that are locked. `refused` is the reason for which the rest will not be locked; it is empty as
+// long as nothing was refused.
 struct SpaceLocks {
     std::string name;
     std::size_t nbytes;

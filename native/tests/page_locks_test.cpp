@@ -1,7 +1,6 @@
-// Page locks: what is locked and when, what is refused, and that everything is unlocked once.
+// Page locks: the order of the chunks, the limits, refusals, and the end, at which each chunk is unlocked once.
 #include "device/page_locks.hpp"
 
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -47,7 +46,7 @@ void within(const std::function<bool()>& true_at_last) {
     }
 }
 
-// Notes what is locked, from which thread; refuses a call of `lock_pages`, and waits in one while it is held up.
+// Notes locked ranges and their threads; refuses a call of `lock_pages`, and waits in one while it is held up.
 class ScriptedDevice : public Device {
 public:
     void enter() override {
@@ -313,7 +312,7 @@ TEST("spaces are locked for themselves") {
     world.close();
 }
 
-TEST("after a refusal of the device the space is not tried again, and what is locked stays in use") {
+TEST("after a refusal of the device the space is not tried again, and its locked part stays in use") {
     for (int refused = 1; refused <= 6; ++refused) {
         World world;
         world.device->refused = refused;
@@ -383,10 +382,8 @@ TEST("memory that cannot be kept from children is unlocked again and refused") {
     const auto device = std::make_shared<ScriptedDevice>();
     PageLocks locks(device, chunk, no_limit);
     Tier tier(chunk);
-    void* const nothing = mmap(nullptr, chunk, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(nothing != MAP_FAILED);
-    munmap(nothing, chunk);
-    locks.add(&tier.port, reinterpret_cast<std::uintptr_t>(nothing), chunk, "gone");
+    const std::uintptr_t of_kernel = 0 - (std::uintptr_t{1} << 40);  // the kernel maps nothing there for a process
+    locks.add(&tier.port, of_kernel, chunk, "gone");
     std::vector<HostPart> parts;
     CHECK(!locks.parts(&tier.port, 0, 1, parts));
     within([&] { return !locks.totals().at(0).refused.empty(); });
@@ -452,7 +449,7 @@ TEST("without a close the destructor ends the thread and unlocks nothing") {
     }
     CHECK_EQUAL(device.use_count(), 1);
     CHECK_EQUAL(device->locked_bytes(), chunk);
-    // What is still locked still counts, for this process's other objects, too. A further object is therefore refused.
+    // The chunk still counts, for this process's other objects, too.
     CHECK_EQUAL(PageLocks::locked_in_process(), chunk);
     World other(size);
     CHECK(!other.has(0, size));

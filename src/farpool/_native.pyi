@@ -1582,6 +1582,60 @@ class Calls:
     def suspend(self) -> None:
         """Leave all operations to Python from now on."""
 
+class Device:
+    """A device with memory of its own, which runs copies on streams."""
+
+class SpaceLocks:
+    """The memory of a tier, and its bytes that are page-locked."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def locked(self) -> int:
+        """Bytes from the start of the memory that are page-locked."""
+
+    @property
+    def refused(self) -> str:
+        """Why the rest will not be locked; empty as long as nothing was refused."""
+
+class PageLocks:
+    """Page-locks the memory of tiers for a device, in a native thread of its own.
+
+    The thread locks chunks of ``chunk`` bytes, a multiple of the page size, from the start of each tier's memory up to the
+    last byte that a transfer has asked for. It refuses a chunk that would raise what all objects of this process have
+    locked above ``most`` bytes. What a device or this limit has refused is not tried again.
+    """
+
+    def __init__(self, device: Device, chunk: int, most: int) -> None: ...
+    def add(self, port: Port, address: int, nbytes: int, name: str) -> None:
+        """Declare that the offsets of a port are ``nbytes`` bytes of memory from this address on, a page boundary.
+
+        The port must do nothing but copy these bytes, and the memory must stay mapped until `close` has returned True.
+        Raises ValueError if the range cannot be locked, and PoolClosedError after `close`.
+        """
+
+    def parts(self, port: Port, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
+        """Return address and bytes of the parts of a range of a port, each inside one locked chunk.
+
+        If any byte of the range is not locked yet, this returns None and asks the thread to lock the memory up to the last of
+        them. It also returns None for a port that was not added.
+        """
+
+    def close(self, timeout: float) -> bool:
+        """Stop the thread and unlock everything; no copy may be under way.
+
+        Returns False, and unlocks nothing, if the device still locks a chunk after ``timeout`` seconds.
+        """
+
+    def totals(self) -> list[SpaceLocks]:
+        """Return what is locked of each memory, in the order in which they were added."""
+
+    @staticmethod
+    def locked_in_process() -> int:
+        """Bytes that all objects of this process have locked."""
+
 def policy_names() -> tuple[str, ...]:
     """Names of all policies, in the order in which tables show them."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 __all__ = ["Account", "Ledger"]
@@ -51,6 +52,7 @@ class Ledger:
         self._accounts: dict[tuple[str, str], Account] = {}
         self._given_back: deque[tuple[str, str, Account]] = deque()
         """Amounts that finalizers have returned and that have not been subtracted from an account yet."""
+        self._followed: list[tuple[str, Callable[[], Iterable[tuple[str, Account]]]]] = []
         self._lock = threading.Lock()
 
     def add(
@@ -93,11 +95,25 @@ class Ledger:
         """
         self._given_back.append((tier, owner, amount))
 
+    def follow(self, owner: str, read: Callable[[], Iterable[tuple[str, Account]]]) -> None:
+        """Ask `read` for the bytes that `owner` holds, by tier, whenever the ledger is read.
+
+        For owners whose bytes change in native threads, which have no access to the ledger. Nothing else is to be
+        booked to this owner.
+        """
+        with self._lock:
+            self._followed.append((owner, read))
+
     def accounts(self) -> dict[tuple[str, str], Account]:
         """Return all accounts that are not empty, sorted by ``(tier, owner)``."""
         with self._lock:
             self._settle()
-            return dict(sorted(self._accounts.items()))
+            accounts = dict(self._accounts)
+            followed = [*self._followed]
+        # Without the lock: the functions may do anything, such as warn.
+        for owner, read in followed:
+            accounts |= {(tier, owner): amount for tier, amount in read() if amount != _EMPTY}
+        return dict(sorted(accounts.items()))
 
     def total(self, *, tier: str | None = None, owner: str | None = None) -> Account:
         """Return the sum of all accounts, or only of the accounts of the given tier, owner, or both."""

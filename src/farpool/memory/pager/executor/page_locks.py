@@ -15,17 +15,93 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from farpool import _native
+from farpool.available import available_memory
 from farpool.errors import FarpoolWarning
-from farpool.ledger import Ledger
+from farpool.ledger import Account, Ledger
 from farpool.memory.tiers import Mapped, Tier
 from farpool.sizes import format_size
 
-__all__ = ["PageLocker", "PageLocks"]
+__all__ = ["PageLocker", "PageLocks", "TierLocks", "most_locked"]
 
 _CHUNK_BYTES = 64 << 20
 """Bytes locked at once, a multiple of any page size. A larger chunk would delay other threads that allocate or free
 memory of the process."""
+_SHARE = 2
+"""Tiers may page-lock a half of the available host memory: locked pages cannot be swapped out, and other programs need
+memory, too."""
 _OWNER = "page locks"
+
+
+def most_locked() -> int:
+    """Return the bytes of its tiers that this process may page-lock, for all its pools together.
+
+    This is half of the host memory that is available now, as `available_memory` reports it within the limits of the
+    process's control groups. What tiers of this process have locked already counts as available.
+    """
+    return (available_memory() + _native.PageLocks.locked_in_process()) // _SHARE
+
+
+class TierLocks:
+    """Page locks of a pool's tiers, which a native thread takes, on the pool's ledger.
+
+    Only tiers that are `Mapped` are locked. At most `most_locked` bytes are locked, by all pools of this process
+    together: what is beyond this limit is copied through staging memory, and so is what the device refuses to lock.
+    About each tier of which something is refused, one `FarpoolWarning` is given at the next look at the ledger.
+
+    Parameters
+    ----------
+    device : _native.Device
+        The device for which the memory is locked.
+    tiers : sequence of Tier
+        The open tiers. They must stay open until `native` is closed.
+    ports : sequence of Port
+        The tiers' native ports, in the same order.
+    ledger : Ledger
+        The ledger, which shows the locked bytes as they are whenever it is read.
+    chunk : int
+        Bytes to lock at once; a multiple of the page size.
+
+    Attributes
+    ----------
+    native : _native.PageLocks
+        The locks, for the queue that runs the transfers. Whoever closes the queue closes them, too.
+    """
+
+    def __init__(
+        self,
+        device: _native.Device,
+        tiers: Sequence[Tier],
+        ports: Sequence[_native.Port],
+        ledger: Ledger,
+        chunk: int = _CHUNK_BYTES,
+    ) -> None:
+        self.native = _native.PageLocks(device, chunk, most_locked())
+        for tier, port in zip(tiers, ports, strict=True):
+            if isinstance(tier, Mapped):
+                self.native.add(port, tier.address(0), tier.info.capacity, tier.info.name)
+        self._warned: set[str] = set()
+        ledger.follow(_OWNER, self._accounts)
+
+    def warn(self) -> None:
+        """Warn about each tier of which something was refused since the last call."""
+        self._warn(self.native.totals())
+
+    def _accounts(self) -> list[tuple[str, Account]]:
+        totals = self.native.totals()
+        self._warn(totals)
+        return [(space.name, Account(page_locked=space.locked)) for space in totals]
+
+    def _warn(self, totals: Sequence[_native.SpaceLocks]) -> None:
+        for space in totals:
+            if space.refused and space.name not in self._warned:
+                self._warned.add(space.name)
+                warnings.warn(
+                    f"{space.name}: only {format_size(space.locked)} of its {format_size(space.nbytes)} can be "
+                    f"page-locked ({space.refused}); the rest is copied through staging memory, which is slower",
+                    FarpoolWarning,
+                    stacklevel=2,
+                )
 
 
 class PageLocker(Protocol):
