@@ -126,7 +126,8 @@ void Cuda::attach() {
     attached = number_;
 }
 
-Cuda::Entered::Entered(Cuda& device) : device_(device), before_(entered), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
+Cuda::Entered::Entered(Cuda& device)
+    : device_(device), entered_(entered), attached_(attached), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
     device.run(device.driver_.context_get, &context_);
     device.run(device.driver_.context_set, device.context_);
     if (const int result = device.driver_.exchange_capture_mode(&mode_); result != CUDA_SUCCESS) {
@@ -140,7 +141,8 @@ Cuda::Entered::~Entered() {
     // A device that was lost meanwhile refuses these calls; the program learns of that at its next call.
     device_.driver_.exchange_capture_mode(&mode_);
     device_.driver_.context_set(context_);
-    entered = before_;
+    entered = entered_;
+    attached = attached_;  // it may have found the context that ends here
 }
 
 Stream Cuda::make_stream() {

@@ -29,7 +29,8 @@ public:
 
     private:
         Cuda& device_;
-        std::uint64_t before_;
+        std::uint64_t entered_;
+        std::uint64_t attached_;
         void* context_ = nullptr;
         int mode_;
     };

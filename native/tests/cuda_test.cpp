@@ -514,6 +514,47 @@ TEST("a thread of the program gets back its context and its capture mode") {
     });
 }
 
+TEST("a new thread of the program is attached, and what a thread has set is kept") {
+    auto device = fresh();
+    void* const context = current_context();
+    const auto other = open_cuda(1, FAKE_CUDA_PATH);
+    Stream const stream = device->make_stream();
+    Event const event = device->make_event();
+    in_thread([&] {
+        check_has(error_of([&] { device->record(event, stream); }), {"CUDA_ERROR_INVALID_CONTEXT"});
+        {
+            Cuda::Entered entered(*device);
+            device->attach();
+        }
+        CHECK(current_context() == nullptr);
+        const auto asked = fake().calls("cuCtxGetCurrent");
+        for (int turn = 0; turn < 5; ++turn) {
+            device->attach();
+            device->record(event, stream);
+            device->wait(stream, event);
+            CHECK(!device->capturing(stream));
+        }
+        CHECK_EQUAL(fake().calls("cuCtxGetCurrent"), asked + 1);
+        CHECK(current_context() == context);
+        CHECK_EQUAL(capture_mode(), 0);
+        other->attach();
+        CHECK(current_context() == context);
+        device->record(event, stream);
+    });
+    CHECK_EQUAL(fake().violations(), "");
+}
+
+TEST("a device that is opened again has the context that threads know") {
+    auto device = fresh();
+    void* const context = current_context();
+    device.reset();
+    CHECK_EQUAL(raw().context_set(context), 201);
+    device = open_cuda(0, FAKE_CUDA_PATH);
+    device->attach();
+    device->end_stream(device->make_stream());
+    CHECK(current_context() == context);
+}
+
 TEST("a capture of the program is seen, and the calls of an entered thread do not break it") {
     auto device = fresh();
     Stream const program = device->make_stream();

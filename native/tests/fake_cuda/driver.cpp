@@ -23,9 +23,15 @@ enum class Needs { nothing, driver, context, no_capture };
 
 thread_local Handle current = 0;
 thread_local int mode = global_mode;
+thread_local std::uint64_t resets = 0;  // that this thread knows of: each is like a new process
 
 int refused(Simulation& device, const char* name, Needs needs) {
     ++device.calls[name];
+    if (resets != device.resets) {
+        resets = device.resets;
+        current = 0;
+        mode = global_mode;
+    }
     if (const auto plan = device.planned.find(name); plan != device.planned.end() && --plan->second.first == 0) {
         const int result = plan->second.second;
         device.planned.erase(plan);
@@ -37,7 +43,7 @@ int refused(Simulation& device, const char* name, Needs needs) {
     if (needs >= Needs::driver && device.lost != 0) {
         return device.lost;
     }
-    if (needs >= Needs::context && !device.retained.contains(current)) {
+    if (needs >= Needs::context && !device.is_retained(current)) {
         return invalid_context;
     }
     if (needs == Needs::no_capture && mode == global_mode && device.someone_captures()) {
@@ -155,39 +161,30 @@ int cuDeviceGet(int* found, int index) {
 
 int cuDevicePrimaryCtxRetain(void** context, int index) {
     return call("cuDevicePrimaryCtxRetain", Needs::driver, [&](Simulation& device) {
-        for (const auto& [handle, owner] : device.retained) {
-            if (owner == index) {
-                ++device.uses[handle];
-                *context = reinterpret_cast<void*>(handle);
-                return 0;
-            }
+        Context& primary = device.contexts[index];
+        if (primary.handle == 0) {
+            primary.handle = device.new_handle();
         }
-        const Handle made = device.new_handle();
-        device.retained[made] = index;
-        device.uses[made] = 1;
-        *context = reinterpret_cast<void*>(made);
+        ++primary.retained;
+        *context = reinterpret_cast<void*>(primary.handle);
         return 0;
     });
 }
 
 int cuDevicePrimaryCtxRelease_v2(int index) {
     return call("cuDevicePrimaryCtxRelease_v2", Needs::driver, [&](Simulation& device) {
-        for (const auto& [handle, owner] : device.retained) {
-            if (owner == index) {
-                if (--device.uses[handle] == 0) {
-                    device.retained.erase(Handle{handle});
-                }
-                return 0;
-            }
+        if (device.contexts[index].retained == 0) {
+            device.violate("cuDevicePrimaryCtxRelease_v2: released more often than retained");
+            return invalid_context;
         }
-        device.violate("cuDevicePrimaryCtxRelease_v2: released more often than retained");
-        return invalid_context;
+        --device.contexts[index].retained;
+        return 0;
     });
 }
 
 int cuCtxSetCurrent(void* context) {
     return call("cuCtxSetCurrent", Needs::driver, [&](Simulation& device) {
-        if (context != nullptr && !device.retained.contains(number(context))) {
+        if (context != nullptr && !device.is_retained(number(context))) {
             return invalid_context;
         }
         current = number(context);

@@ -49,8 +49,8 @@ void Simulation::start(std::uint64_t seed, Policy order) {
     streams.clear();
     streams[0].blocking = true;
     events.clear();
-    retained.clear();
-    uses.clear();
+    contexts.clear();
+    ++resets;
     locked.clear();
     for (const auto& [memory, nbytes] : allocated) {
         std::free(reinterpret_cast<void*>(memory));
@@ -279,6 +279,11 @@ bool Simulation::is_locked(const void* memory, std::size_t nbytes) const {
     const auto* const first = static_cast<const char*>(memory);
     auto after = locked.upper_bound(first);
     return after != locked.begin() && first + nbytes <= (--after)->first + after->second;
+}
+
+bool Simulation::is_retained(std::uint64_t context) const {
+    return std::any_of(contexts.begin(), contexts.end(),
+                       [&](const auto& one) { return one.second.handle == context && one.second.retained > 0; });
 }
 
 bool Simulation::someone_captures() const {

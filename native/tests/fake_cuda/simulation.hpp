@@ -59,14 +59,19 @@ struct Event {
     std::shared_ptr<Mark> last = {};  // null until it is recorded
 };
 
+// The primary context of a device has the same handle each time that it is retained.
+struct Context {
+    std::uint64_t handle = 0;
+    int retained = 0;
+};
+
 // Each member may be used only with `mutex` locked.
 class Simulation {
 public:
     std::mutex mutex;
     std::map<std::uint64_t, Stream> streams;
     std::map<std::uint64_t, Event> events;
-    std::map<std::uint64_t, int> retained;           // devices by context
-    std::map<std::uint64_t, int> uses;               // number of retains, by context
+    std::map<int, Context> contexts;                 // by device
     std::map<const char*, std::size_t> locked;       // page-locked ranges
     std::map<std::uint64_t, std::size_t> allocated;  // of device memory
     std::map<std::string, std::uint64_t> calls;
@@ -76,6 +81,7 @@ public:
     std::uint64_t copies_until_failure;  // 0: no copy fails
     int devices, version;
     bool initialized = false;
+    std::uint64_t resets = 0;
     int lost;
     Policy policy;
     double rate;
@@ -100,6 +106,7 @@ public:
     std::uint64_t dice(std::uint64_t sides) { return random_() % sides; }
     bool touched(const char* memory, std::size_t nbytes) const;
     bool is_locked(const void* memory, std::size_t nbytes) const;
+    bool is_retained(std::uint64_t context) const;
     bool someone_captures() const;
     void serve_in_real_time() { real_time_ = true; }
 
