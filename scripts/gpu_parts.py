@@ -5,6 +5,7 @@ On the CPU, host memory stands in for the GPU's, and ``quick`` takes sizes of se
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib
 import os
@@ -136,19 +137,18 @@ def _registered(run: Run, there: Any) -> None:
     import torch
 
     from farpool import _native
-    from farpool.memory.pager.executor.cuda import CudaHost
 
-    host = CudaHost(torch.device("cuda", torch.cuda.current_device()))
-    memory = _native.Memory(there.numel())
+    memory, runtime = _native.Memory(there.numel()), torch.cuda.cudart()
     memory.touch(0, there.numel())
-    host.lock(memory.address, there.numel())
-    here = host.tensor(memory.address, there.numel())
+    if int(status := runtime.cudaHostRegister(memory.address, there.numel(), 0)) != 0:
+        raise SystemExit(f"{there.numel()} bytes of host memory cannot be page-locked: CUDA error {int(status)}")
+    here = torch.frombuffer((ctypes.c_uint8 * there.numel()).from_address(memory.address), dtype=torch.uint8)
     for direction, (target, source) in {"to device": (there, here), "to host": (here, there)}.items():
         rate = copy_rate(run, target, source)
         run.add("copies", memory="registered", direction=direction, nbytes=there.numel(), gb_per_second=rate)
     torch.cuda.synchronize()
     del here
-    host.unlock(memory.address)
+    runtime.cudaHostUnregister(memory.address)
 
 
 def _pooled(run: Run) -> None:

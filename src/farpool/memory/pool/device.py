@@ -58,7 +58,7 @@ class FastTier:
     beside: Callable[[], tuple[int, int]] | None = None
 
 
-def open_device(config: PoolConfig, ports: Sequence[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+def open_device(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     """Allocate the fast tier on the configured device, and make the queue of its transfers.
 
     Parameters

@@ -1,0 +1,77 @@
+"""The simulated CUDA driver of the native tests, opened from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+__all__ = ["FakeCuda"]
+
+_BUILT = Path(__file__).parents[1] / "build" / "native-tests" / "fake_cuda" / "libcuda.so.1"
+_SETTINGS = (
+    "device_limit", "locked_limit", "split_bytes", "copies_until_failure", "devices", "version", "rate", "host_time",
+    "real_time_rate",
+)  # fmt: skip
+
+
+class FakeCuda:
+    """The driver, and what a test may tell it; see ``native/tests/fake_cuda/control.hpp``.
+
+    Skips the test if the native tests have not been built.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(os.environ.get("FARPOOL_FAKE_CUDA", _BUILT))
+        if not self.path.exists():
+            pytest.skip(f"the simulated CUDA driver is not built ({self.path}): run make test-native")
+        self._library = ctypes.CDLL(str(self.path))
+        self._library.fakeReset.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        self._library.fakeSet.argtypes = [ctypes.c_int, ctypes.c_double]
+        self._library.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+        self._library.fakeAdvance.argtypes = [ctypes.c_uint64]
+        self._library.fakeAdvance.restype = ctypes.c_uint64
+        self._library.fakeFailCall.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int]
+        self._library.fakeCapture.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._library.fakeCalls.argtypes = [ctypes.c_char_p]
+        self._library.fakeCalls.restype = ctypes.c_uint64
+        self._library.fakeViolations.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self._library.fakeViolations.restype = ctypes.c_uint64
+
+    def reset(self, seed: int, policy: int) -> None:
+        """Forget everything, and run what is queued from now on by this policy, 0 to 3."""
+        self._library.fakeReset(seed, policy)
+
+    def set(self, setting: str, value: float) -> None:
+        """Change a setting of the device."""
+        self._library.fakeSet(_SETTINGS.index(setting), value)
+
+    def advance(self) -> None:
+        """Run all that is queued."""
+        while self._library.fakeAdvance(1 << 20):
+            pass
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until the work of a stream is done."""
+        result = self._library.cuStreamSynchronize(stream)
+        assert result == 0, f"CUDA error {result}"
+
+    def fail_call(self, name: str, number: int, result: int) -> None:
+        """Let a function return `result` when it is called for the given time from now on."""
+        self._library.fakeFailCall(name.encode(), number, result)
+
+    def capture(self, stream: int, *, begin: bool) -> None:
+        """Begin or end the capture of a graph on a stream."""
+        self._library.fakeCapture(stream, begin)
+
+    def calls(self, name: str) -> int:
+        """Return how often a function was called."""
+        return int(self._library.fakeCalls(name.encode()))
+
+    def violations(self) -> str:
+        """Return what no correct program does, one a line."""
+        text = ctypes.create_string_buffer(4096)
+        self._library.fakeViolations(text, len(text))
+        return text.value.decode()
