@@ -92,7 +92,8 @@ TEST("few events are kept, and a copy then waits for the next event that is kept
     CHECK(holds(rig.port.at(uses - 1), 1, 0));
     late.open();
     rig.finish(rig.streams[0]);
-    rig.submit({{.id = 2, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, uses)}, .last_use = uses}});
+    rig.submit(
+        {{.id = 2, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, uses)}, .last_use = uses}});
     rig.collect(2);
     CHECK(holds(rig.port.at(0), uses, 1));
     // All work has ended. The launcher gives its events back, and knows when each access computed.
@@ -225,7 +226,8 @@ TEST("a stream that is being captured is refused, and no move, fill or copy gets
     rig.queue->begin_use(rig.handle(1));  // others go on
     rig.queue->fill(rig.arena + 512, 512, 0x0303);
     rig.queue->move(rig.arena + 1024, rig.arena, 1024, 0);
-    rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 1024, 1024)}, .last_use = 0}});
+    rig.submit(
+        {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 1024, 1024)}, .last_use = 0}});
     rig.collect(1);
     CHECK(holds(rig.port.at(0), 512, 1) && holds(rig.port.at(512), 512, 3));
     CHECK_EQUAL(fake_cuda().capture(rig.streams[0], 0), 0);  // not broken

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -77,23 +78,33 @@ class SimulatedPort : public Port {
 public:
     explicit SimulatedPort(std::size_t nbytes, unsigned one_in = 0) : bytes_(nbytes), one_in_(one_in) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
-        pass();
+        pass(offset);
         std::memcpy(into, bytes_.data() + offset, nbytes);
     }
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
-        pass();
+        pass(offset);
         std::memcpy(bytes_.data() + offset, from, nbytes);
     }
     unsigned concurrency() const noexcept override { return 2; }
 
     std::byte* at(std::size_t offset) { return bytes_.data() + offset; }
     unsigned calls() const { return calls_; }
+    // Of the calls so far, in their order.
+    std::vector<std::uint64_t> offsets() const {
+        const std::lock_guard lock(mutex_);
+        return offsets_;
+    }
     std::atomic<unsigned> allowed = UINT32_MAX;
     std::atomic<unsigned> refused = 0;
 
 private:
-    void pass() {
-        const unsigned call = ++calls_;
+    void pass(std::uint64_t offset) {
+        unsigned call = 0;
+        {
+            const std::lock_guard lock(mutex_);
+            offsets_.push_back(offset);
+            call = ++calls_;
+        }
         while (call > allowed) {
             std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
@@ -104,6 +115,8 @@ private:
 
     std::vector<std::byte> bytes_;
     unsigned one_in_;
+    mutable std::mutex mutex_;
+    std::vector<std::uint64_t> offsets_;
     std::atomic<unsigned> calls_ = 0;
 };
 
@@ -240,6 +253,9 @@ struct Rig {
         CHECK_EQUAL(results.size(), count);
         return results;
     }
+
+    // When an entry ended among the others.
+    std::ptrdiff_t place(std::int64_t id) const { return std::ranges::find(ended, id) - ended.begin(); }
 
     std::shared_ptr<device::Cuda> cuda;
     std::size_t capacity;
