@@ -102,7 +102,11 @@ Cuda::Cuda(int index, const std::string& library) : driver_(library), number_(ne
     run(driver_.context_retain, &context_, device_);
 }
 
-Cuda::~Cuda() { driver_.context_release(device_); }
+Cuda::~Cuda() {
+    if (ours()) {
+        driver_.context_release(device_);
+    }
+}
 
 void Cuda::enter() {
     if (entered == number_) {
@@ -152,7 +156,11 @@ Stream Cuda::make_stream() {
     return stream;
 }
 
-void Cuda::end_stream(Stream stream) noexcept { driver_.stream_destroy(stream); }
+void Cuda::end_stream(Stream stream) noexcept {
+    if (ours()) {
+        driver_.stream_destroy(stream);
+    }
+}
 
 Event Cuda::make_event() {
     Event event = nullptr;
@@ -160,7 +168,11 @@ Event Cuda::make_event() {
     return event;
 }
 
-void Cuda::end_event(Event event) noexcept { driver_.event_destroy(event); }
+void Cuda::end_event(Event event) noexcept {
+    if (ours()) {
+        driver_.event_destroy(event);
+    }
+}
 
 void Cuda::record(Event event, Stream stream) { run(driver_.event_record, event, stream); }
 
@@ -222,7 +234,11 @@ void Cuda::lock_pages(void* memory, std::size_t nbytes) {
     }
 }
 
-void Cuda::unlock_pages(void* memory) noexcept { driver_.host_unregister(memory); }
+void Cuda::unlock_pages(void* memory) noexcept {
+    if (ours()) {
+        driver_.host_unregister(memory);
+    }
+}
 
 std::uintptr_t Cuda::allocate(std::size_t nbytes) {
     std::uint64_t memory = 0;
@@ -238,7 +254,11 @@ std::uintptr_t Cuda::allocate(std::size_t nbytes) {
     return memory;
 }
 
-void Cuda::free(std::uintptr_t memory) noexcept { driver_.free(memory); }
+void Cuda::free(std::uintptr_t memory) noexcept {
+    if (ours()) {
+        driver_.free(memory);
+    }
+}
 
 std::string Cuda::free_memory() const {
     std::size_t free = 0;

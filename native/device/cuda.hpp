@@ -8,6 +8,8 @@
 // capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 
@@ -75,7 +77,11 @@ private:
     [[noreturn]] void refuse(const char* call, int result, const std::string& doing = {}) const;
     std::string free_memory() const;
 
+    // False in a child forked from the process, which must not call the driver: there nothing is given back.
+    bool ours() const noexcept { return getpid() == owner_; }
+
     CudaDriver driver_;
+    const pid_t owner_ = getpid();
     const std::uint64_t number_;  // of all Cuda objects of this process, so that a thread knows which one it has entered
     int device_ = 0;
     void* context_ = nullptr;

@@ -17,7 +17,6 @@ class DeviceClock {
 public:
     // Records the first anchor on the stream, and waits for it.
     DeviceClock(std::shared_ptr<Device> device, EventPool& events, Stream stream);
-    ~DeviceClock() { events_.give(anchor_); }
     DeviceClock(const DeviceClock&) = delete;
     DeviceClock& operator=(const DeviceClock&) = delete;
 

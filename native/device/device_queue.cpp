@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -76,33 +77,25 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Device> device, Config config, PageLock
       locks_(locks),
       memory_(device_, config.staging),
       events_(device_),
-      moving_(device_->make_stream()),
-      bounce_(device_->allocate(config.bounce)),
-      clock_(device_, events_, moving_),
+      in_(device_),
+      out_(device_),
+      moving_(device_),
+      bounce_(device_, config.bounce),
+      clock_(device_, events_, moving_.get()),
       order_(device_, events_, clock_, config.allocating),
       tiers_(std::make_shared<QueueCore>()),
       staging_(static_cast<std::int64_t>(config.staging), alignment) {
-    for (Line& line : lines_) {
-        line.stream = device_->make_stream();
-    }
+    lines_[0].stream = in_.get();
+    lines_[1].stream = out_.get();
 }
 
 // Runs after all threads: each of them holds a reference to the queue.
 DeviceQueue::~DeviceQueue() {
-    if (!ours()) {
-        return;
-    }
-    for (Line& line : lines_) {
-        if (line.thread.joinable()) {
-            line.thread.detach();
+    for (std::thread* thread : {&launcher_, &lines_[0].thread, &lines_[1].thread}) {
+        if (thread->joinable()) {
+            thread->detach();
         }
-        device_->end_stream(line.stream);
     }
-    if (launcher_.joinable()) {
-        launcher_.detach();
-    }
-    device_->end_stream(moving_);
-    device_->free(bounce_);
 }
 
 void DeviceQueue::start_thread(std::thread& thread, const char* name, std::function<void()> body) {
@@ -125,18 +118,26 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
     if (batch.empty()) {
         return;
     }
+    std::exception_ptr refused;
     {
         const std::lock_guard lock(mutex_);
         if (closing_) {
             fail_closed("the transfer queue was closed");
         }
-        for (Submission& submission : batch) {
-            add(submission);
-            submission.keepalive = nullptr;
+        try {
+            for (Submission& submission : batch) {
+                add(submission);
+                submission.keepalive = nullptr;
+            }
+        } catch (...) {
+            refused = std::current_exception();  // those before it are submitted
         }
         results_.wake();
     }
     wake_launcher();
+    if (refused) {
+        std::rethrow_exception(refused);
+    }
 }
 
 void DeviceQueue::add(Submission& submission) {
@@ -256,9 +257,9 @@ void DeviceQueue::end_use(ProgramStream stream, std::int64_t ordinal) {
 // ---- moves ----------------------------------------------------------------------------------------------------------------
 
 void DeviceQueue::queue_move(std::int64_t last_use, const std::function<void(Stream)>& work) {
-    order_.follow(moving_, last_use, moves_);
-    work(moving_);
-    order_.moved(moving_);
+    order_.follow(moving_.get(), last_use, moves_);
+    work(moving_.get());
+    order_.moved(moving_.get());
 }
 
 void DeviceQueue::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) {
@@ -273,8 +274,8 @@ void DeviceQueue::move(std::uintptr_t target, std::uintptr_t source, std::size_t
             const std::size_t size = std::min(most, nbytes - done);
             const std::size_t at = target < source ? done : nbytes - done - size;
             if (bounced) {
-                device_->copy_within(stream, bounce_, source + at, size);
-                device_->copy_within(stream, target + at, bounce_, size);
+                device_->copy_within(stream, bounce_.address(), source + at, size);
+                device_->copy_within(stream, target + at, bounce_.address(), size);
             } else {
                 device_->copy_within(stream, target + at, source + at, size);
             }
@@ -694,12 +695,12 @@ bool DeviceQueue::close(double seconds) {
     }
     lock.unlock();
     const bool tiers_left = tiers_->close(std::max(0.0, deadline - monotonic_seconds()));
+    lock.lock();
     for (std::thread* thread : {&launcher_, &lines_[0].thread, &lines_[1].thread}) {
         if (thread->joinable()) {
-            thread->join();  // it has left its loop and is about to return
+            thread->join();  // it has left its loop, needs no lock any more and is about to return
         }
     }
-    lock.lock();
     note_tier_ends();
     return tiers_left && std::ranges::all_of(lines_, [](const Line& line) { return line.copies.empty(); });
 }

@@ -35,6 +35,7 @@
 #include "core/queue.hpp"
 #include "core/results.hpp"
 #include "device/locked_memory.hpp"
+#include "device/owned.hpp"
 #include "device/page_locks.hpp"
 #include "device/program_order.hpp"
 
@@ -148,9 +149,11 @@ private:
     PageLocks* locks_;
     LockedMemory memory_;
     EventPool events_;
+    OwnedStream in_;
+    OwnedStream out_;
     std::array<Line, 2> lines_;  // by Direction
-    Stream moving_;
-    std::uintptr_t bounce_;
+    OwnedStream moving_;
+    OwnedMemory bounce_;
     DeviceClock clock_;
     ProgramOrder order_;
     std::uint64_t moves_ = 0;  // that `moving_` has waited for: its own

@@ -1,4 +1,5 @@
-// Events to use again: a device makes them slowly, and there are as many as were ever needed at the same time.
+// Events to use again: a device makes them slowly, and there are as many as were ever needed at the same time. They end with
+// the pool, whether they were given back or not.
 #pragma once
 
 #include <memory>
@@ -16,7 +17,7 @@ public:
     EventPool(const EventPool&) = delete;
     EventPool& operator=(const EventPool&) = delete;
     ~EventPool() {
-        for (const Event event : spare_) {
+        for (const Event event : made_) {
             device_->end_event(event);
         }
     }
@@ -30,7 +31,10 @@ public:
                 return event;
             }
         }
-        return device_->make_event();
+        const Event event = device_->make_event();
+        const std::lock_guard lock(mutex_);
+        made_.push_back(event);
+        return event;
     }
     // Gives an event back, which may be recorded again at once: waits that were queued keep to what they were queued for.
     void give(Event event) {
@@ -41,6 +45,7 @@ public:
 private:
     std::shared_ptr<Device> device_;
     std::mutex mutex_;
+    std::vector<Event> made_;
     std::vector<Event> spare_;
 };
 

@@ -25,15 +25,6 @@ ProgramOrder::ProgramOrder(std::shared_ptr<Device> device, EventPool& events, De
     }
 }
 
-ProgramOrder::~ProgramOrder() {
-    for (const auto& program : programs_) {
-        for (const Use& use : program->uses) {
-            events_.give(use.event);
-        }
-    }
-    events_.give(moved_);
-}
-
 ProgramOrder::Program& ProgramOrder::program(ProgramStream stream) {
     const auto handle = reinterpret_cast<Stream>(stream);
     for (const auto& known : programs_) {

@@ -23,7 +23,6 @@ class ProgramOrder {
 public:
     // `allocating`: the stream on which the arena was allocated. Earlier work on it may still use the same memory.
     ProgramOrder(std::shared_ptr<Device> device, EventPool& events, DeviceClock& clock, ProgramStream allocating);
-    ~ProgramOrder();
     ProgramOrder(const ProgramOrder&) = delete;
     ProgramOrder& operator=(const ProgramOrder&) = delete;
 

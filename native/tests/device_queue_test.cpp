@@ -1,169 +1,15 @@
 // The queue of a device under a pager and a driver, on a simulated CUDA driver that runs what is queued as late, as early or as
 // strangely as CUDA permits. Kernels look at the bytes when they run, so each missing wait shows as wrong bytes.
-#include "device/device_queue.hpp"
-
-#include <algorithm>
-#include <atomic>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <random>
-#include <thread>
 
-#include "core/clock.hpp"
-#include "core/extent_allocator.hpp"
-#include "core/memory.hpp"
-#include "core/memory_port.hpp"
-#include "device/cuda.hpp"
-#include "pager/driver.hpp"
-#include "tests/fake_cuda/control.hpp"
-#include "tests/testing.hpp"
+#include "tests/device_world.hpp"
 
 using namespace farpool::pager;
-using farpool::Direction;
-using farpool::ProgramStream;
-using farpool::Submission;
-using farpool::device::Cuda;
-using farpool::device::DeviceQueue;
+using namespace farpool::testing;
 using farpool::device::Event;
-using farpool::device::Stream;
 
 namespace {
-
-constexpr double patience = 60.0;
-constexpr std::size_t page = 4096;
-enum Policy { copies_first, compute_first, latest_possible, any_order };
-
-const farpool::fake::Fake& fake() {
-    static const farpool::fake::Fake made(FAKE_CUDA_PATH);
-    return made;
-}
-
-class SimulatedSpace : public Space {
-public:
-    explicit SimulatedSpace(std::int64_t capacity) : extents_(capacity, 64) {}
-    std::int64_t reserve(std::int64_t nbytes, int) override { return extents_.alloc(nbytes); }
-    void free(std::int64_t offset, std::int64_t, int) override { extents_.free(offset); }
-
-private:
-    farpool::ExtentAllocator extents_;
-};
-
-// A tier behind a call, like a file. One transfer of so many fails; a held one waits.
-class SimulatedPort : public farpool::Port {
-public:
-    SimulatedPort(std::size_t nbytes, unsigned one_in) : bytes_(nbytes), one_in_(one_in) {}
-    void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
-        pass();
-        std::memcpy(into, bytes_.data() + offset, nbytes);
-    }
-    void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
-        pass();
-        std::memcpy(bytes_.data() + offset, from, nbytes);
-    }
-    unsigned concurrency() const noexcept override { return 2; }
-
-    std::vector<std::byte>& bytes() { return bytes_; }
-    unsigned calls() const { return calls_; }
-    std::atomic<bool> held = false;
-
-private:
-    void pass() {
-        const unsigned call = ++calls_;
-        while (held) {
-            std::this_thread::yield();
-        }
-        if (one_in_ != 0 && call % one_in_ == 0) {
-            throw farpool::PortFailure({farpool::ErrorKind::tier, "told to fail", "simulated", 0, nullptr});
-        }
-    }
-
-    std::vector<std::byte> bytes_;
-    unsigned one_in_;
-    std::atomic<unsigned> calls_ = 0;
-};
-
-struct Setup {
-    std::uint64_t seed = 0;
-    Policy policy = any_order;
-    std::size_t capacity = 16 << 10;
-    std::size_t page_locked = 0;  // bytes of a tier of page-locked memory, above the other one
-    std::size_t tier = 1 << 20;
-    unsigned one_in = 0;  // transfers of the lower tier of which one fails
-    std::size_t staging = 8 << 10;
-    std::size_t chunk = 1 << 10;
-    std::size_t bounce = 256;
-    std::size_t streams = 1;
-};
-
-// A device, its queue and a driver.
-struct World {
-    explicit World(const Setup& setup)
-        : cuda((fake().reset(setup.seed, setup.policy), farpool::device::open_cuda(0, FAKE_CUDA_PATH))),
-          capacity(setup.capacity),
-          locked(std::max<std::size_t>(setup.page_locked, 1)),
-          mapped(locked),
-          port(setup.tier, setup.one_in) {
-        cuda->enter();
-        fake().set(fake_split_bytes, 256);
-        arena = cuda->allocate(capacity);
-        for (std::size_t index = 0; index < setup.streams; ++index) {
-            streams.push_back(cuda->make_stream());
-        }
-        DeviceQueue::Config config{.staging = setup.staging, .chunk = setup.chunk};
-        config.allocating = handle(0);
-        config.bounce = setup.bounce;
-        if (setup.page_locked > 0) {
-            locks = std::make_unique<farpool::device::PageLocks>(cuda, page, std::size_t{1} << 40);
-            locks->add(&mapped, reinterpret_cast<std::uintptr_t>(locked.data()), locked.nbytes(), "mapped");
-        }
-        queue = std::make_shared<DeviceQueue>(cuda, config, locks.get());
-        queue->begin();
-        std::vector<std::shared_ptr<Space>> spaces;
-        if (setup.page_locked > 0) {
-            spaces.push_back(std::make_shared<SimulatedSpace>(static_cast<std::int64_t>(setup.page_locked)));
-        }
-        spaces.push_back(std::make_shared<SimulatedSpace>(static_cast<std::int64_t>(setup.tier)));
-        auto pager = std::make_shared<Pager>(static_cast<std::int64_t>(capacity), spaces, 1, 64, 1 << 12, true, true);
-        driver = std::make_unique<Driver>(pager, queue, arena);
-        if (setup.page_locked > 0) {
-            driver->add_port(&mapped);
-        }
-        driver->add_port(&port);
-    }
-    ~World() {
-        for (const Stream stream : streams) {
-            cuda->end_stream(stream);
-        }
-        cuda->free(arena);
-    }
-
-    // Lets all work end, and checks that the queue has made no call that CUDA would not permit.
-    void close() {
-        while (fake().advance(1 << 20) > 0) {
-        }
-        CHECK(queue->close(patience));
-        queue->poll();
-        driver.reset();
-        queue.reset();
-        CHECK(locks == nullptr || locks->close(patience));
-        CHECK_EQUAL(fake().violations(), std::string{});
-    }
-
-    ProgramStream handle(std::size_t stream) const { return reinterpret_cast<ProgramStream>(streams.at(stream)); }
-    std::byte* at(std::int64_t place) const { return reinterpret_cast<std::byte*>(arena) + place; }
-
-    std::shared_ptr<Cuda> cuda;
-    std::size_t capacity;
-    farpool::Memory locked;
-    farpool::MemoryPort mapped;
-    SimulatedPort port;
-    std::uintptr_t arena = 0;
-    std::vector<Stream> streams;
-    std::unique_ptr<farpool::device::PageLocks> locks;
-    std::shared_ptr<DeviceQueue> queue;
-    std::unique_ptr<Driver> driver;
-};
 
 // What a kernel does when it runs: it compares some stretches with what they must hold, and writes others.
 struct Kernel {
@@ -280,7 +126,7 @@ private:
                 {world_.at(places[index]), storage.nbytes, keeps ? storage.content : -1, written[index]});
             storage.content = written[index] < 0 ? storage.content : written[index];
         }
-        CHECK_EQUAL(fake().launch(world_.streams[stream], Kernel::run, &kernels_.back(), 1e-6), 0);
+        CHECK_EQUAL(fake_cuda().launch(world_.streams[stream], Kernel::run, &kernels_.back(), 1e-6), 0);
         for (const std::size_t operand : operands) {
             world_.cuda->record(storages_[operand].used[stream], world_.streams[stream]);
         }
@@ -303,6 +149,10 @@ void run_program(std::uint64_t seed) {
     setup.page_locked = seed / 12 % 3 == 0 ? 0 : 24 << 10;
     setup.one_in = seed / 36 % 4 == 0 ? 17 : 0;
     setup.capacity = (12 + seed % 5) << 10;
+    std::mt19937_64 sizes(seed);
+    setup.chunk = 256 << sizes() % 4;
+    setup.staging = setup.chunk * (1 + sizes() % 8);
+    setup.bounce = 64 << sizes() % 5;
     World world(setup);
     int wrong = 0;
     {

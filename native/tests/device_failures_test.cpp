@@ -1,0 +1,283 @@
+// A device's queue when calls are refused, tiers fail, the device is lost, the queue is closed or the process forks.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tests/device_world.hpp"
+
+using namespace farpool::testing;
+using farpool::Direction;
+using farpool::ErrorKind;
+using farpool::PortFailure;
+
+namespace {
+
+constexpr std::size_t chunk = 1 << 10;
+constexpr int out_of_memory = 2;
+
+bool mentions(const std::optional<farpool::PortError>& error, const std::string& text) {
+    return error && error->message.find(text) != std::string::npos;
+}
+
+Order transfer(const Rig& rig, std::int64_t id, Direction direction, std::size_t chunks, std::vector<std::int64_t> after = {}) {
+    return {.id = id,
+            .direction = direction,
+            .port = const_cast<SimulatedPort*>(&rig.port),
+            .pieces = {rig.piece(0, 0, chunks * chunk)},
+            .after = std::move(after)};
+}
+
+// Submits a transfer of four chunks that is to fail, and what waits for it, and checks how they end. Then all staging memory
+// can be used again.
+void check_failure(Rig& rig, Direction direction, const std::string& error) {
+    Order aside = transfer(rig, 6, direction, 1);
+    aside.pieces[0].offset = 64 << 10;
+    aside.priority = -1;
+    rig.submit({transfer(rig, 1, direction, 4),
+                transfer(rig, 2, Direction::read, 2, {1}),
+                {.id = 3, .after = {2}},
+                transfer(rig, 4, Direction::write, 2, {3}),
+                {.id = 5, .after = {1}},
+                aside});
+    rig.collect(6);
+    CHECK(mentions(rig.results.at(1).error, error) && !rig.results.at(1).cancelled);
+    for (const std::int64_t id : {2, 3, 4, 5}) {
+        CHECK(rig.results.at(id).cancelled && !rig.results.at(id).error);
+        CHECK(rig.place(1) < rig.place(id));
+    }
+    CHECK(!rig.results.at(6).error && !rig.results.at(6).cancelled);
+    rig.submit({transfer(rig, 7, Direction::write, 8), transfer(rig, 8, Direction::read, 8, {7})});
+    rig.collect(8);
+    CHECK(!rig.results.at(7).error && !rig.results.at(8).error && !rig.results.at(8).cancelled);
+    CHECK(!rig.queue->trouble());
+    rig.close();
+}
+
+Setup four_chunks(std::uint64_t seed) { return {.seed = seed, .policy = any_order, .staging = 4 * chunk, .chunk = chunk}; }
+
+}  // namespace
+
+TEST("a copy that the driver refuses fails its transfer, and cancels those that wait for it") {
+    for (const std::uint64_t nth : {1, 2, 4}) {
+        for (const auto& [direction, name] :
+             {std::pair(Direction::read, "cuMemcpyHtoDAsync_v2"), std::pair(Direction::write, "cuMemcpyDtoHAsync_v2")}) {
+            Rig rig(four_chunks(nth));
+            fake_cuda().fail_call(name, nth, out_of_memory);
+            check_failure(rig, direction, name);
+        }
+    }
+}
+
+TEST("a tier that refuses a part of a block fails its transfer, and cancels those that wait for it") {
+    for (const unsigned nth : {1U, 2U, 4U}) {
+        for (const Direction direction : {Direction::read, Direction::write}) {
+            Rig rig(four_chunks(nth));
+            rig.port.refused = nth;
+            check_failure(rig, direction, "told to fail");
+        }
+    }
+}
+
+TEST("an event or a wait that is refused before a copy fails its transfer only") {
+    for (const char* const name : {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"}) {
+        Rig rig(four_chunks(1));
+        rig.use(0, 0, [] {});
+        fake_cuda().fail_call(name, 1, out_of_memory);
+        Order order = transfer(rig, 1, Direction::write, 2);
+        order.last_use = 0;
+        rig.submit({order});
+        rig.collect(1);
+        CHECK(mentions(rig.results.at(1).error, name));
+        order.id = 2;
+        rig.submit({order});
+        rig.collect(2);
+        CHECK(!rig.results.at(2).error);
+        rig.close();
+    }
+}
+
+TEST("if the device cannot tell when a copy ends, its memory is not used again, and the queue says why") {
+    Rig rig({.policy = any_order, .staging = chunk, .chunk = chunk});
+    fake_cuda().fail_call("cuEventRecord", 2, out_of_memory);
+    rig.submit({transfer(rig, 1, Direction::read, 1)});
+    until("the trouble is known", [&] { return rig.queue->trouble().has_value(); });
+    CHECK(mentions(rig.queue->trouble(), "cuEventRecord"));
+    rig.submit({transfer(rig, 2, Direction::write, 1), {.id = 3}});
+    rig.collect(1);  // the barrier
+    linger();
+    CHECK_EQUAL(calls("cuMemcpyDtoHAsync_v2"), 0U);
+    CHECK_EQUAL(rig.port.calls(), 1U);
+    while (fake_cuda().advance(1 << 20) > 0) {
+    }
+    CHECK(!rig.queue->close(patience));
+    CHECK(!rig.queue->close(0));
+    rig.collect(2);
+    CHECK(rig.results.at(2).cancelled);
+    rig.end();
+}
+
+TEST("after the device was lost no transfer is reported as done, and the queue says why") {
+    for (const Direction direction : {Direction::read, Direction::write}) {
+        Rig rig(four_chunks(3));
+        fake_cuda().set(fake_copies_until_failure, 3);
+        rig.submit({transfer(rig, 1, direction, 8), transfer(rig, 2, Direction::read, 1, {1})});
+        until("the trouble is known", [&] { return rig.queue->trouble().has_value(); });
+        CHECK(mentions(rig.queue->trouble(), "CUDA_ERROR_LAUNCH_FAILED"));
+        CHECK(!rig.queue->close(patience));
+        for (const auto& result : rig.queue->poll()) {
+            CHECK(result.error || result.cancelled);
+        }
+        rig.queue.reset();
+    }
+}
+
+TEST("an access that waits for a copy whose end is not known gives up at its deadline") {
+    World world({.policy = any_order});
+    farpool::pager::Pause pause;
+    auto& driver = *world.driver;
+    const auto block = driver.pager().create(std::vector<std::int64_t>{15 << 10}, 0);
+    const auto other = driver.pager().create(std::vector<std::int64_t>{15 << 10}, 0);
+    const auto ask = [&](farpool::pager::BlockId id, double seconds) {
+        auto lock = driver.lock(pause);
+        const auto access = driver.request({{id, 1, farpool::pager::Mode::overwrite, -1}}, world.handle(0));
+        const auto outcome = access->granted ? farpool::pager::Wait::granted
+                                             : driver.await(lock, *access, farpool::monotonic_seconds() + seconds, pause);
+        if (outcome == farpool::pager::Wait::granted) {
+            driver.release(*access);
+        } else {
+            driver.abandon(access);
+        }
+        return outcome;
+    };
+    CHECK(ask(block, patience) == farpool::pager::Wait::granted);
+    fake_cuda().set(fake_copies_until_failure, 2);
+    CHECK(ask(other, 0.3) == farpool::pager::Wait::timed_out);
+    CHECK(mentions(world.queue->trouble(), "CUDA_ERROR_LAUNCH_FAILED"));
+    CHECK(!world.queue->close(patience));
+    world.driver.reset();
+    world.queue.reset();
+}
+
+TEST("a queue that cannot be made gives back what it has taken") {
+    const std::vector<std::pair<const char*, const char*>> pairs = {{"cuStreamCreate", "cuStreamDestroy_v2"},
+                                                                    {"cuEventCreate", "cuEventDestroy_v2"},
+                                                                    {"cuMemAlloc_v2", "cuMemFree_v2"},
+                                                                    {"cuMemHostRegister_v2", "cuMemHostUnregister"}};
+    const char* const others[] = {"cuEventRecord", "cuEventSynchronize", "cuStreamIsCapturing"};
+    for (std::uint64_t nth = 1; nth <= 3; ++nth) {
+        std::vector<const char*> names;
+        for (const auto& [make, end] : pairs) {
+            names.push_back(make);
+        }
+        names.insert(names.end(), std::begin(others), std::end(others));
+        for (const char* const name : names) {
+            fake_cuda().reset(nth, any_order);
+            {
+                const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+                cuda->enter();
+                fake_cuda().fail_call(name, nth, out_of_memory);
+                bool refused = false;
+                try {
+                    const farpool::device::DeviceQueue queue(cuda, {.staging = 4096}, nullptr);
+                } catch (const PortFailure&) {
+                    refused = true;
+                }
+                for (const auto& [make, end] : pairs) {
+                    const std::uint64_t failed = refused && std::string(make) == name ? 1 : 0;
+                    CHECK_EQUAL(calls(make) - failed, calls(end));
+                }
+                CHECK(refused == (calls(name) >= nth));
+            }
+            CHECK_EQUAL(fake_cuda().violations(), std::string{});
+        }
+    }
+}
+
+TEST("an entry that is still pending is refused; those before it in its batch are submitted") {
+    Rig rig(four_chunks(1));
+    rig.port.allowed = 0;
+    rig.submit({transfer(rig, 1, Direction::read, 1)});
+    CHECK_THROWS(PortFailure, rig.submit({transfer(rig, 2, Direction::read, 1), transfer(rig, 1, Direction::read, 1)}));
+    until("both are at the tier", [&] { return rig.port.calls() == 2; });
+    rig.port.allowed = UINT32_MAX;
+    rig.collect(2);
+    rig.close();
+}
+
+TEST("a queue is closed while everything is under way, by several threads, and then again") {
+    for (std::uint64_t seed = 0; seed < 12; ++seed) {
+        Rig rig({.seed = seed,
+                 .policy = any_order,
+                 .real_time_rate = seed % 2 == 0 ? 1e7 : 0,
+                 .staging = 4 * chunk,
+                 .chunk = chunk});
+        std::vector<Order> orders;
+        for (std::int64_t id = 0; id < 24; ++id) {
+            orders.push_back(transfer(rig, id, static_cast<Direction>(id % 2), 4));
+            if (id % 3 == 0 && id > 0) {
+                orders.back().after = {id - 1};
+            } else if (id % 5 == 0) {
+                orders.back().port = nullptr;
+            }
+        }
+        rig.port.allowed = static_cast<unsigned>(4 * seed);
+        rig.submit(orders);
+        until("some are under way", [&] { return rig.port.calls() > 0 && rig.port.calls() >= 4 * seed; });
+        std::vector<std::thread> threads;
+        std::atomic<int> closed = 0;
+        for (int number = 0; number < 3; ++number) {
+            threads.emplace_back([&] { closed += rig.queue->close(patience) ? 1 : 0; });
+        }
+        linger();
+        rig.port.allowed = UINT32_MAX;
+        for (auto& thread : threads) {
+            thread.join();
+        }
+        CHECK_EQUAL(closed.load(), 3);
+        CHECK(rig.queue->close(0));
+        rig.collect(24);  // each once, with its keepalive
+        CHECK_EQUAL(rig.queue->pending(), 0U);
+        CHECK_THROWS(PortFailure, rig.submit({{.id = 99}}));
+        CHECK(!rig.queue->wait(0));
+        rig.close();
+    }
+}
+
+TEST("close gives up on a transfer that does not end, and a later one ends the queue") {
+    Rig rig(four_chunks(1));
+    rig.port.allowed = 0;
+    rig.submit({transfer(rig, 1, Direction::read, 1)});
+    until("it is at the tier", [&] { return rig.port.calls() == 1; });
+    CHECK(!rig.queue->close(0.01));
+    CHECK_EQUAL(rig.queue->pending(), 1U);
+    rig.port.allowed = 1;
+    CHECK(rig.queue->close(patience));
+    CHECK(rig.collect(1).at(1).cancelled);
+    rig.close();
+}
+
+TEST("a forked child leaves the queue alone") {
+    Rig rig(four_chunks(1));
+    using farpool::device::DeviceQueue;
+    auto idle = std::make_shared<DeviceQueue>(rig.cuda, DeviceQueue::Config{.staging = 4096}, nullptr);
+    CHECK(rig.queue->ours());
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(20);
+        const bool ours = rig.queue->ours();
+        rig.queue->nudge();
+        rig.queue.reset();
+        idle->nudge();
+        idle.reset();  // the last reference
+        _exit(ours || calls("cuStreamDestroy_v2") + calls("cuEventDestroy_v2") + calls("cuMemFree_v2") > 0 ? 1 : 0);
+    }
+    int status = -1;
+    CHECK_EQUAL(waitpid(child, &status, 0), child);
+    CHECK_EQUAL(status, 0);
+    rig.submit({transfer(rig, 1, Direction::read, 4)});
+    CHECK(!rig.collect(1).at(1).error);
+    CHECK(idle.use_count() == 1);
+    idle.reset();
+    rig.close();
+}
+
+int main() { return run(); }

@@ -1,0 +1,169 @@
+// How transfers flow through a device's queue: in parts that overlap, through little staging memory, and in order of urgency.
+#include <random>
+
+#include "tests/device_world.hpp"
+
+using namespace farpool::testing;
+using farpool::Direction;
+
+namespace {
+
+constexpr std::size_t chunk = 1 << 10;
+const char* const copy_in = "cuMemcpyHtoDAsync_v2";
+
+// A rig whose link is as fast as `rate`, which the queue has measured, with page-locked memory. All copies of its first
+// transfers wait for a kernel at the gate.
+struct Measured : Rig {
+    explicit Measured(double rate, std::size_t nbytes)
+        : Rig({.real_time_rate = rate, .capacity = 64 << 10, .page_locked = 64 << 10, .chunk = nbytes}) {
+        submit({{.id = 100, .port = &mapped, .pieces = {piece(0, 0, 24 * nbytes)}},
+                {.id = 101, .direction = Direction::write, .port = &mapped, .pieces = {piece(32 << 10, 0, 24 * nbytes)}}});
+        collect(2);
+        before = calls(copy_in);
+        use(0, 0, [this] { gate.pass(); });
+    }
+    Gate gate;
+    std::uint64_t before = 0;
+};
+
+}  // namespace
+
+TEST("a fetch that waits for a less urgent write-back leaves it the last of the staging memory") {
+    for (const std::size_t chunks : {1, 2}) {
+        Rig rig({.seed = chunks, .policy = any_order, .staging = chunks * chunk, .chunk = chunk});
+        std::memset(rig.at(0), 1, 4 * chunk);
+        std::memset(rig.port.at(4 * chunk), 2, 4 * chunk);
+        rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 4 * chunk)}},
+                    {.id = 2, .port = &rig.port, .pieces = {rig.piece(4 * chunk, 0, 4 * chunk)}, .after = {1}, .priority = 9}});
+        CHECK(!rig.collect(2).at(1).error && !rig.results.at(2).error);
+        CHECK(rig.place(1) < rig.place(2));
+        CHECK(holds(rig.port.at(0), 4 * chunk, 1) && holds(rig.at(0), 4 * chunk, 2));
+        rig.close();
+    }
+}
+
+TEST("chains of transfers with any priorities end through one chunk of staging memory") {
+    for (std::uint64_t seed = 0; seed < 20; ++seed) {
+        std::mt19937_64 random(seed);
+        Rig rig({.seed = seed, .policy = static_cast<Policy>(seed % 4), .staging = chunk, .chunk = chunk});
+        std::vector<Order> orders;
+        for (std::int64_t id = 0; id < 60; ++id) {
+            const std::size_t at = random() % 8 * chunk;
+            Order order{.id = id, .direction = static_cast<Direction>(random() % 2), .port = &rig.port};
+            order.pieces = {rig.piece(at, at, (1 + random() % 4) * chunk)};
+            order.priority = static_cast<std::int64_t>(random() % 10);
+            for (std::uint64_t other = 0; id > 0 && other < random() % 3; ++other) {
+                order.after.push_back(static_cast<std::int64_t>(random()) & INT64_MAX);
+                order.after.back() %= id;
+            }
+            if (random() % 8 == 0) {
+                order.port = nullptr;
+            }
+            orders.push_back(order);
+        }
+        rig.submit(orders);
+        rig.queue->reprioritize(static_cast<std::int64_t>(random() % 60), 20);
+        rig.collect(60);
+        for (const Order& order : orders) {
+            CHECK(!rig.results.at(order.id).error && !rig.results.at(order.id).cancelled);
+            for (const std::int64_t other : order.after) {
+                CHECK(rig.place(other) < rig.place(order.id));
+            }
+        }
+        CHECK_EQUAL(rig.queue->pending(), 0U);
+        rig.close();
+    }
+}
+
+TEST("a block starts to arrive before its tier has read it, and to be written before it has left") {
+    Rig rig({.real_time_rate = 1e5, .capacity = 32 << 10, .staging = 32 * chunk, .chunk = chunk});
+    rig.port.allowed = 1;
+    rig.submit({{.id = 1, .port = &rig.port, .pieces = {rig.piece(0, 0, 16 * chunk)}}});
+    until("the first chunk is copied", [&] { return calls(copy_in) == 1; });
+    rig.port.allowed = UINT32_MAX;
+    rig.collect(1);
+    CHECK_EQUAL(rig.port.calls(), 16U);
+    const auto ended = calls("cuEventElapsedTime");
+    rig.submit({{.id = 2, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 16 * chunk)}}});
+    until("the first chunk is written", [&] { return rig.port.calls() > 16; });
+    CHECK(calls("cuEventElapsedTime") - ended < 2 * 16);  // two for each copy that has ended
+    rig.collect(2);
+    rig.close();
+}
+
+TEST("two copies are queued on a slow link, and on a fast one as many as take two milliseconds") {
+    for (const auto& [rate, nbytes, least, most] : {std::tuple(1e5, 512, 2, 2), std::tuple(1e6, 256, 6, 10)}) {
+        Measured rig(rate, static_cast<std::size_t>(nbytes));
+        rig.submit({{.id = 1, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 32 << 10)}, .last_use = 0}});
+        until("copies are queued", [&] { return calls(copy_in) >= rig.before + static_cast<std::uint64_t>(least); });
+        linger();
+        CHECK(calls(copy_in) <= rig.before + static_cast<std::uint64_t>(most));
+        // Urgent transfers that come later, or become urgent later, are copied before those that are not queued yet.
+        rig.submit({{.id = 2, .port = &rig.mapped, .pieces = {rig.piece(0, 40 << 10, 64)}},
+                    {.id = 3, .port = &rig.mapped, .pieces = {rig.piece(0, 48 << 10, 64)}, .priority = 5},
+                    {.id = 4, .port = &rig.mapped, .pieces = {rig.piece(0, 56 << 10, 64)}}});
+        rig.queue->reprioritize(4, 9);
+        rig.queue->reprioritize(999, 9);  // not pending
+        rig.gate.open();
+        rig.collect(6);
+        CHECK(rig.place(4) < rig.place(3) && rig.place(3) < rig.place(1) && rig.place(1) < rig.place(2));
+        rig.close();
+    }
+}
+
+TEST("a transfer that becomes urgent takes those with it for which it waits") {
+    Measured rig(1e5, 512);
+    rig.submit({{.id = 1,
+                 .direction = Direction::write,
+                 .port = &rig.mapped,
+                 .pieces = {rig.piece(0, 0, 8 << 10)},
+                 .priority = 100,
+                 .last_use = 0}});
+    until("copies are queued", [&] { return calls("cuMemcpyDtoHAsync_v2") >= 26; });
+    rig.submit({{.id = 2, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .priority = 5},
+                {.id = 3, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}},
+                {.id = 4, .after = {3}},
+                {.id = 5, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .after = {4}}});
+    rig.queue->reprioritize(5, 50);
+    rig.gate.open();
+    rig.collect(7);
+    CHECK(rig.place(1) < rig.place(3) && rig.place(3) < rig.place(2));
+    rig.queue->reprioritize(5, 60);  // it has ended
+    rig.close();
+}
+
+TEST("a transfer that waits at its tier becomes urgent there") {
+    Rig rig({.policy = any_order, .staging = 8 * chunk, .chunk = chunk});
+    rig.port.allowed = 0;
+    std::vector<Order> orders;
+    for (std::int64_t id = 0; id < 6; ++id) {
+        const auto at = static_cast<std::size_t>(id) * chunk;
+        orders.push_back({.id = id, .port = &rig.port, .pieces = {rig.piece(at, at, chunk)}});
+    }
+    rig.submit(orders);
+    until("two are at the tier", [&] { return rig.port.calls() == 2; });
+    linger();
+    rig.queue->reprioritize(5, 9);
+    rig.port.allowed = UINT32_MAX;
+    rig.collect(6);
+    CHECK_EQUAL(rig.port.offsets().at(2), 5 * chunk);
+    rig.close();
+}
+
+TEST("fetches come before write-backs that are as urgent, and transfers have times of the link") {
+    Rig rig({.real_time_rate = 1e6, .staging = chunk, .chunk = chunk});
+    rig.port.allowed = 0;
+    rig.submit({{.id = 0, .port = &rig.port, .pieces = {rig.piece(0, 0, chunk)}}});
+    until("it is at the tier", [&] { return rig.port.calls() == 1; });
+    rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, chunk)}},
+                {.id = 2, .port = &rig.port, .pieces = {rig.piece(chunk, chunk, chunk)}}});
+    rig.port.allowed = UINT32_MAX;
+    rig.collect(3);
+    CHECK(rig.place(2) < rig.place(1));
+    for (const auto& [id, result] : rig.results) {
+        CHECK(result.end - result.start >= 0.9e-3 && result.end <= farpool::monotonic_seconds());
+    }
+    rig.close();
+}
+
+int main() { return run(); }

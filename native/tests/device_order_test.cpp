@@ -1,0 +1,279 @@
+// The order between a program's work, moves and copies: no copy comes too early, and none waits for work that it does not need.
+// A kernel that waits at a gate shows both.
+#include <numeric>
+
+#include "tests/device_world.hpp"
+
+using namespace farpool::testing;
+using farpool::Direction;
+using farpool::ErrorKind;
+using farpool::PortFailure;
+using farpool::device::Stream;
+
+namespace {
+
+constexpr double fast = 1e12;  // bytes per second
+
+Setup in_real_time(std::size_t streams) { return {.real_time_rate = fast, .streams = streams}; }
+
+void opened_after_copy(Gate& gate, const char* copy, std::uint64_t count) {
+    until("the copy is queued", [&] { return calls(copy) >= count; });
+    linger();
+    gate.open();
+}
+
+void set(std::byte* at, std::size_t nbytes, int value) { std::memset(at, value, nbytes); }
+
+}  // namespace
+
+TEST("a copy waits for the work up to its last use on each stream, and for no later work") {
+    Rig rig(in_real_time(2));
+    Gate earlier;
+    Gate later;
+    std::atomic<bool> later_ran = false;
+    set(rig.at(0), 512, 0);
+    rig.use(0, 0, [&] { earlier.pass(), set(rig.at(0), 256, 1); });
+    rig.use(1, 1, [&] { earlier.pass(), set(rig.at(256), 256, 2); });
+    rig.use(0, 2, [&] { later.pass(), later_ran = true; });
+    rig.use(1, 3, [&] { later.pass(), later_ran = true; });
+    rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}, .last_use = 1}});
+    opened_after_copy(earlier, "cuMemcpyDtoHAsync_v2", 1);
+    CHECK(!rig.collect(1).at(1).error);
+    CHECK(!later_ran);
+    CHECK(holds(rig.port.at(0), 256, 1) && holds(rig.port.at(256), 256, 2));
+    // A copy of bytes that no access uses waits for nothing.
+    rig.submit({{.id = 2, .direction = Direction::read, .port = &rig.port, .pieces = {rig.piece(0, 1024, 512)}}});
+    CHECK(!rig.collect(2).at(2).error);
+    CHECK(!later_ran);
+    later.open();
+    rig.close();
+}
+
+TEST("a copy waits for an access that was released after accesses with higher ordinals") {
+    Rig rig(in_real_time(1));
+    Gate gate;
+    rig.use(0, 7, [] {});
+    rig.use(0, 8, [] {});
+    rig.use(0, 3, [&] { gate.pass(), set(rig.at(0), 512, 9); });
+    rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}, .last_use = 3}});
+    opened_after_copy(gate, "cuMemcpyDtoHAsync_v2", 1);
+    CHECK(!rig.collect(1).at(1).error);
+    CHECK(holds(rig.port.at(0), 512, 9));
+    rig.close();
+}
+
+TEST("few events are kept, and a copy then waits for the next event that is kept") {
+    Rig rig(in_real_time(1));
+    constexpr int uses = 2000;
+    constexpr int wanted = 100;
+    Gate first;
+    Gate gate;
+    Gate late;
+    set(rig.at(0), uses, 0);
+    for (int use = 0; use < uses; ++use) {
+        rig.use(0, use, [&, use] {
+            if (use == 0) {
+                first.pass();
+            } else if (use == wanted) {
+                gate.pass();
+            } else if (use == uses - 1) {
+                late.pass();
+            }
+            *rig.at(use) = std::byte{1};
+        });
+    }
+    CHECK(calls("cuEventCreate") <= 600);
+    rig.submit(
+        {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, uses)}, .last_use = wanted}});
+    first.open();
+    opened_after_copy(gate, "cuMemcpyDtoHAsync_v2", 1);
+    CHECK(!rig.collect(1).at(1).error);
+    CHECK(holds(rig.port.at(0), wanted + 1, 1));
+    CHECK(holds(rig.port.at(uses - 1), 1, 0));
+    late.open();
+    rig.finish(rig.streams[0]);
+    rig.submit(
+        {{.id = 2, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, uses)}, .last_use = uses}});
+    rig.collect(2);
+    CHECK(holds(rig.port.at(0), uses, 1));
+    // All work has ended. The launcher gives its events back, and knows when each access computed.
+    std::size_t ran = 0;
+    until("all accesses are reported", [&] {
+        rig.queue->reprioritize(2, 0);
+        ran += rig.queue->take_ran().size();
+        return ran > 0 && calls("cuEventElapsedTime") > 0 && ran >= 256;
+    });
+    rig.close();
+}
+
+TEST("a stream that is seen for the first time after a move waits for it") {
+    Rig rig(in_real_time(3));
+    Gate gate;
+    std::atomic<bool> right = false;
+    set(rig.at(0), 64, 5);
+    rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 64, 6); });
+    rig.queue->move(rig.arena + 1024, rig.arena, 64, 0);
+    rig.use(2, 1, [&] { right = holds(rig.at(1024), 64, 6); });
+    linger();
+    gate.open();
+    rig.finish(rig.streams[2]);
+    CHECK(right);
+    const auto waits = calls("cuStreamWaitEvent");
+    rig.use(2, 2, [] {});  // has waited for the move
+    CHECK_EQUAL(calls("cuStreamWaitEvent"), waits);
+    rig.use(1, 3, [] {});
+    CHECK_EQUAL(calls("cuStreamWaitEvent"), waits + 1);
+    const auto streams = rig.queue->streams();
+    CHECK_EQUAL(streams.size(), 3U);
+    CHECK(std::ranges::find(streams, rig.handle(1)) != streams.end());
+    rig.close();
+}
+
+TEST("a copy into memory waits for work that was queued where the arena was allocated") {
+    Gate gate;
+    std::function<void()> body;
+    Setup setup = in_real_time(1);
+    setup.before = [&](std::uintptr_t arena, Stream allocating) {
+        body = [&gate, arena] { gate.pass(), std::memset(reinterpret_cast<void*>(arena), 7, 512); };
+        fake_cuda().launch(allocating, [](void* data) { (*static_cast<std::function<void()>*>(data))(); }, &body, 0);
+    };
+    Rig rig(setup);
+    set(rig.port.at(0), 512, 3);
+    rig.submit({{.id = 1, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}}});
+    opened_after_copy(gate, "cuMemcpyHtoDAsync_v2", 1);
+    CHECK(!rig.collect(1).at(1).error);
+    rig.finish(rig.streams[0]);
+    CHECK(holds(rig.at(0), 512, 3));
+    rig.close();
+}
+
+TEST("an access waits for accesses on other streams whose bytes it overwrites, although no bytes move") {
+    Rig rig(in_real_time(2));
+    Gate gate;
+    rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 64, 1); });
+    const auto waits = calls("cuStreamWaitEvent");
+    rig.use(0, 1, [] {}, 0);  // its own stream is in order anyway
+    CHECK_EQUAL(calls("cuStreamWaitEvent"), waits);
+    rig.use(1, 2, [&] { set(rig.at(0), 64, 2); }, 0);
+    CHECK_EQUAL(calls("cuStreamWaitEvent"), waits + 1);
+    linger();
+    gate.open();
+    rig.finish(rig.streams[0]);
+    rig.finish(rig.streams[1]);
+    CHECK(holds(rig.at(0), 64, 2));
+    rig.close();
+}
+
+TEST("moves and fills come after the program's earlier work and before its later work and later copies") {
+    Rig rig(in_real_time(1));
+    Gate gate;
+    std::atomic<bool> right = false;
+    set(rig.at(0), 1024, 1);
+    rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 1024, 2), set(rig.at(2048), 1024, 2); });
+    rig.queue->fill(rig.arena + 512, 512, 0x0404);
+    rig.queue->move(rig.arena + 2048, rig.arena, 1024, 0);
+    rig.use(0, 1, [&] { right = holds(rig.at(2048), 512, 2) && holds(rig.at(2048 + 512), 512, 4); });
+    rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 2048, 1024)}}});
+    opened_after_copy(gate, "cuMemcpyDtoHAsync_v2", 1);
+    rig.collect(1);
+    rig.finish(rig.streams[0]);
+    CHECK(right);
+    CHECK(holds(rig.port.at(0), 512, 2) && holds(rig.port.at(512), 512, 4));
+    rig.close();
+}
+
+TEST("a move between ranges that overlap moves the bytes, with a bounded number of copies") {
+    constexpr std::size_t nbytes = 4096;
+    constexpr std::size_t bounce = 256;
+    for (const std::size_t distance : {64, 192, 255, 256, 320, 1000, 4095, 4096, 6000}) {
+        for (const bool down : {true, false}) {
+            for (const Policy policy : {copies_first, any_order}) {
+                Rig rig({.seed = distance, .policy = policy, .capacity = 16 << 10, .bounce = bounce});
+                std::vector<std::byte> expected(rig.capacity);
+                for (std::size_t index = 0; index < expected.size(); ++index) {
+                    expected[index] = static_cast<std::byte>(index * 37 / 11);
+                }
+                std::memcpy(rig.at(0), expected.data(), expected.size());
+                const std::size_t source = down ? distance : 64;
+                const std::size_t target = down ? 0 : 64 + distance;
+                std::memmove(expected.data() + target, expected.data() + source, nbytes);
+                rig.queue->move(rig.arena + target, rig.arena + source, nbytes, -1);
+                const std::size_t bound = distance < bounce ? 2 * (nbytes / bounce) : (nbytes + distance - 1) / distance;
+                CHECK(calls("cuMemcpyDtoDAsync_v2") <= bound);
+                while (fake_cuda().advance(1 << 20) > 0) {
+                }
+                CHECK(std::memcmp(rig.at(0), expected.data(), expected.size()) == 0);
+                rig.close();
+            }
+        }
+    }
+}
+
+TEST("a stream that is being captured is refused, and no move, fill or copy gets into a graph") {
+    Rig rig({.policy = any_order, .streams = 2});
+    rig.use(0, 0, [&] { set(rig.at(0), 512, 1); });
+    CHECK_EQUAL(fake_cuda().capture(rig.streams[0], 1), 0);
+    const auto waits = calls("cuStreamWaitEvent");
+    const auto records = calls("cuEventRecord");
+    try {
+        rig.queue->begin_use(rig.handle(0));
+        fail("begin_use refuses no capture", __FILE__, __LINE__);
+    } catch (const PortFailure& failure) {
+        CHECK(failure.error().kind == ErrorKind::unsupported);
+    }
+    CHECK_EQUAL(calls("cuStreamWaitEvent"), waits);
+    CHECK_EQUAL(calls("cuEventRecord"), records);
+    rig.queue->begin_use(rig.handle(1));  // others go on
+    rig.queue->fill(rig.arena + 512, 512, 0x0303);
+    rig.queue->move(rig.arena + 1024, rig.arena, 1024, 0);
+    rig.submit(
+        {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 1024, 1024)}, .last_use = 0}});
+    rig.collect(1);
+    CHECK(holds(rig.port.at(0), 512, 1) && holds(rig.port.at(512), 512, 3));
+    CHECK_EQUAL(fake_cuda().capture(rig.streams[0], 0), 0);  // not broken
+    std::atomic<bool> right = false;
+    rig.use(0, 1, [&] { right = holds(rig.at(1024), 512, 1); });
+    rig.finish(rig.streams[0]);
+    CHECK(right);
+    rig.close();
+}
+
+TEST("a queue can be made while the stream on which the arena was allocated is captured") {
+    Setup setup;
+    setup.before = [](std::uintptr_t, Stream allocating) { CHECK_EQUAL(fake_cuda().capture(allocating, 1), 0); };
+    Rig rig(setup);
+    CHECK_EQUAL(fake_cuda().capture(rig.streams[0], 0), 0);
+    rig.close();
+}
+
+TEST("the times of accesses are those of the device, in the order of their ends") {
+    Rig rig(in_real_time(2));
+    const double begun = farpool::monotonic_seconds();
+    for (const int ordinal : {0, 1, 2}) {
+        rig.queue->begin_use(rig.handle(0));
+        rig.queue->order_use(rig.handle(0), -1);
+        rig.launch(0, [] {}, 0.02);
+        rig.queue->end_use(rig.handle(0), ordinal);
+    }
+    rig.use(1, 3, [] {});
+    std::vector<farpool::Ran> ran;
+    std::int64_t barrier = 0;
+    until("all accesses are reported", [&] {
+        rig.submit({{.id = ++barrier}});  // wakes the launcher
+        const auto more = rig.queue->take_ran();
+        ran.insert(ran.end(), more.begin(), more.end());
+        return ran.size() == 4;
+    });
+    std::ranges::sort(ran, {}, &farpool::Ran::end);
+    CHECK_EQUAL(ran[0].ordinal, 3);
+    for (const int ordinal : {0, 1, 2}) {
+        const auto& one = ran[static_cast<std::size_t>(ordinal) + 1];
+        CHECK_EQUAL(one.ordinal, ordinal);
+        CHECK(one.start >= begun - 1e-3 && one.end - begun >= 0.02 * (ordinal + 1) - 1e-3);
+        CHECK(one.end - one.start >= 0.015);
+    }
+    CHECK(ran[2].start >= ran[1].end && ran[3].start >= ran[2].end);
+    rig.close();
+}
+
+int main() { return run(); }
