@@ -12,6 +12,7 @@ and those that a pool cannot hold. Hooks switch autograd's own check for changes
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import element_range, is_strided, plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.transfer import copy_dense, equal_dense
+from farpool.tensors.transfer import copy_dense, equal_dense, streamable
 
 __all__ = ["saved_tensors"]
 
@@ -98,6 +99,7 @@ def saved_tensors(pool: Pool) -> saved_tensors_hooks:
         try:
             return _pack(tensor, blocks, origins)
         except FarpoolError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold a tensor, which would live in the pool with them
             error.add_note(
                 f"autograd was saving a tensor {list(tensor.size())} of {tensor.dtype} for the backward pass "
                 "(farpool.saved_tensors). The operation has no result; weights and gradients are as before"
@@ -118,7 +120,7 @@ class _Kept(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Kept:
-        if tensor.numel() == 0 and type(tensor) is torch.Tensor and is_strided(tensor):
+        if tensor.numel() == 0 and type(tensor) is torch.Tensor and streamable(tensor) and is_strided(tensor):
             # A view without elements must not keep the memory that it views.
             return _Kept(plain_empty(tensor.size(), tensor.stride(), tensor.dtype, tensor.device), 0)
         # A reference to the tensor itself would form a cycle with its own graph.
@@ -142,7 +144,6 @@ def _stays(tensor: torch.Tensor, device: torch.device) -> bool:
         return True
     return (
         type(tensor) is not torch.Tensor
-        or type(base) is PagedTensor
         or tensor.device != device
         or not is_strided(tensor)
         or not torch._C._has_storage(tensor)
@@ -214,21 +215,23 @@ class _Image:
         A node of a graph may save several views of one image, which then share the memory, as they did before.
         """
         asker = _asker(self.storage.pool.device)
-        if self._restored is not None and asker is not None and self._restored[0] == asker:
-            living: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored[1].cdata)
+        restored = self._restored  # another thread may exchange it
+        if restored is not None and asker is not None and restored[0] == asker:
+            living: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(restored[1].cdata)
             if living is not None:
                 return living
         nbytes = self.storage.nbytes
         device = arena_views(self.storage.pool).device
         memory = plain_empty((nbytes + self.shift,), (1,), torch.uint8, device).untyped_storage()
         copy_dense(_raw(memory, self.shift, self.shift + nbytes), self.flat(0, nbytes), _OP)
-        self._restored = (asker, StorageWeakRef(memory))
+        self._restored = (asker, StorageWeakRef(memory))  # type: ignore[no-untyped-call]
         return memory
 
     def __del__(self) -> None:
-        # May run at any moment, so it takes no lock.
+        # May run at any moment, so it takes no lock. An image that was not read is of a graph without a backward pass.
         origin = self._origin
-        origin.outlived = origin.outlived or not origin.memory.expired()
+        if self._restored is not None and origin.alive():
+            origin.outlived = True
 
 
 class _Origin:
@@ -242,16 +245,19 @@ class _Origin:
         Version of the tensors that the images were made of.
     images : list of weakref.ref
     outlived : bool
-        True if the memory lived longer than one of its images: to store it costs time and frees nothing.
+        True if the memory lived longer than an image that a backward pass has read: to store it frees nothing.
     """
 
     __slots__ = ("images", "memory", "outlived", "version")
 
     def __init__(self, memory: torch.UntypedStorage) -> None:
-        self.memory = StorageWeakRef(memory)
+        self.memory = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         self.version = -1
         self.images: list[weakref.ref[_Image]] = []
         self.outlived = False
+
+    def alive(self) -> bool:
+        return not self.memory.expired()  # type: ignore[no-untyped-call]
 
 
 class _Origins:
@@ -265,7 +271,7 @@ class _Origins:
     def of(self, memory: torch.UntypedStorage) -> _Origin:
         with self._lock:
             if len(self._known) >= self._sweep_at:
-                self._known = {key: one for key, one in self._known.items() if not one.memory.expired()}
+                self._known = {key: one for key, one in self._known.items() if one.alive()}
                 self._sweep_at = max(_SWEEP_MIN, 2 * len(self._known))
             key = memory._cdata
             origin = self._known.get(key)
