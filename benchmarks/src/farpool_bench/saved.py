@@ -33,7 +33,7 @@ class Bench(harness.Benchmark):
     over = "models"
     measured_in = "saved_cases"
     device: Annotated[str, Option("Where the model computes", "cpu|cuda")] = "cpu"
-    rounds: Annotated[int, Option("Steps of each", least=1)] = 9
+    rounds: Annotated[int, Option("Steps of each", least=1)] = 7
     models: tuple[str, ...] = ("mlp", "transformer")
     layers: int = 8
     width: int = 256
@@ -64,6 +64,6 @@ class Bench(harness.Benchmark):
             )
             yield Grid.of(title, columns, case.ways)
             columns = "model {model}|stored {stored:MB}|to lower tiers {written:MB}|back {read:MB}"
-            columns += "|fetched on demand {demand}|prefetched {prefetched}"
+            columns += "|fetched on demand {demand:.1f}|prefetched {prefetched:.1f}"
             yield Grid.of("Saved tensors of a step in the pool; blocks that were fetched", columns, [Row(case)])
         yield f"{outcome.device}, torch with {outcome.threads} threads"
