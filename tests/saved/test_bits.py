@@ -16,6 +16,7 @@ import farpool
 from farpool import Nvme, Pool
 from tests.saved.programs import PROGRAMS, activations, gradients, mlp, rows, saved_bytes
 from tests.tensors.bits import assert_same
+from tests.tensors.evil_pool import EvilPool
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -29,6 +30,16 @@ def test_losses_and_gradients_have_the_bits_of_a_plain_run(name: str, pool: Pool
     assert_same(results[1], results[0])
     assert pool.stats().evictions > 0
     assert pool.live == 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_pool_that_moves_and_poisons_everything_gives_the_same_bits(name: str) -> None:
+    make, shape = PROGRAMS[name]
+    results = []
+    for context in (None, farpool.saved_tensors(EvilPool())):
+        torch.manual_seed(0)
+        results.append(gradients(make(), rows(*shape), context))
+    assert_same(results[1], results[0])
 
 
 def test_an_offloaded_model_saves_its_activations_in_the_same_pool() -> None:
