@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import farpool
-from farpool import ArgumentError, Dram, Pool, PoolClosedError, PoolFullError
+from farpool import ArgumentError, Dram, Faulty, Pool, PoolClosedError, PoolFullError, TierError
 from tests.saved.programs import activations, gradients, mlp, rows, saved_bytes
 from tests.tensors.bits import assert_same
 
@@ -172,6 +172,35 @@ def test_a_full_pool_is_refused_and_training_goes_on_with_a_larger_one() -> None
     model.zero_grad()
     with Pool("128KiB", [Dram("4MiB")], timeout=20) as pool:
         assert_same(gradients(model, inputs, farpool.saved_tensors(pool)), gradients(mlp(), inputs))
+
+
+def test_steps_that_a_failing_tier_has_ended_can_be_repeated() -> None:
+    model, inputs = mlp(), rows(512, 128)
+    expected = gradients(mlp(), inputs)
+    faulty = Faulty(Dram("8MiB"), seed=3, fail_reads=0.01, fail_writes=0.01)
+    failed = {"forward": 0, "backward": 0}
+    done = 0
+    with Pool("128KiB", [faulty], timeout=20) as pool:
+        for _ in range(60):
+            model.zero_grad()
+            phase = "forward"
+            leaf = inputs.clone().requires_grad_()
+            loss = None
+            try:
+                with farpool.saved_tensors(pool):
+                    loss = model(leaf).square().mean()
+                phase = "backward"
+                loss.backward()
+            except TierError:
+                failed[phase] += 1
+                continue
+            done += 1
+            found = [loss.detach(), leaf.grad, *(parameter.grad for parameter in model.parameters())]
+            assert_same(found, expected)
+        del loss
+        assert activations(pool) == 0
+    assert done > 5
+    assert min(failed.values()) > 0, failed
 
 
 def test_a_pool_without_lower_tiers_stores_what_fits() -> None:
