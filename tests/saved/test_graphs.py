@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import farpool
 from farpool import ArgumentError, Dram, Faulty, Pool, PoolClosedError, PoolFullError, TierError
-from tests.saved.programs import activations, gradients, mlp, rows, saved_bytes
+from tests.saved.programs import PROGRAMS, activations, gradients, mlp, rows, saved_bytes
 from tests.tensors.bits import assert_same
 
 ACTIVATION = 512 * 128 * 4
@@ -172,6 +172,30 @@ def test_a_full_pool_is_refused_and_training_goes_on_with_a_larger_one() -> None
     model.zero_grad()
     with Pool("128KiB", [Dram("4MiB")], timeout=20) as pool:
         assert_same(gradients(model, inputs, farpool.saved_tensors(pool)), gradients(mlp(), inputs))
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "odd"])
+def test_a_pool_that_takes_a_forward_pass_has_room_for_the_backward_pass(name: str) -> None:
+    make, shape = PROGRAMS[name]
+    torch.manual_seed(0)
+    model, inputs, fast = make(), rows(*shape), 128 << 10
+    with Pool("64MiB") as pool:
+        with saved_bytes(pool) as held:
+            loss = model(inputs.clone().requires_grad_()).float().square().mean()
+        del loss
+    refused = []
+    for blocks in range(-1, 3):  # more than the bytes that are stored
+        with Pool(fast, [Dram(held[0] - fast + blocks * fast // 16)], timeout=20) as pool:
+            try:
+                with farpool.saved_tensors(pool):
+                    loss = model(inputs.clone().requires_grad_()).float().square().mean()
+            except PoolFullError:
+                refused.append(blocks)
+                continue
+            loss.backward()
+            del loss
+    assert -1 in refused
+    assert 2 not in refused
 
 
 def test_steps_that_a_failing_tier_has_ended_can_be_repeated() -> None:

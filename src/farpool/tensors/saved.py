@@ -387,7 +387,8 @@ def _store(
     else:
         source = _packed(memory, gapped)
         start, stop, shift = 0, source.nbytes(), 0
-    image = _Image(pool.allocate(stop - start, cls="activation"), start, shift, gapped, origin)
+    # A backward pass that ends in the middle has changed gradients, so what is stored has to be readable.
+    image = _Image(pool.allocate(stop - start, cls="activation", exchange=True), start, shift, gapped, origin)
     copy_dense(image.flat(0, stop - start), _raw(source, start, stop), _OP)
     return image
 
