@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
     from farpool.tensors.pretrained import from_pretrained
+    from farpool.tensors.saved import saved_tensors
     from farpool.tensors.step_in_backward import step_in_backward
 
 __all__ = [
@@ -160,6 +161,7 @@ __all__ = [
     "publish_tensors",
     "read_tensors",
     "restore",
+    "saved_tensors",
     "step_in_backward",
     "tls_available",
 ]
@@ -176,6 +178,7 @@ _NEEDS_TORCH = {
     "publish_tensors": "farpool.cluster.store.tensors",
     "read_tensors": "farpool.cluster.store.tensors",
     "restore": "farpool.tensors.offload",
+    "saved_tensors": "farpool.tensors.saved",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
 

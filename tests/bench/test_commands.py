@@ -95,6 +95,22 @@ def test_prefetch_runs_every_kind_of_program_in_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_saved_tensors_are_compared_with_rivals_and_take_less_plain_memory(tmp_path: Path) -> None:
+    report = tmp_path / "saved.html"
+    outcome = result_of("saved", bench("saved", "--quick", "--json", "--report", str(report)))
+    assert [case.model for case in outcome.cases] == ["mlp", "transformer"]
+    for case in outcome.cases:
+        ways = {one.way: one for one in case.ways}
+        assert list(ways) == ["plain", "save_on_cpu", "checkpoint", "farpool"]
+        assert all(len(one.seconds) == 1 and one.ratio > 0 and one.equal for one in case.ways)
+        assert ways["farpool"].peak < 0.6 * ways["plain"].peak
+        assert ways["checkpoint"].peak < ways["plain"].peak <= 1.1 * ways["save_on_cpu"].peak
+        assert case.stored > 0.4 * ways["plain"].peak
+    assert outcome.cases[1].read > 0
+    assert check_page(report.read_text()).counts["table"] == 4
+
+
+@pytest.mark.slow
 def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
     report = tmp_path / "growth.html"
     outcome = result_of("growth", bench("growth", "--quick", "--most", "2500", "--json", "--report", str(report)))

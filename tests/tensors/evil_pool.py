@@ -83,7 +83,9 @@ class EvilPool(Pool):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
+    def allocate(
+        self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "", exchange: bool = False
+    ) -> Storage:
         self._check_open()
         number = len(self._homes)
         with torch._C.DisableTorchFunction():

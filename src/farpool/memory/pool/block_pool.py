@@ -287,8 +287,16 @@ class BlockPool:
 
     # ---- storages -----------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
+    def allocate(
+        self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "", exchange: bool = False
+    ) -> Storage:
         """Make a new storage of `nbytes` bytes, whose content is unspecified until it is written.
+
+        Parameters
+        ----------
+        exchange : bool
+            True to leave room for one more block if the fast tier alone cannot hold everything. In a pool that is full
+            to the last block, no block may be evicted to fetch another, so what was written might not be readable.
 
         Raises
         ------
@@ -298,7 +306,7 @@ class BlockPool:
         with self.driver:
             self._check_open()
             self._collect_dropped()
-            self._check_room(nbytes, cls, name)
+            self._check_room(nbytes, cls, name, self.allocation.sizes.largest if exchange else 0)
             blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
             storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
             self._storages.add(storage)
@@ -334,10 +342,11 @@ class BlockPool:
         """
         storage.loose = not storage.adopted
 
-    def _check_room(self, nbytes: int, cls: str, name: str) -> None:
+    def _check_room(self, nbytes: int, cls: str, name: str, spare: int) -> None:
         written = self.allocation.written
         if written + nbytes <= self.fast:
             return
+        nbytes += spare
         if nbytes > self.fast + self._lower.capacity - written:
             raise does_not_fit(
                 name or cls, nbytes, written, self.fast, self._lower.tiers, self.allocation.sizes.largest
