@@ -72,7 +72,9 @@ Returns False, and unlocks nothing, if the device still locks a chunk after ``ti
 class BoundDeviceQueue : public BoundQueue {
 public:
     BoundDeviceQueue(std::shared_ptr<Cuda> cuda, std::size_t staging, farpool::ProgramStream allocating, PageLocks* locks)
-        : BoundQueue(made(*cuda, cuda, {.staging = staging, .allocating = allocating}, locks)), cuda_(std::move(cuda)), locks_(locks) {}
+        : BoundQueue(made(*cuda, cuda, {.staging = staging, .allocating = allocating}, locks)),
+          cuda_(std::move(cuda)),
+          locks_(locks) {}
     ~BoundDeviceQueue() override {
         end();
         try {
@@ -89,7 +91,8 @@ public:
             return false;
         }
         const farpool::ReleasedLock released;
-        return locks_ == nullptr || !device_queue().ours() || locks_->close(std::max(0.0, deadline - farpool::monotonic_seconds()));
+        return locks_ == nullptr || !device_queue().ours() ||
+               locks_->close(std::max(0.0, deadline - farpool::monotonic_seconds()));
     }
 
     void fill(std::uintptr_t address, std::size_t nbytes, std::uint16_t value) {
@@ -158,9 +161,9 @@ Raises
 ------
 TierError
     There is no driver, it is too old, or it has no such device.)")
-        .def("__init__",
-             [](Cuda* self, int index, const std::string& library) { new (self) Cuda(index, library); },
-             nb::arg("index") = 0, nb::arg("library") = "libcuda.so.1");
+        .def(
+            "__init__", [](Cuda* self, int index, const std::string& library) { new (self) Cuda(index, library); },
+            nb::arg("index") = 0, nb::arg("library") = "libcuda.so.1");
     bind_page_locks(m);
     bind_device_queue(m);
 }

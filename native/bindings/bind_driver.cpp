@@ -152,8 +152,10 @@ stream : callable, optional
                       nb::object>(),
              nb::arg("pager"), nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
              nb::arg("watch") = nb::none(), nb::arg("stream") = nb::none(),
-             nb::sig("def __init__(self, pager: Pager, queue: TransferQueue, address: int, ports: list[Port], timeout: float, waited: "
-                     "collections.abc.Callable[[str, float, float, int, int], None], watch: typing.Any = None, stream: collections.abc.Callable[[], int] | None = None) -> None"))
+             nb::sig("def __init__(self, pager: Pager, queue: TransferQueue, address: int, ports: list[Port], timeout: float, "
+                     "waited: "
+                     "collections.abc.Callable[[str, float, float, int, int], None], watch: typing.Any = None, stream: "
+                     "collections.abc.Callable[[], int] | None = None) -> None"))
         .def("__enter__", &BoundDriver::enter)
         .def(
             "__exit__", [](BoundDriver& self, nb::args) { self->unlock(); },

@@ -137,7 +137,9 @@ void close_live_queues() {
 
 }  // namespace
 
-BoundQueue::BoundQueue(std::shared_ptr<farpool::TransferQueue> queue) : queue_(std::move(queue)) { live_queues.push_back(this); }
+BoundQueue::BoundQueue(std::shared_ptr<farpool::TransferQueue> queue) : queue_(std::move(queue)) {
+    live_queues.push_back(this);
+}
 
 bool BoundQueue::close(double seconds) {
     if (!queue_->ours()) {

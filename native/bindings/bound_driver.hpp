@@ -97,8 +97,8 @@ public:
 class BoundDriver {
 public:
     // `timeout`: seconds that an access waits for its operands. `waited`: Python callable that is told of each wait. `watch`:
-    // debug mode's observer, or None. `stream`: tells a device's stream on which the calling thread queues work now; None on the
-    // host.
+    // debug mode's observer, or None. `stream`: tells a device's stream on which the calling thread queues work now; None on
+    // the host.
     BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, double timeout,
                 nb::object waited, nb::object watch, nb::object stream)
         : pager_(nb::borrow(pager)),

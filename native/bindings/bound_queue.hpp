@@ -1,5 +1,5 @@
-// What the Python faces of all queues of transfers share: they release the references that entries hold, and end the queue before
-// the interpreter ends.
+// What the Python faces of all queues of transfers share: they release the references that entries hold, and end the queue
+// before the interpreter ends.
 #pragma once
 
 #include <memory>
