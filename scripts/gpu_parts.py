@@ -24,13 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE_TESTS = (
     "tests/gpu",
     "tests/pool/test_device_pool.py",
-    "tests/pager/test_capture.py",
-    "tests/pager/test_checked_device.py",
-    "tests/pager/test_cuda_device.py",
-    "tests/pager/test_page_locks.py",
-    "tests/pager/test_staged_executor.py",
+    "tests/tiers/test_page_locks.py",
 )
-QUICK_TESTS = ("tests/gpu", "tests/pool/test_device_pool.py", "tests/pager/test_staged_executor.py")
+QUICK_TESTS = ("tests/gpu", "tests/pool/test_device_pool.py")
 CAPTURE = "graph"
 """Tests of this name run last and in a process of their own, because a broken capture may hang the device."""
 CAPTURE_SECONDS = 90

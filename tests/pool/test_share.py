@@ -13,10 +13,10 @@ import torch
 from farpool import ConfigError, Pool, PoolConfig
 from farpool.available import available_memory
 from farpool.ledger import Account, Ledger
-from farpool.memory.pager.executor import cuda
 from farpool.memory.pool import device as devices
 from farpool.memory.pool.device import open_device
 from farpool.memory.pool.pool import blocks_of
+from farpool.memory.tiers import cuda_arena as cuda
 from farpool.memory.tiers.device import HostArena
 from farpool.sizes import format_size, share_bytes
 
@@ -151,7 +151,7 @@ def test_on_a_gpu_it_is_a_share_of_the_gpus_free_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000_000_007, 8_000_000_000))
     monkeypatch.setattr(cuda, "CudaArena", Arena)
     with pytest.raises(OpenedError) as caught:
-        open_device(PoolConfig.make("80%", device="cuda"), [], [], Ledger())
+        open_device(PoolConfig.make("80%", device="cuda"), [], Ledger())
     assert caught.value.args == (800_000_005 // 512 * 512,)
 
 
@@ -168,10 +168,10 @@ def test_what_torch_holds_beside_the_arena_is_on_the_ledger(monkeypatch: pytest.
     arena: Any = SimpleNamespace(limit=8 * MIB, tensor=SimpleNamespace(device="gpu"))
     real = devices._host
 
-    def with_torch(config: PoolConfig, ports: Any) -> devices.FastTier:
-        tier = real(config, ports)
+    def with_torch(config: PoolConfig) -> devices.FastTier:
+        tier = real(config)
         return devices.FastTier(
-            tier.arena, tier.executor, tier.release, tier.watch, beside=lambda: devices._torch_memory(arena)
+            tier.arena, tier.queue, tier.release, tier.watch, beside=lambda: cuda.torch_bytes(arena)
         )
 
     monkeypatch.setattr(devices, "_host", with_torch)

@@ -19,7 +19,7 @@ from farpool.sizes import format_size
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
-    from farpool.memory.pager.executor.cuda import CudaArena
+    from farpool.memory.tiers.cuda_arena import CudaArena
 
 __all__ = ["Budget"]
 

@@ -10,17 +10,17 @@ from farpool import _native
 from farpool.available import available_memory
 from farpool.errors import ConfigError, TierError
 from farpool.ledger import Ledger
-from farpool.memory.pager.executor.page_locks import TierLocks
 from farpool.memory.pager.storage import cut
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
+from farpool.memory.tiers.page_locks import TierLocks
 from farpool.sizes import format_size, share_bytes
 
 if TYPE_CHECKING:
     from farpool.memory.debug import Watch
     from farpool.memory.pager import Pager
-    from farpool.memory.pager.executor.cuda import CudaArena
+    from farpool.memory.tiers.cuda_arena import CudaArena
 
 __all__ = ["FastTier", "open_device"]
 
@@ -88,9 +88,9 @@ def _host(config: PoolConfig) -> FastTier:
 
 
 def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    from farpool.memory.pager.executor.cuda import CudaArena, current_stream
+    from farpool.memory.tiers.cuda_arena import CudaArena, current_stream, free_bytes, torch_bytes
 
-    arena = CudaArena(_budget(config.fast, _free_on_gpu, CudaArena.alignment))
+    arena = CudaArena(_budget(config.fast, free_bytes, CudaArena.alignment))
     index = arena.tensor.device.index
     try:
         cuda = _native.Cuda(index)
@@ -112,7 +112,7 @@ def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier
         watch,
         {"requested": staging, "reserved": staging, "page_locked": staging, "touched": staging},
         current_stream(index),
-        lambda: _torch_memory(arena),
+        lambda: torch_bytes(arena),
     )
 
 
@@ -166,22 +166,3 @@ def _budget(fast: int | str, free: Callable[[], int], alignment: int) -> int:
             setting="fast",
         )
     return nbytes
-
-
-def _free_on_gpu() -> int:
-    """Return the bytes that are free on the current GPU. What torch has cached for itself does not count as free."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
-    return torch.cuda.mem_get_info()[0]
-
-
-def _torch_memory(arena: CudaArena) -> tuple[int, int]:
-    """Return the bytes that torch's allocator has allocated and reserved on the arena's GPU, without the arena."""
-    import torch
-
-    device = arena.tensor.device
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    # The allocator rounds sizes up, so the arena may be some bytes more in its counts than in ours.
-    return max(0, allocated - arena.limit), max(0, reserved - arena.limit)

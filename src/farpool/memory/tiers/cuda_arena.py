@@ -10,7 +10,7 @@ import torch
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
 
-__all__ = ["CudaArena", "current_stream"]
+__all__ = ["CudaArena", "current_stream", "free_bytes", "torch_bytes"]
 
 
 class CudaArena:
@@ -94,3 +94,18 @@ def current_stream(index: int) -> Callable[[], int]:
     Each operation on a paged tensor calls it, so it is torch's own function, which makes no stream object.
     """
     return partial(torch._C._cuda_getCurrentRawStream, index)
+
+
+def free_bytes() -> int:
+    """Return the bytes that are free on the current GPU. What torch has cached for itself does not count as free."""
+    if not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
+    return torch.cuda.mem_get_info()[0]
+
+
+def torch_bytes(arena: CudaArena) -> tuple[int, int]:
+    """Return the bytes that torch's allocator has allocated and reserved on the arena's GPU, without the arena."""
+    device = arena.tensor.device
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    # The allocator rounds sizes up, so the arena may be some bytes more in its counts than in ours.
+    return max(0, allocated - arena.limit), max(0, reserved - arena.limit)

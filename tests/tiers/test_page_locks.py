@@ -11,9 +11,8 @@ import pytest
 
 from farpool import FarpoolWarning, _native
 from farpool.ledger import Account, Ledger
-from farpool.memory.pager.executor import page_locks
-from farpool.memory.pager.executor.page_locks import TierLocks, most_locked
-from farpool.memory.tiers import Dram, Mapped, Nvme, Throttled, Tier, Verified
+from farpool.memory.tiers import Dram, Mapped, Nvme, Throttled, Tier, Verified, page_locks
+from farpool.memory.tiers.page_locks import TierLocks, most_locked
 from tests.block_pools import block_pool
 
 MIB = 1 << 20

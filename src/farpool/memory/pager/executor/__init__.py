@@ -1,1 +1,0 @@
-"""Memory of devices, for the queue that runs the pager's transfers there."""
