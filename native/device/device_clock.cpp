@@ -25,6 +25,7 @@ double DeviceClock::take_time(Event event) {
     const std::lock_guard lock(mutex_);
     const double seconds = device_->elapsed(anchor_, event);
     const double now = monotonic_seconds();
+    anchored_at_ = std::min(anchored_at_, now - seconds);  // no event is seen before it has passed
     const double time = anchored_at_ + seconds;
     least_delay_ = std::min(least_delay_, now - time);
     if (seconds >= anchor_seconds) {
@@ -33,7 +34,7 @@ double DeviceClock::take_time(Event event) {
     } else {
         events_.give(event);
     }
-    return std::min(time, now);
+    return time;
 }
 
 }  // namespace farpool::device

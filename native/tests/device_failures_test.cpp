@@ -29,7 +29,7 @@ Order transfer(const Rig& rig, std::int64_t id, Direction direction, std::size_t
 // Submits a transfer of four chunks that is to fail, and what waits for it, and checks how they end. Then all staging memory
 // can be used again.
 void check_failure(Rig& rig, Direction direction, const std::string& error) {
-    Order aside = transfer(rig, 6, direction, 1);
+    Order aside = transfer(rig, 6, direction == Direction::read ? Direction::write : Direction::read, 1);
     aside.pieces[0].offset = 64 << 10;
     aside.priority = -1;
     rig.submit({transfer(rig, 1, direction, 4),
@@ -71,7 +71,7 @@ TEST("a tier that refuses a part of a block fails its transfer, and cancels thos
     for (const unsigned nth : {1U, 2U, 4U}) {
         for (const Direction direction : {Direction::read, Direction::write}) {
             Rig rig(four_chunks(nth));
-            rig.port.refused = nth;
+            rig.port.refused = (nth - 1) * chunk;
             check_failure(rig, direction, "told to fail");
         }
     }

@@ -28,8 +28,8 @@ void set(std::byte* at, std::size_t nbytes, int value) { std::memset(at, value, 
 
 TEST("a copy waits for the work up to its last use on each stream, and for no later work") {
     Rig rig(in_real_time(2));
-    Gate earlier;
-    Gate later;
+    Gate& earlier = rig.gate();
+    Gate& later = rig.gate();
     std::atomic<bool> later_ran = false;
     set(rig.at(0), 512, 0);
     rig.use(0, 0, [&] { earlier.pass(), set(rig.at(0), 256, 1); });
@@ -51,7 +51,7 @@ TEST("a copy waits for the work up to its last use on each stream, and for no la
 
 TEST("a copy waits for an access that was released after accesses with higher ordinals") {
     Rig rig(in_real_time(1));
-    Gate gate;
+    Gate& gate = rig.gate();
     rig.use(0, 7, [] {});
     rig.use(0, 8, [] {});
     rig.use(0, 3, [&] { gate.pass(), set(rig.at(0), 512, 9); });
@@ -66,9 +66,10 @@ TEST("few events are kept, and a copy then waits for the next event that is kept
     Rig rig(in_real_time(1));
     constexpr int uses = 2000;
     constexpr int wanted = 100;
-    Gate first;
-    Gate gate;
-    Gate late;
+    Gate& first = rig.gate();
+    Gate& gate = rig.gate();
+    Gate& late = rig.gate();
+    std::atomic<bool> late_ran = false;
     set(rig.at(0), uses, 0);
     for (int use = 0; use < uses; ++use) {
         rig.use(0, use, [&, use] {
@@ -78,18 +79,22 @@ TEST("few events are kept, and a copy then waits for the next event that is kept
                 gate.pass();
             } else if (use == uses - 1) {
                 late.pass();
+                late_ran = true;
             }
             *rig.at(use) = std::byte{1};
         });
     }
     CHECK(calls("cuEventCreate") <= 600);
-    rig.submit(
-        {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, uses)}, .last_use = wanted}});
+    rig.submit({{.id = 1,
+                 .direction = Direction::write,
+                 .port = &rig.port,
+                 .pieces = {rig.piece(0, 0, wanted + 1)},
+                 .last_use = wanted}});
     first.open();
     opened_after_copy(gate, "cuMemcpyDtoHAsync_v2", 1);
     CHECK(!rig.collect(1).at(1).error);
     CHECK(holds(rig.port.at(0), wanted + 1, 1));
-    CHECK(holds(rig.port.at(uses - 1), 1, 0));
+    CHECK(!late_ran);
     late.open();
     rig.finish(rig.streams[0]);
     rig.submit(
@@ -108,7 +113,7 @@ TEST("few events are kept, and a copy then waits for the next event that is kept
 
 TEST("a stream that is seen for the first time after a move waits for it") {
     Rig rig(in_real_time(3));
-    Gate gate;
+    Gate& gate = rig.gate();
     std::atomic<bool> right = false;
     set(rig.at(0), 64, 5);
     rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 64, 6); });
@@ -149,7 +154,7 @@ TEST("a copy into memory waits for work that was queued where the arena was allo
 
 TEST("an access waits for accesses on other streams whose bytes it overwrites, although no bytes move") {
     Rig rig(in_real_time(2));
-    Gate gate;
+    Gate& gate = rig.gate();
     rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 64, 1); });
     const auto waits = calls("cuStreamWaitEvent");
     rig.use(0, 1, [] {}, 0);  // its own stream is in order anyway
@@ -166,7 +171,7 @@ TEST("an access waits for accesses on other streams whose bytes it overwrites, a
 
 TEST("moves and fills come after the program's earlier work and before its later work and later copies") {
     Rig rig(in_real_time(1));
-    Gate gate;
+    Gate& gate = rig.gate();
     std::atomic<bool> right = false;
     set(rig.at(0), 1024, 1);
     rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 1024, 2), set(rig.at(2048), 1024, 2); });
@@ -265,14 +270,14 @@ TEST("the times of accesses are those of the device, in the order of their ends"
         return ran.size() == 4;
     });
     std::ranges::sort(ran, {}, &farpool::Ran::end);
-    CHECK_EQUAL(ran[0].ordinal, 3);
+    CHECK_EQUAL(std::erase_if(ran, [](const farpool::Ran& one) { return one.ordinal == 3; }), 1U);
     for (const int ordinal : {0, 1, 2}) {
-        const auto& one = ran[static_cast<std::size_t>(ordinal) + 1];
+        const auto& one = ran[static_cast<std::size_t>(ordinal)];
         CHECK_EQUAL(one.ordinal, ordinal);
         CHECK(one.start >= begun - 1e-3 && one.end - begun >= 0.02 * (ordinal + 1) - 1e-3);
         CHECK(one.end - one.start >= 0.015);
     }
-    CHECK(ran[2].start >= ran[1].end && ran[3].start >= ran[2].end);
+    CHECK(ran[1].start >= ran[0].end && ran[2].start >= ran[1].end);
     rig.close();
 }
 

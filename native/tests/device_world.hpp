@@ -25,7 +25,7 @@
 
 namespace farpool::testing {
 
-constexpr double patience = 60.0;
+constexpr double patience = 30.0;
 constexpr std::size_t page = 4096;
 enum Policy { copies_first, compute_first, latest_possible, any_order };
 
@@ -95,7 +95,7 @@ public:
         return offsets_;
     }
     std::atomic<unsigned> allowed = UINT32_MAX;
-    std::atomic<unsigned> refused = 0;
+    std::atomic<std::uint64_t> refused = UINT64_MAX;  // the offset at which the next call fails
 
 private:
     void pass(std::uint64_t offset) {
@@ -108,7 +108,7 @@ private:
         while (call > allowed) {
             std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
-        if (call == refused || (one_in_ != 0 && call % one_in_ == 0)) {
+        if (refused.compare_exchange_strong(offset, UINT64_MAX) || (one_in_ != 0 && call % one_in_ == 0)) {
             throw PortFailure({ErrorKind::tier, "told to fail", "simulated", 0, nullptr});
         }
     }
@@ -177,6 +177,11 @@ struct Rig {
         queue->begin();
     }
     ~Rig() {
+        if (queue != nullptr) {  // a check has failed
+            std::ranges::for_each(gates, &Gate::open);
+            port.allowed = UINT32_MAX;
+            queue->close(1);
+        }
         for (const device::Stream stream : streams) {
             cuda->end_stream(stream);
         }
@@ -213,6 +218,9 @@ struct Rig {
 
     ProgramStream handle(std::size_t stream) const { return reinterpret_cast<ProgramStream>(streams.at(stream)); }
     std::byte* at(std::int64_t place) const { return reinterpret_cast<std::byte*>(arena) + place; }
+
+    // A closed gate.
+    Gate& gate() { return gates.emplace_back(); }
 
     // The program computes on a stream: begins an access, and ends it if `ordinal` is not negative.
     void use(std::size_t stream, std::int64_t ordinal, std::function<void()> body, std::int64_t last_use = -1) {
@@ -266,6 +274,7 @@ struct Rig {
     std::vector<device::Stream> streams;
     std::unique_ptr<device::PageLocks> locks;
     std::shared_ptr<device::DeviceQueue> queue;
+    std::deque<Gate> gates;
     std::deque<std::function<void()>> work;
     std::map<std::int64_t, Result> results;
     std::vector<std::int64_t> ended;  // in the order of their results

@@ -1,0 +1,94 @@
+"""Each wait, fence, event and rule of order in the device's queue is needed: without it, a native test fails.
+
+A mutant is one file with one text replaced. It is compiled alone and linked before the libraries of `make test-native`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build" / "native-tests"
+TESTS = ["device_order_test", "device_flow_test", "device_failures_test", "device_queue_test"]
+SECONDS = 15  # that a test may take; without a mutation the slowest takes two
+
+
+class Mutant(NamedTuple):
+    """What is replaced in a file of native/device."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+QUEUE, ORDER, CLOCK = "device_queue.cpp", "program_order.cpp", "device_clock.cpp"
+FOLLOW = "    wait_for_moves(stream, moves);\n    wait_for(stream, last_use, nullptr);"
+MUTANTS = [
+    Mutant("copies follow nothing", QUEUE, "order_.follow(line.stream, job.last_use, line.moves);", "(void)0;"),
+    Mutant("copies do not follow accesses", ORDER, FOLLOW, "    (void)last_use, wait_for_moves(stream, moves);"),
+    Mutant("copies do not follow moves", ORDER, FOLLOW, "    (void)moves, wait_for(stream, last_use, nullptr);"),
+    Mutant("copies follow all accesses", ORDER, "use.low <= last_use;", "use.low <= last_use + 1000;"),
+    Mutant("accesses do not follow moves", ORDER, "    wait_for_moves(own.stream, own.moves);", ""),
+    Mutant("accesses do not follow others", ORDER, "        wait_for(own.stream, last_use, &own);", ""),
+    Mutant("accesses follow their own", ORDER, "(own.stream, last_use, &own);", "(own.stream, last_use, nullptr);"),
+    Mutant("moves follow nothing", QUEUE, "    order_.follow(moving_.get(), last_use, moves_);", "    (void)last_use;"),
+    Mutant("moves have no event", QUEUE, "    order_.moved(moving_.get());", ""),
+    Mutant("late releases are forgotten", ORDER, "        use->low = ordinal;", ""),
+    Mutant("the allocating stream is forgotten", ORDER, "        end(allocating, -1);", ""),
+    Mutant("a capture gets an event", ORDER, "if (!device_->capturing(first.stream)) {", "{"),
+    Mutant("a capture is not refused", ORDER, "device_->capturing(reinterpret_cast<Stream>(stream))", "false"),
+    Mutant("thinned events lose accesses", ORDER, "            next.low = use.low;", ""),
+    Mutant("events are never thinned", ORDER, "        thin(own);", ""),
+    Mutant("ends of copies are not awaited", QUEUE, "                device_->synchronize(oldest.end);", ""),
+    Mutant("transfers do not wait", QUEUE, "if (job.waiting_for > 0) {", "if (false) {"),
+    Mutant("staging starves", QUEUE, "any_of(job.after, is_to_begin)) {", "any_of(job.after, is_to_begin) && false) {"),
+    Mutant("staging is never given back", QUEUE, "staging_.free(std::exchange(chunk.staging, -1));", ""),
+    Mutant("moves copy the wrong way", QUEUE, "target < source ? done : nbytes - done - size;", "done;"),
+    Mutant("moves do not bounce", QUEUE, "distance < std::min(nbytes, config_.bounce);", "false;"),
+    Mutant("copies are queued without bound", QUEUE, "seconds < config_.queued_seconds", "seconds < 1e9"),
+    Mutant("one copy is queued", QUEUE, "least_copies = 2;", "least_copies = 1;"),
+    Mutant("urgency is not passed on", QUEUE, "            if (raised) {", "            if (false && raised) {"),
+    Mutant("tiers hear of no urgency", QUEUE, "tiers_->reprioritize(leg, priority);", ""),
+    Mutant("a copy of unknown end is forgotten", QUEUE, "made.lost = failure.error();", ""),
+    Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
+]  # fmt: skip
+
+
+def killed(mutant: Mutant, folder: Path, compiler: str) -> str | None:
+    """Return the test that fails, or null if none does."""
+    source = (ROOT / "native" / "device" / mutant.file).read_text()
+    assert source.count(mutant.old) == 1, f"{mutant.name}: not exactly once in {mutant.file}: {mutant.old}"
+    changed = folder / mutant.file
+    changed.write_text(source.replace(mutant.old, mutant.new))
+    made = folder / "mutant.o"
+    compiled = [compiler, "-std=c++20", "-O1", "-w", f"-I{ROOT / 'native'}", "-c", changed, "-o", made]
+    subprocess.run(compiled, check=True, timeout=120)
+    libraries = [BUILT / f"lib{name}.a" for name in ("node_server", "node_objects", "core")]
+    environment = {**os.environ, "FARPOOL_DEVICE_PROGRAMS": "300"}
+    for test in TESTS:
+        program = folder / test
+        objects = [BUILT / "CMakeFiles" / f"{test}.dir" / f"{test}.cpp.o", made, *libraries]
+        subprocess.run([compiler, *objects, "-lpthread", "-ldl", "-o", program], check=True, timeout=120)
+        try:
+            done = subprocess.run([program], env=environment, capture_output=True, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return f"{test} (time)"
+        if done.returncode != 0:
+            return test
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_native_test_fails_without_it(mutant: Mutant, tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None or not all((BUILT / test).exists() for test in TESTS):
+        pytest.skip(f"a C++ compiler or a test of {BUILT} is missing: run make test-native")
+    assert killed(mutant, tmp_path, compiler) is not None, f"no test notices that {mutant.name}"
