@@ -142,7 +142,7 @@ Cuda::Entered::Entered(Cuda& device)
 }
 
 Cuda::Entered::~Entered() {
-    // A device that was lost meanwhile refuses these calls; the program learns of that at its next call.
+    // If the device was lost since then, it refuses these calls; the program learns of that at its next call.
     device_.driver_.exchange_capture_mode(&mode_);
     device_.driver_.context_set(context_);
     entered = entered_;

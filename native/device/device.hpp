@@ -1,4 +1,5 @@
-// The interface of a device with memory of its own, which runs what is queued on its streams and records events in them.
+// The interface of a device with memory of its own, which runs the work that is queued on its streams and records events in
+// them.
 //
 // All calls may come from any thread that has called `enter`, and throw PortFailure if the device refuses. None of them waits
 // for the device, except `synchronize`.
@@ -33,7 +34,7 @@ public:
     virtual void end_event(Event event) noexcept = 0;
 
     virtual void record(Event event, Stream stream) = 0;
-    // Makes later work of the stream wait for what the event was last recorded after.
+    // Makes later work of the stream wait for the work that precedes the latest record of the event.
     virtual void wait(Stream stream, Event event) = 0;
     virtual bool passed(Event event) = 0;
     // Blocks the calling thread, without spinning, until the event has passed.

@@ -42,7 +42,7 @@ struct DeviceQueue::Job {
     std::vector<std::int64_t> after;
     std::vector<std::int64_t> dependents;
     std::size_t waiting_for = 0;
-    std::vector<Chunk> chunks;  // empty until the first leg can start, as it depends on what is page-locked then
+    std::vector<Chunk> chunks;  // empty until the first leg can start, as the page locks at that time decide
     bool staged = false;
     bool followed = false;  // the copies' stream has waited for the program's work
     std::size_t begun = 0;  // chunks of which a leg was started
@@ -347,7 +347,8 @@ bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock) {
     return any;
 }
 
-// Starts one leg of a job, or gives up what waits between legs; false, and nothing changed, if there is nothing to do now.
+// Starts one leg of a job, or gives up a chunk that waits between its legs; false, and nothing changed, if there is nothing to
+// do now.
 bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock, Job& job) {
     if (job.chunks.empty()) {
         cut(job, lay_out(job));
@@ -478,7 +479,7 @@ bool DeviceQueue::may_copy(const Job& job) {
     return line.copies.size() < least_copies || (line.copies.size() < most_copies && seconds < config_.queued_seconds);
 }
 
-// Queues the device's leg of a chunk. The lock is released meanwhile: the chunk counts as under way, so the job stays.
+// Queues the device's leg of a chunk. It gives up the lock while it does so: the chunk counts as under way, so the job stays.
 void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     Job& job = *chunk.job;
     Line& line = line_of(job);
@@ -705,7 +706,7 @@ bool DeviceQueue::close(double seconds) {
     return tiers_left && std::ranges::all_of(lines_, [](const Line& line) { return line.copies.empty(); });
 }
 
-// Drops what is not under way on a link; the rest is reported as cancelled when it has ended.
+// Drops all jobs; those with a leg under way are reported as cancelled when it has ended.
 void DeviceQueue::drop_all() {
     std::vector<Job*> jobs;
     for (const auto& [id, job] : jobs_) {

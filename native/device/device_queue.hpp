@@ -50,8 +50,8 @@ public:
         ProgramStream allocating = 0;  // stream on which the arena was allocated
         std::size_t bounce = 4 << 20;  // device memory for moves between ranges that overlap
     };
-    // `locks`: what is page-locked of the tiers' memory, until the queue was closed; null if nothing is. The queue is owned by
-    // a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
+    // `locks`: the page locks of the tiers' memory, which must last until the queue is closed; may be null. The queue is owned
+    // by a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
     DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks);
     ~DeviceQueue() override;
     // Starts the threads.

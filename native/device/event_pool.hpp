@@ -36,7 +36,7 @@ public:
         made_.push_back(event);
         return event;
     }
-    // Gives an event back, which may be recorded again at once: waits that were queued keep to what they were queued for.
+    // Gives an event back, which may be recorded again at once: waits that are queued already stay with its earlier record.
     void give(Event event) {
         const std::lock_guard lock(mutex_);
         spare_.push_back(event);

@@ -13,7 +13,7 @@ namespace {
 // given back, and copies wait for a later one.
 constexpr std::size_t most_uses = 512;
 constexpr std::size_t worth_retiring = 64;
-constexpr std::size_t most_ran = 4096;  // times that are kept if nobody takes them
+constexpr std::size_t most_ran = 4096;  // times that are kept until `take_ran`
 
 }  // namespace
 

@@ -493,7 +493,7 @@ TEST("a thread of the program gets back its context and its capture mode") {
                 Cuda::Entered inner(*other);
                 other->end_stream(other->make_stream());
             }
-            device->enter();  // a function inside that enters for good does not change what is given back
+            device->enter();  // a function inside that enters for good does not change the context that is given back
         }
         CHECK(current_context() == nullptr);
         CHECK_EQUAL(capture_mode(), 0);
