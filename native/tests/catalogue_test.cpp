@@ -681,7 +681,7 @@ TEST("a tenant full of objects of the highest priority still takes objects of ev
     const Folder folder;
     Budget budget{16 * mib};
     Catalogue objects = opened(folder, budget);
-    for (int number = 0; number < 400; ++number) {  // 2.5 times what fits
+    for (int number = 0; number < 400; ++number) {  // 2.5 times its room
         CHECK(put_retained(objects, "first " + std::to_string(number), 100'000, 7, 1) == Status::done);
     }
     CHECK_EQUAL(objects.size(), objects.counts().retained);

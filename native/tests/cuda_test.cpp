@@ -253,7 +253,7 @@ TEST("events tell the seconds of the work between them") {
     CHECK(near(device->elapsed(at[0], at[3]), 7));
 }
 
-TEST("a wait is for what was recorded when it was queued, and for nothing if nothing was") {
+TEST("a wait is for the record that was there when it was queued, and for nothing if there was none") {
     auto device = fresh(3, latest_possible);
     Stream const one = device->make_stream();
     Stream const two = device->make_stream();

@@ -131,7 +131,11 @@ TEST("a transfer that becomes urgent takes those with it for which it waits") {
                  .priority = 100,
                  .last_use = 0}});
     until("copies are queued", [&] { return calls("cuMemcpyDtoHAsync_v2") >= 26; });
-    rig.submit({{.id = 2, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .priority = 5},
+    rig.submit({{.id = 2,
+                 .direction = Direction::write,
+                 .port = &rig.mapped,
+                 .pieces = {rig.piece(16 << 10, 16 << 10, 64)},
+                 .priority = 5},
                 {.id = 3, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}},
                 {.id = 4, .after = {3}},
                 {.id = 5, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .after = {4}}});

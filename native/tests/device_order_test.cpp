@@ -251,7 +251,7 @@ TEST("a queue can be made while the stream on which the arena was allocated is c
     rig.close();
 }
 
-TEST("the times of accesses are those of the device, in the order of their ends") {
+TEST("accesses have the times of the device, in the order of their ends") {
     Rig rig(in_real_time(2));
     const double begun = farpool::monotonic_seconds();
     for (const int ordinal : {0, 1, 2}) {

@@ -1,4 +1,4 @@
-// The queue of a device under a pager and a driver, on a simulated CUDA driver that runs what is queued as late, as early or as
+// The queue of a device under a pager and a driver, on a simulated CUDA driver that runs all work as late, as early or as
 // strangely as CUDA permits. Kernels look at the bytes when they run, so each missing wait shows as wrong bytes.
 #include <cstdlib>
 #include <random>

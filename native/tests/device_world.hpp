@@ -123,7 +123,7 @@ private:
 struct Setup {
     std::uint64_t seed = 0;
     Policy policy = any_order;
-    double real_time_rate = 0;  // bytes per second; 0: what is queued runs when the host asks, by the policy
+    double real_time_rate = 0;  // bytes per second; 0: work runs when the host asks, by the policy
     std::size_t capacity = 16 << 10;
     std::size_t page_locked = 0;  // bytes of a tier of page-locked memory, above the other one
     std::size_t tier = 1 << 20;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -274,13 +275,15 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
 def test_memory_that_cannot_be_read_is_poisoned_and_the_order_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     arenas: list[HostArena] = []
 
-    def fill(place: int, nbytes: int, pattern: bytes) -> None:
-        assert place % 2 == nbytes % 2 == 0
-        arenas[0].view()[place : place + nbytes] = pattern * (nbytes // 2)
+    class Queue:
+        def fill(self, address: int, nbytes: int, value: int) -> None:
+            place = address - arenas[0].address
+            assert place % 2 == nbytes % 2 == 0
+            arenas[0].view()[place : place + nbytes] = value.to_bytes(2, sys.byteorder) * (nbytes // 2)
 
     def memory(arena: HostArena) -> DeviceMemory:
         arenas.append(arena)
-        return DeviceMemory(fill)
+        return DeviceMemory(arena.address, Queue())  # type: ignore[arg-type]
 
     monkeypatch.setattr("farpool.memory.debug.HostMemory", memory)
     pool = Planted()

@@ -26,7 +26,7 @@ enum FakeSetting : int {
     fake_real_time_rate,
 };
 
-// Forgets everything, and runs what is queued from then on by a policy: copies_first 0, compute_first 1, latest_possible 2
+// Forgets everything, and runs all work from then on by a policy: copies_first 0, compute_first 1, latest_possible 2
 // (only what a wanted event needs), random 3.
 void fakeReset(std::uint64_t seed, int policy);
 void fakeSet(int setting, double value);

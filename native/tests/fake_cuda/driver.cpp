@@ -220,7 +220,7 @@ int cuStreamDestroy_v2(void* handle) {
         if (handle == nullptr) {
             return invalid_handle;
         }
-        stream.closed = true;  // what is queued is done all the same
+        stream.closed = true;  // its work is done all the same
         if (stream.queue.empty() && !stream.worker.joinable()) {
             device.streams.erase(number(handle));
         }
