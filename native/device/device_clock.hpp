@@ -3,7 +3,8 @@
 // A device only tells the seconds between two events. The clock counts from an anchor, an event whose time is known, and takes
 // a later event as the new anchor each second: the seconds have too few digits to count from one event for hours. The two
 // clocks run at slightly different speeds. An event is never seen before it has passed, and the one that was seen soonest was
-// seen at about the time when it passed, so at each new anchor the clock is set by the smallest delay since the last one.
+// seen at about the time when it passed, so at each new anchor the clock is set by the smallest
+// delay since the last one. An event that is seen before its time sets the clock at once.
 #pragma once
 
 #include <memory>

@@ -251,6 +251,22 @@ TEST("a queue can be made while the stream on which the arena was allocated is c
     rig.close();
 }
 
+TEST("the first anchor of a clock has passed, also if nothing else makes the device go on") {
+    fake_cuda().reset(1, latest_possible);
+    const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+    cuda->enter();
+    farpool::device::EventPool events(cuda);
+    const Stream anchored = cuda->make_stream();
+    const Stream other = cuda->make_stream();
+    farpool::device::DeviceClock clock(cuda, events, anchored);
+    const farpool::device::Event event = events.take();
+    cuda->record(event, other);
+    cuda->synchronize(event);
+    CHECK(clock.take_time(event) <= farpool::monotonic_seconds());
+    cuda->end_stream(anchored);
+    cuda->end_stream(other);
+}
+
 TEST("accesses have the times of the device, in the order of their ends") {
     Rig rig(in_real_time(2));
     const double begun = farpool::monotonic_seconds();
