@@ -76,7 +76,11 @@ public:
           cuda_(std::move(cuda)),
           locks_(locks) {}
     ~BoundDeviceQueue() override {
+        const bool ours = device_queue().ours();
         end();
+        if (!ours) {
+            return;  // a forked child must not call the driver
+        }
         try {
             const Cuda::Entered entered(*cuda_);
             leave();
@@ -104,6 +108,7 @@ public:
 private:
     static std::shared_ptr<farpool::TransferQueue> made(Cuda& cuda, std::shared_ptr<Device> device, DeviceQueue::Config config,
                                                         PageLocks* locks) {
+        const farpool::ReleasedLock released;  // page-locking takes a while
         const Cuda::Entered entered(cuda);
         auto queue = std::make_shared<DeviceQueue>(std::move(device), config, locks);
         queue->begin();
@@ -140,7 +145,7 @@ TierError
              R"(Fill device memory with a value of two bytes, after the program's earlier work and before its later work.
 
 The address and the number of bytes must be even.)")
-        .def("streams", &BoundDeviceQueue::streams, "All streams of the program on which the arena was used.");
+        .def("streams", &BoundDeviceQueue::streams, "All streams whose queued work may use the arena after `close`.");
 }
 
 }  // namespace

@@ -15,9 +15,8 @@ namespace {
 constexpr int oldest_version = 11040;
 constexpr const char* update = "update the NVIDIA driver, or use device='cpu'";
 
-// Numbers of the Cuda objects that this thread has last entered, and attached itself to.
+// Number of the Cuda object that this thread has last entered.
 thread_local std::uint64_t entered = 0;
-thread_local std::uint64_t attached = 0;
 
 std::string version_text(int version) {
     return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -118,20 +117,23 @@ void Cuda::enter() {
     entered = number_;
 }
 
-void Cuda::attach() {
-    if (attached == number_) {
-        return;
-    }
+void* Cuda::attach() {
     void* current = nullptr;
     run(driver_.context_get, &current);
-    if (current == nullptr) {
-        run(driver_.context_set, context_);
+    if (current == context_) {
+        return nullptr;
     }
-    attached = number_;
+    run(driver_.context_set, context_);
+    return current;  // null if there was none: then this one stays, as if the program had used the device before
 }
 
-Cuda::Entered::Entered(Cuda& device)
-    : device_(device), entered_(entered), attached_(attached), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
+void Cuda::detach(void* before) noexcept {
+    if (before != nullptr) {
+        driver_.context_set(before);
+    }
+}
+
+Cuda::Entered::Entered(Cuda& device) : device_(device), entered_(entered), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
     device.run(device.driver_.context_get, &context_);
     device.run(device.driver_.context_set, device.context_);
     if (const int result = device.driver_.exchange_capture_mode(&mode_); result != CUDA_SUCCESS) {
@@ -146,7 +148,6 @@ Cuda::Entered::~Entered() {
     device_.driver_.exchange_capture_mode(&mode_);
     device_.driver_.context_set(context_);
     entered = entered_;
-    attached = attached_;  // it may have found the context that ends here
 }
 
 Stream Cuda::make_stream() {

@@ -3,7 +3,7 @@
 // All calls use the device's primary context, which is the one that torch uses, so streams, events and addresses of torch can
 // be given to them. The context is retained until the end of this object.
 //
-// A thread of the program that has used torch on this device has its context current; `attach` makes it so on a new thread.
+// A thread of the program has the context of the device that it used last. `attach` asks for it, and changes it if need be.
 // `record`, `wait` and `capturing` are on the program's hot path: they are one call of the driver each, without `enter`, and a
 // capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
 #pragma once
@@ -32,7 +32,6 @@ public:
     private:
         Cuda& device_;
         std::uint64_t entered_;
-        std::uint64_t attached_;
         void* context_ = nullptr;
         int mode_;
     };
@@ -42,7 +41,8 @@ public:
     ~Cuda() override;
 
     void enter() override;
-    void attach() override;
+    void* attach() override;
+    void detach(void* before) noexcept override;
 
     Stream make_stream() override;
     void end_stream(Stream stream) noexcept override;

@@ -23,9 +23,10 @@ public:
     // Prepares the calling thread, once per thread, for the calls below. A capture of the program, which is in progress on
     // another thread, then neither fails nor makes these calls fail.
     virtual void enter() = 0;
-    // Prepares a thread of the program for `record`, `wait` and `capturing`; changes nothing that the program has set. Costs
-    // next to nothing after a thread's first call.
-    virtual void attach() {}
+    // Prepares a thread of the program for `record`, `wait`, `capturing` and copies, also if it uses another device at present.
+    // Give the result to `detach` after these calls.
+    virtual void* attach() { return nullptr; }
+    virtual void detach(void* /*before*/) noexcept {}
 
     virtual Stream make_stream() = 0;
     virtual void end_stream(Stream stream) noexcept = 0;
@@ -57,6 +58,19 @@ public:
     // Device memory, for copies that need room outside the arena.
     virtual std::uintptr_t allocate(std::size_t nbytes) = 0;
     virtual void free(std::uintptr_t memory) noexcept = 0;
+};
+
+// Has a thread of the program attached to a device while this lives.
+class Attached {
+public:
+    explicit Attached(Device& device) : device_(device), before_(device.attach()) {}
+    Attached(const Attached&) = delete;
+    Attached& operator=(const Attached&) = delete;
+    ~Attached() { device_.detach(before_); }
+
+private:
+    Device& device_;
+    void* before_;
 };
 
 }  // namespace farpool::device

@@ -105,9 +105,19 @@ void DeviceQueue::start_thread(std::thread& thread, const char* name, std::funct
 }
 
 void DeviceQueue::begin() {
-    start_thread(launcher_, "farpool-launch", [this] { run(); });
-    start_thread(lines_[0].thread, "farpool-in", [this] { watch(lines_[0]); });
-    start_thread(lines_[1].thread, "farpool-out", [this] { watch(lines_[1]); });
+    // The launcher is last: nothing is under way until then, so the others can be stopped if one does not start.
+    try {
+        start_thread(lines_[0].thread, "farpool-in", [this] { watch(lines_[0]); });
+        start_thread(lines_[1].thread, "farpool-out", [this] { watch(lines_[1]); });
+        start_thread(launcher_, "farpool-launch", [this] { run(); });
+    } catch (...) {
+        const std::lock_guard lock(mutex_);
+        closing_ = launcher_left_ = true;
+        for (Line& line : lines_) {
+            line.wake.notify_all();
+        }
+        throw;
+    }
 }
 
 bool DeviceQueue::ours() const noexcept { return getpid() == owner_; }
@@ -245,7 +255,7 @@ std::size_t DeviceQueue::pending() const {
 
 std::optional<PortError> DeviceQueue::trouble() const {
     const std::lock_guard lock(mutex_);
-    return trouble_;
+    return lines_[0].trouble ? lines_[0].trouble : lines_[1].trouble;
 }
 
 void DeviceQueue::end_use(ProgramStream stream, std::int64_t ordinal) {
@@ -257,6 +267,7 @@ void DeviceQueue::end_use(ProgramStream stream, std::int64_t ordinal) {
 // ---- moves ----------------------------------------------------------------------------------------------------------------
 
 void DeviceQueue::queue_move(std::int64_t last_use, const std::function<void(Stream)>& work) {
+    const Attached attached(*device_);
     order_.follow(moving_.get(), last_use, moves_);
     work(moving_.get());
     order_.moved(moving_.get());
@@ -286,6 +297,12 @@ void DeviceQueue::move(std::uintptr_t target, std::uintptr_t source, std::size_t
 
 void DeviceQueue::fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value) {
     queue_move(order_.newest(), [&](Stream stream) { device_->fill(stream, target, value, nbytes / 2); });
+}
+
+std::vector<ProgramStream> DeviceQueue::streams() const {
+    std::vector<ProgramStream> streams = order_.streams();
+    streams.push_back(reinterpret_cast<ProgramStream>(moving_.get()));
+    return streams;
 }
 
 // ---- the launcher ---------------------------------------------------------------------------------------------------------
@@ -578,14 +595,14 @@ void DeviceQueue::watch(Line& line) {
         if (error) {
             // We do not know if the copy has ended, so its memory stays taken. An access that waits for it gives up in time,
             // with this error.
-            trouble_ = std::move(error);
+            line.trouble = std::move(error);
             if (closing_) {
                 break;
             }
             line.wake.wait_for(lock, std::chrono::duration<double>(trouble_seconds));
             continue;
         }
-        trouble_.reset();
+        line.trouble.reset();
         end_copy(line, start, end);
         results_.wake();
         lock.unlock();

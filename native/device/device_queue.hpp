@@ -77,8 +77,8 @@ public:
 
     // Fills a range after the program's earlier work and before its later work; both bounds must be even.
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
-    // All streams of the program on which the arena was used.
-    std::vector<ProgramStream> streams() const { return order_.streams(); }
+    // All streams whose queued work may use the arena after `close`: the program's, and the one of moves and fills.
+    std::vector<ProgramStream> streams() const;
 
 private:
     struct Part {
@@ -109,11 +109,12 @@ private:
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
         Stream stream = nullptr;
-        std::deque<Copy> copies;          // in the order of their ends
-        std::size_t nbytes = 0;           // of these copies
-        std::uint64_t moves = 0;          // that the stream has waited for
-        double seconds_per_byte = 1e-10;  // of the latest copies
-        double ended_at = 0;              // when the latest copy ended
+        std::deque<Copy> copies;           // in the order of their ends
+        std::size_t nbytes = 0;            // of these copies
+        std::uint64_t moves = 0;           // that the stream has waited for
+        double seconds_per_byte = 1e-10;   // of the latest copies
+        double ended_at = 0;               // when the latest copy ended
+        std::optional<PortError> trouble;  // why the end of the oldest copy is not known
         std::condition_variable wake;
         std::thread thread;
         bool left = false;  // the thread has ended
@@ -167,7 +168,6 @@ private:
     std::unordered_map<std::int64_t, Chunk*> at_tier_;
     std::int64_t tier_legs_ = 0;
     std::uint64_t submitted_ = 0;
-    std::optional<PortError> trouble_;
     std::thread launcher_;
     bool launcher_left_ = false;
     bool closing_ = false;

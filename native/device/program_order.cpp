@@ -13,7 +13,8 @@ namespace {
 // given back, and copies wait for a later one.
 constexpr std::size_t most_uses = 512;
 constexpr std::size_t worth_retiring = 64;
-constexpr std::size_t most_ran = 4096;  // times that are kept until `take_ran`
+constexpr std::size_t most_ran = 4096;          // times that are kept until `take_ran`
+constexpr ProgramStream per_thread_stream = 2;  // CU_STREAM_PER_THREAD
 
 }  // namespace
 
@@ -38,7 +39,15 @@ ProgramOrder::Program& ProgramOrder::program(ProgramStream stream) {
 }
 
 void ProgramOrder::begin(ProgramStream stream) {
-    device_->attach();
+    if (stream == per_thread_stream) {
+        throw PortFailure({ErrorKind::unsupported,
+                           "the current stream is CUDA's per-thread default stream, which is another one on each thread: use a "
+                           "stream of torch.cuda.Stream() for operations on paged tensors",
+                           {},
+                           0,
+                           {}});
+    }
+    const Attached attached(*device_);
     if (device_->capturing(reinterpret_cast<Stream>(stream))) {
         throw PortFailure({ErrorKind::unsupported,
                            "a CUDA graph is being captured: an operation on paged tensors cannot be part of it, because its "
@@ -50,16 +59,19 @@ void ProgramOrder::begin(ProgramStream stream) {
 }
 
 void ProgramOrder::order(ProgramStream stream, std::int64_t last_use) {
+    const Attached attached(*device_);
     const std::lock_guard lock(mutex_);
     Program& own = program(stream);
     own.queued_at = monotonic_seconds();
     wait_for_moves(own.stream, own.moves);
-    if (last_use >= 0) {
+    // The first access of a stream also follows the work that was queued where the arena was allocated.
+    if (last_use >= 0 || !std::exchange(own.began, true)) {
         wait_for(own.stream, last_use, &own);
     }
 }
 
 bool ProgramOrder::end(ProgramStream stream, std::int64_t ordinal) {
+    const Attached attached(*device_);
     const std::lock_guard lock(mutex_);
     Program& own = program(stream);
     if (own.uses.size() >= most_uses) {

@@ -58,6 +58,7 @@ private:
         std::deque<Use> uses;
         double queued_at = 0.0;   // when the host began to queue the latest access
         double ended_at = 0.0;    // when the device had done the latest work that is known to have ended
+        bool began = false;       // the stream has had an access
         std::uint64_t moves = 0;  // that the stream has waited for
     };
 

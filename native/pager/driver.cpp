@@ -239,6 +239,8 @@ void Driver::grant(Access& access) {
         queue_->order_use(access.stream, access.last_use);
     } catch (...) {
         pager_->release(access, true);
+        start();  // the release may have granted and queued something
+        nudge();
         throw;
     }
     ++granted_;

@@ -524,20 +524,21 @@ TEST("a new thread of the program is attached, and what a thread has set is kept
         check_has(error_of([&] { device->record(event, stream); }), {"CUDA_ERROR_INVALID_CONTEXT"});
         {
             Cuda::Entered entered(*device);
-            device->attach();
+            const farpool::device::Attached attached(*device);
         }
         CHECK(current_context() == nullptr);
-        const auto asked = fake().calls("cuCtxGetCurrent");
-        for (int turn = 0; turn < 5; ++turn) {
-            device->attach();
+        for (int turn = 0; turn < 2; ++turn) {
+            const farpool::device::Attached attached(*device);
             device->record(event, stream);
             device->wait(stream, event);
             CHECK(!device->capturing(stream));
         }
-        CHECK_EQUAL(fake().calls("cuCtxGetCurrent"), asked + 1);
         CHECK(current_context() == context);
         CHECK_EQUAL(capture_mode(), 0);
-        other->attach();
+        {
+            const farpool::device::Attached attached(*other);
+            CHECK(current_context() != context);
+        }
         CHECK(current_context() == context);
         device->record(event, stream);
     });

@@ -1691,7 +1691,7 @@ class DeviceQueue(TransferQueue):
         """
 
     def streams(self) -> list[int]:
-        """All streams of the program on which the arena was used."""
+        """All streams whose queued work may use the arena after `close`."""
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies, in the order in which tables show them."""

@@ -84,8 +84,13 @@ class CudaArena:
         """Give the memory back. It is reused only after all work that is now queued on these streams has ended."""
         for stream in streams:
             if stream != self.stream.cuda_stream:
-                self.tensor.record_stream(torch.cuda.ExternalStream(stream, device=self.tensor.device))
+                self.tensor.record_stream(self._stream(stream))
         self.tensor.untyped_storage().resize_(0)  # views of the tensor may live on, but hold no memory then
+
+    def _stream(self, number: int) -> torch.cuda.Stream:
+        device = self.tensor.device
+        # For 0, `ExternalStream` would take any stream of torch's pool instead of the default stream.
+        return torch.cuda.ExternalStream(number, device=device) if number else torch.cuda.default_stream(device)
 
 
 def current_stream(index: int) -> Callable[[], int]:
