@@ -23,6 +23,7 @@ struct Submission {
     Port* port = nullptr;
     Direction direction = Direction::read;
     std::span<const Piece> pieces = {};
+    // Entries that must have ended before this one changes or reads bytes in the arena. It may use its tier before that.
     std::span<const std::int64_t> after = {};
     std::int64_t priority = 0;
     Keepalive keepalive = nullptr;

@@ -307,8 +307,9 @@ std::vector<ProgramStream> DeviceQueue::streams() const {
 
 // ---- the launcher ---------------------------------------------------------------------------------------------------------
 
+// A thread of the queue enters the device where it is to call it, so that a device that was lost before is reported like one
+// that is lost later.
 void DeviceQueue::run() {
-    device_->enter();
     std::unique_lock lock(mutex_);
     while (!closing_) {
         const Seen seen = tiers_->seen();
@@ -319,6 +320,7 @@ void DeviceQueue::run() {
         }
         lock.unlock();
         try {
+            device_->enter();
             order_.retire();
         } catch (const PortFailure&) {
             // A device that does not answer is reported by the threads that wait for copies.
@@ -506,6 +508,7 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     std::optional<PortError> error;
     bool queued = false;
     try {
+        device_->enter();
         made.start = events_.take();
         made.end = events_.take();
         if (!job.followed) {
@@ -564,7 +567,6 @@ void DeviceQueue::queue_copies(const Chunk& chunk, Stream stream) {
 
 // Waits for the ends of copies, one after the other.
 void DeviceQueue::watch(Line& line) {
-    device_->enter();
     std::unique_lock lock(mutex_);
     for (;;) {
         line.wake.wait(lock, [&] { return !line.copies.empty() || (closing_ && launcher_left_); });
@@ -578,6 +580,7 @@ void DeviceQueue::watch(Line& line) {
         double end = 0;
         if (!error) {
             try {
+                device_->enter();
                 device_->synchronize(oldest.end);
             } catch (const PortFailure& failure) {
                 error = failure.error();

@@ -2,6 +2,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
+
 #include "tests/device_world.hpp"
 
 using namespace farpool::testing;
@@ -18,11 +21,12 @@ bool mentions(const std::optional<farpool::PortError>& error, const std::string&
     return error && error->message.find(text) != std::string::npos;
 }
 
+// Each transfer has its own bytes of the tier: `after` orders only what happens in the arena.
 Order transfer(const Rig& rig, std::int64_t id, Direction direction, std::size_t chunks, std::vector<std::int64_t> after = {}) {
     return {.id = id,
             .direction = direction,
             .port = const_cast<SimulatedPort*>(&rig.port),
-            .pieces = {rig.piece(0, 0, chunks * chunk)},
+            .pieces = {rig.piece(static_cast<std::uint64_t>(id - 1) * 8 * chunk, 0, chunks * chunk)},
             .after = std::move(after)};
 }
 
@@ -30,7 +34,6 @@ Order transfer(const Rig& rig, std::int64_t id, Direction direction, std::size_t
 // can be used again.
 void check_failure(Rig& rig, Direction direction, const std::string& error) {
     Order aside = transfer(rig, 6, direction == Direction::read ? Direction::write : Direction::read, 1);
-    aside.pieces[0].offset = 64 << 10;
     aside.priority = -1;
     rig.submit({transfer(rig, 1, direction, 4),
                 transfer(rig, 2, Direction::read, 2, {1}),
@@ -50,6 +53,17 @@ void check_failure(Rig& rig, Direction direction, const std::string& error) {
     CHECK(!rig.results.at(7).error && !rig.results.at(8).error && !rig.results.at(8).cancelled);
     CHECK(!rig.queue->trouble());
     rig.close();
+}
+
+// True if every thread of this process but the calling one sleeps. The calling thread gives them no work meanwhile.
+bool others_sleep() {
+    const std::string self = std::to_string(gettid());
+    return std::ranges::all_of(std::filesystem::directory_iterator("/proc/self/task"), [&](const auto& task) {
+        std::string text;
+        std::getline(std::ifstream(task.path() / "stat"), text);
+        const auto state = text.rfind(") ");
+        return task.path().filename() == self || (state != std::string::npos && text[state + 2] == 'S');
+    });
 }
 
 Setup four_chunks(std::uint64_t seed) { return {.seed = seed, .policy = any_order, .staging = 4 * chunk, .chunk = chunk}; }
@@ -260,6 +274,8 @@ TEST("a forked child leaves the queue alone") {
     using farpool::device::DeviceQueue;
     auto idle = std::make_shared<DeviceQueue>(rig.cuda, DeviceQueue::Config{.staging = 4096}, nullptr);
     CHECK(rig.queue->ours());
+    // The child reads counters of the simulated driver and gives memory back, so no other thread may hold a lock of these.
+    until("all other threads sleep", others_sleep);
     const pid_t child = fork();
     if (child == 0) {
         alarm(20);
