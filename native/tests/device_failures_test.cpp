@@ -22,11 +22,13 @@ bool mentions(const std::optional<farpool::PortError>& error, const std::string&
 }
 
 // Each transfer has its own bytes of the tier: `after` orders only what happens in the arena.
+std::uint64_t offset_of(std::int64_t id) { return static_cast<std::uint64_t>(id) * 8 * chunk; }
+
 Order transfer(const Rig& rig, std::int64_t id, Direction direction, std::size_t chunks, std::vector<std::int64_t> after = {}) {
     return {.id = id,
             .direction = direction,
             .port = const_cast<SimulatedPort*>(&rig.port),
-            .pieces = {rig.piece(static_cast<std::uint64_t>(id - 1) * 8 * chunk, 0, chunks * chunk)},
+            .pieces = {rig.piece(offset_of(id), 0, chunks * chunk)},
             .after = std::move(after)};
 }
 
@@ -85,7 +87,7 @@ TEST("a tier that refuses a part of a block fails its transfer, and cancels thos
     for (const unsigned nth : {1U, 2U, 4U}) {
         for (const Direction direction : {Direction::read, Direction::write}) {
             Rig rig(four_chunks(nth));
-            rig.port.refused = (nth - 1) * chunk;
+            rig.port.refused = offset_of(1) + (nth - 1) * chunk;
             check_failure(rig, direction, "told to fail");
         }
     }
@@ -222,11 +224,13 @@ TEST("a queue is closed while everything is under way, by several threads, and t
         Rig rig({.seed = seed,
                  .policy = any_order,
                  .real_time_rate = seed % 2 == 0 ? 1e7 : 0,
+                 .capacity = 24 * 4 * chunk,
                  .staging = 4 * chunk,
                  .chunk = chunk});
         std::vector<Order> orders;
         for (std::int64_t id = 0; id < 24; ++id) {
             orders.push_back(transfer(rig, id, static_cast<Direction>(id % 2), 4));
+            orders.back().pieces[0].address += static_cast<std::size_t>(id) * 4 * chunk;  // others may run at the same time
             if (id % 3 == 0 && id > 0) {
                 orders.back().after = {id - 1};
             } else if (id % 5 == 0) {
