@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from farpool import _native
 from farpool.ledger import Ledger
-from farpool.memory.debug import HostMemory, Watch
+from farpool.memory.debug import DeviceMemory, Watch
 from farpool.memory.pager import Pager
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
@@ -88,6 +89,13 @@ class FakeCuda:
         return text.value.decode()
 
 
+class _Arena(HostArena):
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The arena, as a pool on a GPU has it."""
+        return torch.frombuffer(self.view(), dtype=torch.uint8)
+
+
 class FakeMachine:
     """Opens a simulated GPU for each pool.
 
@@ -111,13 +119,13 @@ class FakeMachine:
     def open(self, config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
         """Stand in for `open_device`; host memory stands in for the device's."""
         assert isinstance(config.fast, int)
-        arena = HostArena(config.fast)
+        arena = _Arena(config.fast)
         self.ledger = ledger
         staging = staging_bytes(config.fast)
         queue = device_queue(_native.Cuda(0, str(self.fake.path)), staging, 0, tiers, ledger)
 
         def watch(pager: Pager) -> Watch:
-            return Watch(pager, HostMemory(arena))
+            return Watch(pager, DeviceMemory(arena.address, queue))
 
         booked = {"page_locked": staging}
         return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream)
