@@ -2,9 +2,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
-
 #include "tests/device_world.hpp"
 
 using namespace farpool::testing;
@@ -55,17 +52,6 @@ void check_failure(Rig& rig, Direction direction, const std::string& error) {
     CHECK(!rig.results.at(7).error && !rig.results.at(8).error && !rig.results.at(8).cancelled);
     CHECK(!rig.queue->trouble());
     rig.close();
-}
-
-// True if every thread of this process but the calling one sleeps. The calling thread gives them no work meanwhile.
-bool others_sleep() {
-    const std::string self = std::to_string(gettid());
-    return std::ranges::all_of(std::filesystem::directory_iterator("/proc/self/task"), [&](const auto& task) {
-        std::string text;
-        std::getline(std::ifstream(task.path() / "stat"), text);
-        const auto state = text.rfind(") ");
-        return task.path().filename() == self || (state != std::string::npos && text[state + 2] == 'S');
-    });
 }
 
 Setup four_chunks(std::uint64_t seed) { return {.seed = seed, .policy = any_order, .staging = 4 * chunk, .chunk = chunk}; }

@@ -155,11 +155,13 @@ TEST("a transfer that waits at its tier becomes urgent there") {
     }
     rig.submit(orders);
     until("two are at the tier", [&] { return rig.port.calls() == 2; });
-    linger();
+    until("the others wait there", others_sleep);
     rig.queue->reprioritize(5, 9);
+    rig.port.allowed = 1;  // the other thread stays where it is
+    until("a third one is at the tier", [&] { return rig.port.calls() == 3; });
+    CHECK_EQUAL(rig.port.offsets().at(2), 5 * chunk);
     rig.port.allowed = UINT32_MAX;
     rig.collect(6);
-    CHECK_EQUAL(rig.port.offsets().at(2), 5 * chunk);
     rig.close();
 }
 

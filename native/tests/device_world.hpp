@@ -1,10 +1,14 @@
 // A device's queue on a simulated CUDA driver, for tests: `Rig` without a driver of a pager, `World` with one.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -46,6 +50,33 @@ void until(const char* what, Condition condition) {
     }
 }
 
+// How often the other threads of this process have given up the processor; -1 if one of them runs or is to run.
+inline long switches_of_sleepers() {
+    long switches = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+        if (task.path().filename() == std::to_string(gettid())) {
+            continue;
+        }
+        std::ifstream status(task.path() / "status");
+        for (std::string line; std::getline(status, line);) {
+            if (line.starts_with("State:") && line.find('S', 6) == std::string::npos) {
+                return -1;
+            }
+            if (const auto at = line.find("ctxt_switches:"); at != std::string::npos) {
+                switches += std::stol(line.substr(at + 14));
+            }
+        }
+    }
+    return switches;
+}
+
+// True if all that can be done is done: no other thread has run between two looks. The calling thread gives them no work
+// meanwhile.
+inline bool others_sleep() {
+    const long before = switches_of_sleepers();
+    return before >= 0 && switches_of_sleepers() == before;
+}
+
 // Gives what must not happen the time to happen. A test with a fault may pass now and then, one without never fails.
 inline void linger() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 
@@ -73,6 +104,23 @@ private:
     ExtentAllocator extents_;
 };
 
+// How many calls may pass; the others sleep.
+class Allowance {
+public:
+    void operator=(unsigned calls) {
+        calls_ = calls;
+        calls_.notify_all();
+    }
+    void wait_for(unsigned call) const {
+        for (unsigned known = calls_; call > known; known = calls_) {
+            calls_.wait(known);
+        }
+    }
+
+private:
+    std::atomic<unsigned> calls_ = UINT32_MAX;
+};
+
 // A tier behind a call, like a file. One transfer of so many fails, or a single one; calls beyond those allowed wait.
 class SimulatedPort : public Port {
 public:
@@ -94,7 +142,7 @@ public:
         const std::lock_guard lock(mutex_);
         return offsets_;
     }
-    std::atomic<unsigned> allowed = UINT32_MAX;
+    Allowance allowed;
     std::atomic<std::uint64_t> refused = UINT64_MAX;  // the offset at which the next call fails
 
 private:
@@ -105,9 +153,7 @@ private:
             offsets_.push_back(offset);
             call = ++calls_;
         }
-        while (call > allowed) {
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
+        allowed.wait_for(call);
         if (refused.compare_exchange_strong(offset, UINT64_MAX) || (one_in_ != 0 && call % one_in_ == 0)) {
             throw PortFailure({ErrorKind::tier, "told to fail", "simulated", 0, nullptr});
         }
