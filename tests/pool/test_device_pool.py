@@ -32,6 +32,10 @@ from tests.fake_cuda import FakeCuda
 
 FAST, BLOCK, BLOCKS = 1 << 16, 1 << 12, 48
 LOST = 719
+WAITS_AND_COPIES = (
+    *("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"),
+    *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2"),
+)
 
 
 class Machine:
@@ -249,3 +253,48 @@ def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
     program = textwrap.dedent(_ENDING.format(root=str(Path(__file__).parents[2]), fork=fork))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_bytes_from_host_memory_enter_below_the_device_and_nothing_waits_for_it(machine: Machine, debug: bool) -> None:
+    with block_pool(FAST, [Dram("4MiB")], debug=debug, timeout=60) as pool:
+        # Debug mode looks at host memory at once, so nothing may be moved inside it, as it is with blocks of two sizes.
+        sizes = (BLOCK, 3 * FAST) if debug else (40, BLOCK, 3 * FAST, 5000)
+        sources = [random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate(sizes)]
+        before = [machine.fake.calls(call) for call in WAITS_AND_COPIES]
+        storages = [entered(pool, source, "embedding" if len(source) > FAST else "weights") for source in sources]
+        assert [machine.fake.calls(call) for call in WAITS_AND_COPIES] == before
+        assert pool.stats().fast.peak == 0
+        for storage in storages:
+            pool.pack_at_first_use(storage)
+        for _ in range(2):
+            for storage, source in zip(storages, sources, strict=True):
+                assert read(pool, machine, storage) == source
+        assert pool.stats().write_backs <= 1  # of the block into which the small one was packed
+
+
+def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine: Machine, tmp_path: Path) -> None:
+    with block_pool("96MiB", [Nvme(tmp_path / "far.pool", "64MiB")], timeout=60) as pool:
+        source = random.Random(0).randbytes(11 << 20)
+        storage = entered(pool, source)
+        assert storage.block_bytes > 4 << 20
+        assert read(pool, machine, storage) == source
+
+
+def entered(pool: BlockPool, source: bytes, cls: str = "weights") -> Storage:
+    memory = ctypes.create_string_buffer(source, len(source))
+    storage = pool.enter(ctypes.addressof(memory), len(source), memory, cls=cls, row_bytes=512)
+    assert storage is not None
+    return storage
+
+
+def read(pool: BlockPool, machine: Machine, storage: Storage) -> bytes:
+    view = pool.arena.view()  # type: ignore[union-attr]
+    found = b""
+    for start, stop in storage.pieces():
+        access = pool.acquire([Use(storage, start, stop, Mode.READ)])
+        machine.fake.synchronize(machine.stream)
+        place = access.offsets[0]
+        found += bytes(view[place : place + stop - start])
+        pool.release(access)
+    return found
