@@ -22,7 +22,7 @@ def test_a_module_larger_than_the_budget_enters_without_the_fast_tier(debug: boo
             farpool.offload(model, pool)
             stats = pool.stats()
             assert stats.fast.peak == stats.write_backs == 0
-            assert all(p.is_cuda and type(p) is PagedTensor for p in model.parameters())
+            assert all(p.is_cuda and isinstance(p, PagedTensor) for p in model.parameters())
             for _ in range(3):
                 assert torch.equal(model(inputs), expected)
             farpool.restore(model, device="cpu")

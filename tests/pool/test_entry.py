@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import random
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -223,3 +226,18 @@ def test_a_recording_knows_that_the_bytes_are_there(tmp_path: Path) -> None:
         recording.close()
     creates = [record for record in TapeFile(tmp_path / "a.tape") if isinstance(record, Create)]
     assert {record.content for record in creates if record.name == "entered"} == {Content.POOL}
+
+
+def test_an_error_does_not_keep_the_memory_alive() -> None:
+    pool, _ = full_pool(Faulty(Dram("1MiB"), fail_writes=1.0))
+    with pool:
+        source = Bytes(5000)
+        owner = weakref.ref(source)
+        gc.disable()
+        try:
+            with contextlib.suppress(TierError):
+                source.enter(pool)
+            del source
+            assert owner() is None
+        finally:
+            gc.enable()

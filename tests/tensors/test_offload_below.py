@@ -27,6 +27,9 @@ class Model(nn.Module):
         flat = torch.randn(9000)
         self.first = nn.Parameter(flat[:4000].view(40, 100))
         self.second = nn.Parameter(flat[3000:8000].view(100, 50).t(), requires_grad=False)
+        self.tail: torch.Tensor
+        self.spaced: torch.Tensor
+        self.conjugated: torch.Tensor
         self.register_buffer("tail", flat[8500:])
         self.register_buffer("spaced", torch.randn(300, 40)[::3, ::2])
         self.register_buffer("conjugated", torch.randn(2000, dtype=torch.complex64).conj())
@@ -35,14 +38,15 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(self.table(tokens)) * self.first.sum() + self.second.sum()
-        return self.head(hidden * self.tail.sum() + self.spaced.sum() + self.conjugated.real.sum())
+        scores: torch.Tensor = self.head(hidden * self.tail.sum() + self.spaced.sum() + self.conjugated.real.sum())
+        return scores
 
 
 TOKENS = torch.arange(12).view(3, 4)
 
 
 def trained_once(model: Model) -> torch.Tensor:
-    output = model(TOKENS)
+    output: torch.Tensor = model(TOKENS)
     output.square().mean().backward()
     return output.detach()
 
@@ -97,7 +101,7 @@ def test_no_byte_is_there_twice() -> None:
         left: list[int] = []
 
         def progress(done: int, of: int) -> None:
-            plain = sum(p.nbytes for p in model.parameters() if type(p) is not PagedTensor)
+            plain = sum(p.nbytes for p in model.parameters() if not isinstance(p, PagedTensor))
             tier = pool.stats().tiers[0]
             left.append(plain + tier.reserved)
             assert (plain + done, of) == (total, total)

@@ -110,9 +110,12 @@ class Entry:
                 raise
             finally:
                 self._leave(queues, patience, unused, cls)
-        if failed:
+        if not failed:
+            return None
+        try:
             raise list(failed.values())[-1]
-        return None
+        finally:
+            del failed  # or frame and error would keep each other, and the memory's owner, alive
 
     def _reserve(self, sizes: Collection[int], cls: str, failed: Collection[int]) -> list[Place] | None:
         """Reserve an extent for each block in the first tier with room. If one finds none, reserve nothing: None."""
