@@ -98,8 +98,7 @@ class BlockPool:
         self._births = itertools.count()
         """Counter. A storage gets a number when it is made, and a loose storage gets another at its first use."""
         self.ledger = ledger
-        self._lower = lower
-        self._device = device
+        self._lower, self._device = lower, device
         self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(fast, packed=self.arena.alignment)
