@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import random
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
+from farpool.memory.tiers.safetensors import SafetensorsFile
 from tests.block_pools import block_pool
 from tests.fake_cuda import FakeCuda
 
@@ -279,6 +281,27 @@ def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine
         storage = entered(pool, source)
         assert storage.block_bytes > 4 << 20
         assert read(pool, machine, storage) == source
+
+
+def test_a_file_is_the_clean_copy_and_takes_no_room_below(machine: Machine, tmp_path: Path) -> None:
+    sources = {f"t{seed}": random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate((9 << 20, 300, 7 << 20))}
+    header, end = {}, 0
+    for name, source in sources.items():
+        start, end = end, end + len(source)
+        header[name] = {"dtype": "U8", "shape": [len(source)], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(sources.values()))
+    with block_pool("8MiB", [Dram("1MiB")], timeout=60) as pool:
+        file = SafetensorsFile(path)
+        file.open()
+        storages = {name: pool.adopt(file, entry.extent) for name, entry in file.tensors.items()}
+        for _ in range(2):
+            for name, storage in storages.items():
+                assert read(pool, machine, storage) == sources[name]
+        stats = pool.stats()
+        assert stats.evictions > 0
+        assert stats.write_backs == stats.tiers[0].peak == 0
 
 
 def entered(pool: BlockPool, source: bytes, cls: str = "weights") -> Storage:
