@@ -8,11 +8,24 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from farpool import Dram, FarpoolWarning, Faulty, Nvme, PoolClosedError, TierError, TierTimeoutError
+from farpool import (
+    Dram,
+    FarpoolWarning,
+    Faulty,
+    Nvme,
+    PoolClosedError,
+    Striped,
+    Tier,
+    TierError,
+    TierTimeoutError,
+    Traced,
+    Verified,
+)
 from farpool.abc.tier import Extent
 from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
@@ -103,6 +116,28 @@ def test_a_storage_may_lie_in_two_tiers(tmp_path: Path) -> None:
         assert storage is not None
         assert all(reserved(pool))
         assert read(pool, storage) == source.value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Verified(Dram("1MiB")),
+        lambda: Striped([Dram("1MiB"), Dram("1MiB")], 4096),
+        lambda: Verified(Striped([Dram("1MiB"), Dram("1MiB")], 4096)),
+        lambda: Traced(Faulty(Dram("1MiB"))),
+    ],
+)
+def test_every_kind_of_tier_reads_what_entered(make: Callable[[], Tier]) -> None:
+    pool, filler = full_pool(make())
+    with pool:
+        for nbytes in (70, 5000, 100_000):
+            source = Bytes(nbytes)
+            storage = source.enter(pool)
+            assert storage is not None
+            for _ in range(2):
+                assert read(pool, storage) == source.value
+        assert pool.live == 2
+        del filler
 
 
 def test_without_room_nothing_is_reserved() -> None:
