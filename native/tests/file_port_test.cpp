@@ -1,4 +1,4 @@
-// Unit tests of how many threads a file is worth, and that those of a queue read it at the same time without mixing bytes.
+// Unit tests of how many threads a file is worth, and of reads by several threads of a queue at the same time.
 #include "core/file_port.hpp"
 
 #include <fcntl.h>
