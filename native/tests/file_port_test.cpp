@@ -77,3 +77,5 @@ TEST("the threads of a queue read parts of a file at the same time") {
     CHECK(found == file.values);
     CHECK(queue->close(60));
 }
+
+int main() { return farpool::testing::run(); }
