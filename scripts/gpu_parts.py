@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import datetime
 import importlib
+import json
 import os
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -53,6 +55,7 @@ def build(run: Run) -> None:
 def tests(run: Run) -> None:
     """Training bit for bit against plain torch, then the tests on a GPU, and of the same code with host memory."""
     smoke(run)
+    enter(run)
     if run.device == "cpu":
         _pytest(run, "tests", *(QUICK_TESTS if run.quick else DEVICE_TESTS))
         return
@@ -93,6 +96,62 @@ def smoke(run: Run) -> None:
     run.add("training in a small pool", tensors=len(expected), differing=differing, evictions=stats.evictions)
     if differing or not stats.evictions:
         raise SystemExit(f"{differing} of {len(expected)} tensors differ, after {stats.evictions} evictions")
+
+
+def enter(run: Run) -> None:
+    """Move a module four times as large as the budget from host memory into a pool, then load it from a file.
+
+    Both must give the same bits. The figures have GB/s: of the move, and of the first pass over the file's tensors.
+    """
+    import torch
+
+    import farpool
+
+    layers, width = (8, 256) if run.quick else (16, 4096)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    total = sum(tensor.nbytes for tensor in plain.values())
+    differing = 0
+    with farpool.Pool(total // 4, dram=2 * total, device=run.device) as pool, torch.no_grad():
+        start = time.perf_counter()
+        farpool.offload(model, pool)
+        seconds = time.perf_counter() - start
+        peak = pool.stats().fast.peak
+        differing += sum(not torch.equal(pool.materialize(t).cpu(), plain[n]) for n, t in model.state_dict().items())
+        farpool.restore(model, device="cpu")
+        differing += sum(not torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
+    rate = total / seconds / 1e9
+    run.add("module from host memory", nbytes=total, gb_per_second=rate, fast_peak=peak, differing=differing)
+    path = run.file("weights.safetensors")
+    try:
+        _save(path, plain)
+        with farpool.Pool(total // 4, device=run.device) as pool, torch.no_grad():
+            start = time.perf_counter()
+            tensors = farpool.load_safetensors(path, pool)
+            for tensor in tensors.values():
+                tensor.view(-1)[:1].clone()
+            run.synchronize()
+            rate = total / (time.perf_counter() - start) / 1e9
+            unlike = sum(not torch.equal(pool.materialize(t).cpu(), plain[name]) for name, t in tensors.items())
+    finally:
+        path.unlink(missing_ok=True)
+    run.add("weights from a file", nbytes=total, gb_per_second=rate, differing=unlike)
+    if differing or unlike or (run.device == "cuda" and peak):
+        raise SystemExit(f"{differing} and {unlike} tensors differ, and {peak} bytes passed the fast tier")
+
+
+def _save(path: Path, tensors: dict[str, Any]) -> None:
+    """Write a safetensors file of float32 tensors."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.numpy().data)
 
 
 def _pytest(run: Run, figure: str, *arguments: str, seconds: float | None = None) -> None:

@@ -75,6 +75,7 @@ public:
         : BoundQueue(made(*cuda, cuda, {.staging = staging, .allocating = allocating}, locks)),
           cuda_(std::move(cuda)),
           locks_(locks) {}
+    std::size_t chunk() const { return device_queue().chunk(); }
     ~BoundDeviceQueue() override {
         const bool ours = device_queue().ours();
         end();
@@ -145,6 +146,8 @@ TierError
              R"(Fill device memory with a value of two bytes, after the program's earlier work and before its later work.
 
 The address and the number of bytes must be even.)")
+        .def_prop_ro("chunk", &BoundDeviceQueue::chunk,
+                     "Bytes of the pieces, from its start, in which a block that is not page-locked is written and read.")
         .def("streams", &BoundDeviceQueue::streams, "All streams whose queued work may use the arena after `close`.");
 }
 

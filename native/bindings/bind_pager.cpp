@@ -283,6 +283,14 @@ late : bool
             nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"),
             "Note that a source has a part of this absent block's clean copy; `place` is relative to the block.")
         .def(
+            "note_copy",
+            [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset) {
+                self->note_copy(block, tier, offset);
+            },
+            nb::arg("block"), nb::arg("tier"), nb::arg("offset"),
+            "Note that a tier has the bytes of this absent block, which has no content yet, at an offset that was reserved "
+            "there.")
+        .def(
             "can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"),
             "Return True if the block is absent and its content, if any, is a source's.")
         .def(

@@ -204,7 +204,7 @@ Returns False if a transfer still runs after ``timeout`` seconds. The memory tha
         nb::class_<Queue, BoundQueue>(m, "Queue", R"(Ordered queue of transfers, worked off by native threads.
 
 Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
-read and written directly, so that several transfers are under way. Within a lane the ready entry with the
+only read, or read and written directly, so that several transfers are under way. Within a lane the ready entry with the
 highest priority runs first, in order of submission among equals. An entry is ready when all entries in `after` have
 completed; ids in `after` that are unknown or completed already count as completed. If one of them failed, the entry
 completes as cancelled, and so on through its own dependents; an entry that failed or was cancelled counts as failed until

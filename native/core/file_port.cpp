@@ -20,7 +20,7 @@ namespace farpool {
 namespace {
 
 constexpr std::size_t slice_bytes = std::size_t{512} << 10;
-constexpr unsigned direct_transfers = 4;
+constexpr unsigned parallel_transfers = 4;
 constexpr std::size_t buffered_bytes = std::size_t{1} << 30;  // the kernel moves at most 2 GiB a call
 
 std::size_t round_up(std::size_t value, std::size_t alignment) { return (value + alignment - 1) / alignment * alignment; }
@@ -112,7 +112,9 @@ FilePort::FilePort(int fd, std::string name, const Options& options)
 FilePort::~FilePort() = default;
 
 // A disk is fast with several requests under way, and a small transfer is only one. Through the page cache it is only a copy.
-unsigned FilePort::concurrency() const noexcept { return direct_ ? direct_transfers : 1; }
+// Of a file that is only read, one thread would get what one thread can copy from the page cache. Writes to one buffered file
+// wait for each other in the kernel.
+unsigned FilePort::concurrency() const noexcept { return direct_ || read_only_ ? parallel_transfers : 1; }
 
 std::unique_ptr<FilePort::Worker> FilePort::borrow_worker() {
     {

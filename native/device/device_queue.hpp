@@ -77,6 +77,8 @@ public:
 
     // Fills a range after the program's earlier work and before its later work; both bounds must be even.
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
+    // Bytes of the pieces, from its start, in which a block that is not page-locked is written to its tier and read again.
+    std::size_t chunk() const noexcept { return config_.chunk; }
     // All streams whose queued work may use the arena after `close`: the program's, and the one of moves and fills.
     std::vector<ProgramStream> streams() const;
 

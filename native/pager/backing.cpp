@@ -12,6 +12,11 @@ void Backing::adopt(BlockId block, const Piece& piece) {
     blocks_[block].sourced = true;
 }
 
+void Backing::note_copy(BlockId block, std::int32_t tier, std::int64_t offset) {
+    blocks_[block].tier = static_cast<std::int16_t>(tier);
+    blocks_[block].copy = offset;
+}
+
 std::vector<Piece> Backing::pieces(BlockId block, std::int64_t place) const {
     if (!blocks_[block].sourced) {
         return {extent(block, place)};

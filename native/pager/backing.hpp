@@ -28,6 +28,8 @@ public:
     std::int32_t add_source();
     // Notes that a source has a part of a block's clean copy; `piece.place` is relative to the block.
     void adopt(BlockId block, const Piece& piece);
+    // Notes that a tier has a copy of all of a block's bytes at `offset`, which was reserved for it.
+    void note_copy(BlockId block, std::int32_t tier, std::int64_t offset);
     // True if the block has a copy, clean or stale.
     bool has(BlockId block) const { return blocks_[block].tier >= 0 || blocks_[block].sourced; }
     // The pieces to read for a block, which must have a copy, at `place` in the arena.

@@ -64,6 +64,18 @@ void Pager::adopt(BlockId block, const Piece& piece) {
     residency_.adopt(block, piece);
 }
 
+void Pager::note_copy(BlockId block, std::int32_t tier, std::int64_t offset) {
+    require_blocks(block, 1);
+    const auto& spaces = residency_.spaces();
+    if (tier < 0 || static_cast<std::size_t>(tier) >= spaces.size() || spaces[static_cast<std::size_t>(tier)] == nullptr) {
+        fail_value("Pager.note_copy: " + std::to_string(tier) + " is not the number of a tier");
+    }
+    if (residency_[block].state != State::absent || residency_.has_copy(block)) {
+        fail_value("Pager.note_copy: block " + std::to_string(block) + " has content already");
+    }
+    residency_.note_copy(block, tier, offset);
+}
+
 bool Pager::can_adopt(BlockId block) const {
     require_blocks(block, 1);
     return residency_[block].state == State::absent && residency_[block].tier < 0;

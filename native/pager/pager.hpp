@@ -78,6 +78,9 @@ public:
     BlockId create(std::span<const std::int64_t> sizes, int cls);
     // Notes that a source has a part of an absent block's clean copy; `piece.place` is relative to the block.
     void adopt(BlockId block, const Piece& piece);
+    // Notes that a tier has all bytes of an absent block, which has no content yet, at an offset reserved in the tier's space.
+    // The caller has written them there, and they now belong to the block.
+    void note_copy(BlockId block, std::int32_t tier, std::int64_t offset);
     // True if the block is absent and no tier has a copy of it.
     bool can_adopt(BlockId block) const;
     // Retires the blocks of one `create`, which the program has dropped. Call `forget` afterwards until it returns true.

@@ -96,6 +96,7 @@ public:
     BlockId create(std::span<const std::int64_t> sizes, int cls) { return blocks_.create(sizes, cls); }
     std::int32_t add_source() { return backing_.add_source(); }
     void adopt(BlockId block, const Piece& piece) { backing_.adopt(block, piece); }
+    void note_copy(BlockId block, std::int32_t tier, std::int64_t offset) { backing_.note_copy(block, tier, offset); }
     void retire(BlockId first, std::int32_t count) { blocks_.retire(first, count); }
     // Frees blocks, which must be unpinned and without a transfer under way.
     void forget(BlockId first, std::int32_t count);

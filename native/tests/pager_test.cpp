@@ -86,6 +86,41 @@ TEST("operands larger than the arena are refused, and nothing has changed") {
     CHECK(world.pager.waiting().empty());
 }
 
+TEST("a block whose bytes a tier has is fetched from there, and evicted without a write") {
+    World world(4096);
+    const std::int64_t place = world.space->reserve(4096, 0);
+    const BlockId block = world.create(4096);
+    world.pager.note_copy(block, 0, place);
+    const auto access = world.request(block, Mode::read);
+    world.start();
+    CHECK_EQUAL(world.open.size(), 1U);
+    const Transfer& fetch = *world.open.begin()->second;
+    CHECK(fetch.kind == Kind::fetch);
+    CHECK_EQUAL(fetch.pieces.front().offset, place);
+    world.end_all();
+    CHECK(access->granted);
+    world.pager.release(*access, true);
+    world.touch(world.create(4096), Mode::overwrite);
+    CHECK_EQUAL(world.pager.counters().evictions, 1);
+    CHECK_EQUAL(world.pager.counters().write_backs, 0);
+    world.pager.retire(block, 1);
+    CHECK(world.pager.forget(block, 1));
+    CHECK_EQUAL(world.space->used(), 0);
+}
+
+TEST("only a block without content takes the copy of a tier") {
+    World world(4096);
+    const BlockId written = world.create(1024);
+    world.touch(written, Mode::overwrite);
+    CHECK_THROWS(PortFailure, world.pager.note_copy(written, 0, 0));
+    const BlockId fresh = world.create(1024);
+    CHECK_THROWS(PortFailure, world.pager.note_copy(fresh, 1, 0));
+    CHECK_THROWS(PortFailure, world.pager.note_copy(fresh, -1, 0));
+    CHECK_THROWS(PortFailure, world.pager.note_copy(fresh + 1, 0, 0));
+    world.pager.note_copy(fresh, 0, world.space->reserve(1024, 0));
+    CHECK_THROWS(PortFailure, world.pager.note_copy(fresh, 0, 0));
+}
+
 TEST("invalid calls are refused with the name of the call") {
     World world(4096);
     const BlockId block = world.create(512);

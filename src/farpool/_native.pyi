@@ -262,7 +262,7 @@ class Queue(TransferQueue):
     """Ordered queue of transfers, worked off by native threads.
 
     Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
-    read and written directly, so that several transfers are under way. Within a lane the ready entry with the
+    only read, or read and written directly, so that several transfers are under way. Within a lane the ready entry with the
     highest priority runs first, in order of submission among equals. An entry is ready when all entries in `after` have
     completed; ids in `after` that are unknown or completed already count as completed. If one of them failed, the entry
     completes as cancelled, and so on through its own dependents; an entry that failed or was cancelled counts as failed until
@@ -1078,6 +1078,9 @@ class Pager:
     def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
         """Note that a source has a part of this absent block's clean copy; `place` is relative to the block."""
 
+    def note_copy(self, block: int, tier: int, offset: int) -> None:
+        """Note that a tier has the bytes of this absent block, which has no content yet, at an offset that was reserved there."""
+
     def can_adopt(self, block: int) -> bool:
         """Return True if the block is absent and its content, if any, is a source's."""
 
@@ -1689,6 +1692,10 @@ class DeviceQueue(TransferQueue):
 
         The address and the number of bytes must be even.
         """
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the pieces, from its start, in which a block that is not page-locked is written and read."""
 
     def streams(self) -> list[int]:
         """All streams whose queued work may use the arena after `close`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import random
 import subprocess
 import sys
@@ -23,11 +24,16 @@ from farpool.memory.pager.use import Use
 from farpool.memory.pool import block_pool as block_pools
 from farpool.memory.pool.block_pool import BlockPool
 from farpool.memory.tiers.device import HostArena
+from farpool.memory.tiers.safetensors import SafetensorsFile
 from tests.block_pools import block_pool
 from tests.fake_cuda import FakeCuda, FakeMachine
 
 FAST, BLOCK, BLOCKS = 1 << 16, 1 << 12, 48
 LOST = 719
+WAITS_AND_COPIES = (
+    *("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"),
+    *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2"),
+)
 
 
 @pytest.fixture(params=range(4))
@@ -220,3 +226,69 @@ def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
     program = textwrap.dedent(_ENDING.format(root=str(Path(__file__).parents[2]), fork=fork))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_bytes_from_host_memory_enter_below_the_device_and_nothing_waits_for_it(machine: Machine, debug: bool) -> None:
+    with block_pool(FAST, [Dram("4MiB")], debug=debug, timeout=60) as pool:
+        # Debug mode looks at host memory at once, so nothing may be moved inside it, as it is with blocks of two sizes.
+        sizes = (BLOCK, 3 * FAST) if debug else (40, BLOCK, 3 * FAST, 5000)
+        sources = [random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate(sizes)]
+        before = [machine.fake.calls(call) for call in WAITS_AND_COPIES]
+        storages = [entered(pool, source, "embedding" if len(source) > FAST else "weights") for source in sources]
+        assert [machine.fake.calls(call) for call in WAITS_AND_COPIES] == before
+        assert pool.stats().fast.peak == 0
+        for storage in storages:
+            pool.pack_at_first_use(storage)
+        for _ in range(2):
+            for storage, source in zip(storages, sources, strict=True):
+                assert read(pool, machine, storage) == source
+        assert pool.stats().write_backs <= 1  # of the block into which the small one was packed
+
+
+def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine: Machine, tmp_path: Path) -> None:
+    with block_pool("96MiB", [Nvme(tmp_path / "far.pool", "64MiB")], timeout=60) as pool:
+        source = random.Random(0).randbytes(11 << 20)
+        storage = entered(pool, source)
+        assert storage.block_bytes > 4 << 20
+        assert read(pool, machine, storage) == source
+
+
+def test_a_file_is_the_clean_copy_and_takes_no_room_below(machine: Machine, tmp_path: Path) -> None:
+    sources = {f"t{seed}": random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate((9 << 20, 300, 7 << 20))}
+    header, end = {}, 0
+    for name, source in sources.items():
+        start, end = end, end + len(source)
+        header[name] = {"dtype": "U8", "shape": [len(source)], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(sources.values()))
+    with block_pool("8MiB", [Dram("1MiB")], timeout=60) as pool:
+        file = SafetensorsFile(path)
+        file.open()
+        storages = {name: pool.adopt(file, entry.extent) for name, entry in file.tensors.items()}
+        for _ in range(2):
+            for name, storage in storages.items():
+                assert read(pool, machine, storage) == sources[name]
+        stats = pool.stats()
+        assert stats.evictions > 0
+        assert stats.write_backs == stats.tiers[0].peak == 0
+
+
+def entered(pool: BlockPool, source: bytes, cls: str = "weights") -> Storage:
+    memory = ctypes.create_string_buffer(source, len(source))
+    storage = pool.enter(ctypes.addressof(memory), len(source), memory, cls=cls, row_bytes=512)
+    assert storage is not None
+    return storage
+
+
+def read(pool: BlockPool, machine: Machine, storage: Storage) -> bytes:
+    view = pool.arena.view()  # type: ignore[union-attr]
+    found = b""
+    for start, stop in storage.pieces():
+        access = pool.acquire([Use(storage, start, stop, Mode.READ)])
+        machine.fake.synchronize(machine.stream)
+        place = access.offsets[0]
+        found += bytes(view[place : place + stop - start])
+        pool.release(access)
+    return found

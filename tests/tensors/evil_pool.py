@@ -6,6 +6,7 @@ What is only read must not change. Memory that was released is poisoned, so a te
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Sequence
@@ -96,6 +97,18 @@ class EvilPool(Pool):
             step = step // rows * rows
         count = -(-nbytes // step) if nbytes else 0
         return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
+
+    def enter(
+        self, address: int, nbytes: int, owner: object, *, cls: str = "bytes", row_bytes: int = 0, name: str = ""
+    ) -> Storage | None:
+        """Storages come in both ways, whatever room there is."""
+        if nbytes == 0 or self._random.random() < 0.5:
+            return None
+        storage = self.allocate(nbytes, cls=cls, row_bytes=row_bytes, name=name)
+        with torch._C.DisableTorchFunction():
+            home = torch.frombuffer(bytearray(ctypes.string_at(address, nbytes)), dtype=torch.uint8)
+            self._homes[storage.first].bytes.copy_(home)
+        return storage
 
     @property
     def small(self) -> int:

@@ -11,20 +11,23 @@ from farpool.errors import UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.geometry import contiguous_strides, dense_strides, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.transfer import copy_dense, fill_dense, streamable
+from farpool.tensors.transfer import copy_dense, fill_dense, flat, streamable
 
 if TYPE_CHECKING:
-    from farpool.memory.pager.storage import StorageOwner
+    from farpool.memory.pager.storage import Storage, StorageOwner
 
 __all__ = [
     "allocate",
     "class_of_moments",
     "empty",
+    "enters",
     "from_tensor",
     "full",
     "materialize",
+    "moved_in",
     "ones",
     "shape_of",
+    "store",
     "to_cpu",
     "zeros",
 ]
@@ -106,6 +109,39 @@ def full(
     tensor = empty(pool, shape, dtype=dtype)
     fill_dense(tensor, value, "farpool.full")
     return tensor
+
+
+def enters(tensor: torch.Tensor, pool: StorageOwner) -> bool:
+    """Return True if `offload` can move a plain tensor into a pool: it is on the pool's device, or in host memory."""
+    return tensor.device.type == "cpu" or tensor.device == device_of(pool)
+
+
+def store(pool: StorageOwner, source: torch.Tensor, op: str, *, cls: str, row_bytes: int, name: str) -> Storage:
+    """Make a storage with the bytes of a plain one-dimensional ``uint8`` tensor, for `offload`.
+
+    Bytes in host memory go to the lower tiers past the fast tier, if it is on another device or has no room left. If
+    the lower tiers have none either, they go to the fast tier, which may make room there.
+    """
+    nbytes = source.numel()
+    if source.device.type == "cpu":
+        entered = pool.enter(source.data_ptr(), nbytes, source, cls=cls, row_bytes=row_bytes, name=name)
+        if entered is not None:
+            return entered
+    storage = pool.allocate(nbytes, cls=cls, row_bytes=row_bytes, name=name)
+    copy_dense(PagedTensor(storage, arena_views(pool), torch.uint8, (nbytes,), (1,)), source, op)
+    return storage
+
+
+def moved_in(pool: StorageOwner, tensor: torch.Tensor, op: str, *, cls: str, name: str = "") -> PagedTensor:
+    """A paged copy of a plain tensor, as `from_tensor` makes it, by the way of `store`."""
+    source = tensor.detach()
+    if not streamable(source):
+        source = source.clone()
+    size, stride = source.size(), dense_strides(source)
+    row_bytes = row_bytes_of(size, stride, source.itemsize)
+    memory = flat(source).view(torch.uint8)
+    storage = store(pool, memory, op, cls=cls, row_bytes=row_bytes, name=name)
+    return PagedTensor(storage, arena_views(pool), source.dtype, size, stride)
 
 
 def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:

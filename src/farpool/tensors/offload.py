@@ -16,24 +16,24 @@ from torch.nn.utils.prune import BasePruningMethod as _Pruning
 from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
-from farpool.errors import PoolFullError, PoolMixError, UnsupportedError
+from farpool.errors import ArgumentError, PoolFullError, PoolMixError, UnsupportedError
 from farpool.memory.pool import Pool
 from farpool.memory.pool.block_pool import BlockPool
-from farpool.tensors.arena import arena_views, device_of
+from farpool.tensors.arena import arena_views, device_of, is_device
 from farpool.tensors.arguments import inside_of, require_movable
 from farpool.tensors.compilation import invalidate_guards
-from farpool.tensors.factories import from_tensor, materialize
+from farpool.tensors.factories import enters, materialize, moved_in, store, to_cpu
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.identity import check_swappable, swap
-from farpool.tensors.optimizers import moments_of, note_offload, offload_state
+from farpool.tensors.optimizers import Moved, moments_of, note_offload, offload_state
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.stacked import class_of_weight
-from farpool.tensors.transfer import copy_dense
 from farpool.tensors.uninitialized import check_waits_for, is_uninitialized, move_when_initialized, stop_waiting
 
 __all__ = ["move_out", "offload", "paged_together", "restore"]
 
 _Owner = TypeVar("_Owner", bound=torch.nn.Module | torch.optim.Optimizer)
+_OP = "farpool.offload"
 _ALIGNMENT_BYTES = 512
 """Alignment of torch's own memory, on any device."""
 
@@ -106,16 +106,22 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
             "a pool takes strided tensors with memory only"
         )
     _check_device(tensor, name, pool)
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None and not _is_pageable(grad) and grad.device != device_of(pool):
+        raise UnsupportedError(
+            f"the gradient of {name} is {grad.layout} on {grad.device} and stays there, but its parameter would "
+            f"compute on {device_of(pool)}: drop it first, with zero_grad()"
+        )
     if not tensor.is_leaf:
         raise UnsupportedError(f"{name} is the result of a computation with history: detach it first")
     check_swappable(tensor, name)
 
 
 def _check_device(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
-    device = device_of(pool)
-    if tensor.device != device:
+    if not enters(tensor, pool):
+        device = device_of(pool)
         raise UnsupportedError(
-            f"{name} is on {tensor.device}, the pool on {device}: move the module first, with "
+            f"{name} is on {tensor.device}, the pool on {device}: move the module first, with module.to('cpu') or "
             f"module.to({str(device)!r})"
         )
 
@@ -147,17 +153,20 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     return list(shared.values())
 
 
+def _is_pageable(grad: torch.Tensor) -> bool:
+    return type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad
+
+
 def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
     """Paged copies of a group's tensors. The copies share a storage, because the tensors share memory."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
     row_bytes = row_bytes_of(largest.size(), largest.stride(), largest.itemsize)
     cls = "embedding" if group.embedding else class_of_weight(pool, largest.size(), row_bytes)
-    storage = pool.allocate(stop - start, cls=cls, row_bytes=row_bytes, name=group.names[0])
     arena = arena_views(pool)
     memory = largest.untyped_storage()
     source = plain_empty((0,), (1,), torch.uint8, largest.device).set_(memory, start, (stop - start,), (1,))
-    copy_dense(PagedTensor(storage, arena, torch.uint8, (stop - start,), (1,)), source, "farpool.offload")
+    storage = store(pool, source, _OP, cls=cls, row_bytes=row_bytes, name=group.names[0])
     del source, memory
     # After the copy, which would otherwise count as the first use and pack the storage.
     pool.pack_at_first_use(storage)
@@ -176,8 +185,8 @@ def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
             requires_grad=tensor.requires_grad,
         )
         grad = tensor.grad
-        if grad is not None and type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad:
-            twin.grad = from_tensor(pool, grad, cls="gradient", name=storage.gradient_name)
+        if grad is not None and _is_pageable(grad):
+            twin.grad = moved_in(pool, grad, _OP, cls="gradient", name=storage.gradient_name)
         paged.append(twin)
     return paged
 
@@ -219,7 +228,8 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     Parameters
     ----------
     module : torch.nn.Module or torch.optim.Optimizer
-        Any module on the pool's device, or an optimizer whose parameters are in the pool.
+        Any module on the pool's device or in host memory, or an optimizer whose parameters are in the pool. Bytes go
+        from host memory to the lower tiers without passing a GPU, so a module may be larger than the GPU's memory.
     pool : Pool
         Pool that receives the tensors.
     progress : callable, optional
@@ -263,17 +273,18 @@ def _move_module_in(
     groups = _collect(module, blocks)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
-    moved: list[torch.Tensor] = []
+    moved: Moved = []
     try:
         with torch.no_grad():
             for group, nbytes in zip(groups, sizes, strict=True):
+                device = group.tensors[0].device
                 _move_in(group, blocks)
-                moved.extend(group.tensors)
+                moved.extend((tensor, device) for tensor in group.tensors)
                 done += nbytes
                 if progress is not None:
                     progress(done, sum(sizes))
     except BaseException:
-        move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
+        _move_back(moved)
         raise
     finally:
         note_offload()
@@ -283,15 +294,20 @@ def _move_module_in(
 def _offload_optimizer(
     optimizer: torch.optim.Optimizer, pool: BlockPool, progress: Callable[[int, int], None] | None
 ) -> None:
-    moved: list[torch.Tensor] = []
+    moved: Moved = []
     try:
         offload_state(optimizer, pool, progress, moved)
     except BaseException:
-        move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
+        _move_back(moved)
         raise
 
 
-def restore(module: _Owner) -> _Owner:
+def _move_back(moved: Moved) -> None:
+    for device in {device for _, device in moved}:
+        move_out([tensor for tensor, of in moved if of == device and type(tensor) is PagedTensor], device)
+
+
+def restore(module: _Owner, *, device: torch.device | str | None = None) -> _Owner:
     """Undo `offload`: make the paged tensors of a module (and their gradients) or of an optimizer plain, in place.
 
     The moments of the module's optimizer stay in the pool until you pass the optimizer, too.
@@ -299,6 +315,9 @@ def restore(module: _Owner) -> _Owner:
     Parameters
     ----------
     module : torch.nn.Module or torch.optim.Optimizer
+    device : torch.device or str, optional
+        Device of the plain tensors: the pool's device by default, or ``"cpu"``, which a module needs that does not fit
+        into the memory of the GPU.
 
     Returns
     -------
@@ -308,7 +327,7 @@ def restore(module: _Owner) -> _Owner:
     Raises
     ------
     ArgumentError
-        The argument is neither a module nor an optimizer.
+        The first argument is neither a module nor an optimizer, or `device` is neither the CPU nor the pool's device.
     UnsupportedError
         Native code or an autograd graph holds a tensor; nothing was changed.
     PoolClosedError
@@ -316,7 +335,7 @@ def restore(module: _Owner) -> _Owner:
     """
     require_movable(module, "restore")
     if isinstance(module, torch.optim.Optimizer):
-        move_out(moments_of(module))
+        move_out(moments_of(module), device)
         return module
     _detach_computed(module)
     paged: dict[int, PagedTensor] = {}
@@ -325,30 +344,37 @@ def restore(module: _Owner) -> _Owner:
             check_swappable(tensor, name)
             paged[id(tensor)] = tensor
     try:
-        move_out(list(paged.values()))
+        move_out(list(paged.values()), device)
     finally:
         invalidate_guards(module)
     stop_waiting(module)
     return module
 
 
-def move_out(tensors: list[PagedTensor]) -> None:
+def move_out(tensors: list[PagedTensor], device: torch.device | str | None = None) -> None:
     """Make leaves and their gradients plain, in place. Tensors that shared a storage share memory afterwards.
+
+    The plain tensors are on `device`, which is the CPU or, like None, the pool's device.
 
     Storages are moved one by one. After an error, the tensors of the storages moved so far are plain, and all other
     tensors are still paged.
     """
     groups: dict[int, list[PagedTensor]] = {}
     for tensor in tensors:
+        if device is not None and not is_device(device, tensor.device) and torch.device(device).type != "cpu":
+            raise ArgumentError(
+                f"device is {str(device)!r}, and the tensors can become plain on 'cpu' or {str(tensor.device)!r}"
+            )
         groups.setdefault(id(tensor._storage), []).append(tensor)
     waiting = list(groups.values())
+    plain_copy = to_cpu if device is not None and torch.device(device).type == "cpu" else materialize
     with torch.no_grad():
         while waiting:
             # In a full pool there may be no room to fetch a storage. Resident storages need no room, and release some.
             full: list[tuple[list[PagedTensor], PoolFullError]] = []
             for group in waiting:
                 try:
-                    _move_group_out(group)
+                    _move_group_out(group, plain_copy)
                 except PoolFullError as error:
                     full.append((group, error.with_traceback(None)))  # the error's frames hold tensors
             if len(full) == len(waiting):
@@ -356,11 +382,11 @@ def move_out(tensors: list[PagedTensor]) -> None:
             waiting = [group for group, _ in full]
 
 
-def _move_group_out(group: list[PagedTensor]) -> None:
+def _move_group_out(group: list[PagedTensor], plain_copy: Callable[[PagedTensor], torch.Tensor]) -> None:
     """Make leaves of one storage plain. Release the storage at once, because the next storage may need its room."""
     # All copies exist before the first tensor changes, so a tier that fails leaves the whole group paged.
-    plain = _plain_group(group)
-    gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
+    plain = _plain_group(group, plain_copy)
+    gradients = [plain_copy(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
     for tensor, twin, gradient in zip(group, plain, gradients, strict=True):
         if gradient is not None:
             paged = tensor.grad
@@ -371,14 +397,14 @@ def _move_group_out(group: list[PagedTensor]) -> None:
         swap(tensor, twin)
 
 
-def _plain_group(group: list[PagedTensor]) -> list[torch.Tensor]:
+def _plain_group(group: list[PagedTensor], plain_copy: Callable[[PagedTensor], torch.Tensor]) -> list[torch.Tensor]:
     """Plain copies of paged tensors that share one storage; the copies share memory."""
     storage = group[0]._storage
     source = PagedTensor(storage, group[0]._arena, torch.uint8, (storage.nbytes,), (1,))
-    memory = materialize(source).untyped_storage()
+    memory = plain_copy(source).untyped_storage()
     made = []
     for tensor in group:
-        plain = plain_empty((0,), (1,), tensor.dtype, tensor.device)
+        plain = plain_empty((0,), (1,), tensor.dtype, memory.device)
         plain.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             torch._C._set_conj(plain, True)

@@ -16,7 +16,7 @@ import torch.optim.optimizer as _optimizer
 from torch.optim import Optimizer
 
 from farpool.errors import BudgetError, PoolMixError, UnsupportedError
-from farpool.tensors.factories import class_of_moments, from_tensor
+from farpool.tensors.factories import class_of_moments, enters, moved_in
 from farpool.tensors.geometry import is_strided
 from farpool.tensors.identity import swap
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -24,11 +24,22 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 if TYPE_CHECKING:
     from farpool.memory.pager.storage import StorageOwner
 
-__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of", "require_room"]
+__all__ = [
+    "Moved",
+    "apply",
+    "moments_of",
+    "note_offload",
+    "offload_state",
+    "page_moments",
+    "page_moments_of",
+    "require_room",
+]
 
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _NORM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK_ATTRIBUTE = "_farpool_offloads"
+Moved = list[tuple[torch.Tensor, torch.device]]
+"""Tensors that were moved into a pool, and the device on which each was plain."""
 _offloads = 0
 """Number of modules offloaded so far. `page_moments_of` stores this number on each optimizer that it checks, and checks
 the optimizer again only when the number has changed."""
@@ -48,14 +59,14 @@ def _is_moment(parameter: PagedTensor, key: object, value: object) -> bool:
         and value.size() == parameter.size()
         and (value.is_floating_point() or value.is_complex())
         and is_strided(value)
-        and value.device == parameter.device
+        and enters(value, parameter._storage.pool)
         and not value.requires_grad
     )
 
 
 def _paged(parameter: PagedTensor, value: torch.Tensor) -> PagedTensor:
     storage = parameter._storage
-    return from_tensor(storage.pool, value, cls=class_of_moments(parameter), name=storage.name)
+    return moved_in(storage.pool, value, "farpool.offload", cls=class_of_moments(parameter), name=storage.name)
 
 
 def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
@@ -91,7 +102,7 @@ def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
 
 
 def offload_state(
-    optimizer: Optimizer, pool: StorageOwner, progress: Callable[[int, int], None] | None, moved: list[torch.Tensor]
+    optimizer: Optimizer, pool: StorageOwner, progress: Callable[[int, int], None] | None, moved: Moved
 ) -> None:
     """Page the moments of paged parameters one by one, in place, and append each to `moved`.
 
@@ -116,10 +127,11 @@ def offload_state(
     moments = list(_plain_moments(optimizer))
     total = sum(value.nbytes for _, value in moments)
     for parameter, value in moments:
+        device = value.device
         swap(value, _paged(parameter, value))
-        moved.append(value)
+        moved.append((value, device))
         if progress is not None:
-            progress(sum(moment.nbytes for moment in moved), total)
+            progress(sum(moment.nbytes for moment, _ in moved), total)
 
 
 def page_moments_of(optimizer: Optimizer) -> None:

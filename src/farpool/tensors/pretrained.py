@@ -27,7 +27,6 @@ import torch
 from farpool.errors import ArgumentError, ConfigError, FarpoolError, FarpoolWarning, UnsupportedError
 from farpool.memory.pool import Pool, pool_of
 from farpool.memory.pool.block_pool import BlockPool
-from farpool.tensors.arena import device_of
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.factories import materialize
 from farpool.tensors.loading import load_tensors
@@ -275,10 +274,6 @@ def _finish(original: Any, model: Any, *args: Any, **options: Any) -> Any:
     target = _thread.targets[-1]
     with _loading():
         result = original(model, *args, **options)
-        device = device_of(target.pool)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if type(tensor) is not PagedTensor and tensor.device != device:
-                tensor.data = tensor.data.to(device)
         before = target.done
         pool = pool_of(target.pool)
         offload(model, pool, progress=lambda done, total: target.report(before + done - target.done))

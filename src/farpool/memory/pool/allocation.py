@@ -6,18 +6,27 @@ A large storage is cut into blocks, and small storages share a block. The blocks
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farpool.memory.pager import Pager
 from farpool.memory.pager.storage import Blocks, Cut, Dropped, block_bytes
 from farpool.memory.pool.recording import Made, Recorder
 
-__all__ = ["Allocation"]
-
+__all__ = ["Allocation", "Place"]
 
 CREATED, USED = -1, -2
 """Each class has two shared blocks that are still being filled: `CREATED` in the order in which storages are made, and
 `USED` in the order in which they are first used."""
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """An extent of a lower tier that is reserved for one block."""
+
+    tier: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -68,15 +77,18 @@ class Allocation:
         name : str
             Name of the storage, for recordings.
         """
-        self.storages += 1
-        self.live[cls] = self.live.get(cls, 0) + nbytes
-        self.written += nbytes
+        self._count(nbytes, cls)
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False)
         if nbytes <= self.sizes.small:
             block, offset = self._share(nbytes, cls, pack, name)
             return Blocks(block, 1, offset, self.sizes.shared, True)
         return self._create(nbytes, cls, row_bytes, name, adopted=False)
+
+    def _count(self, nbytes: int, cls: str) -> None:
+        self.storages += 1
+        self.live[cls] = self.live.get(cls, 0) + nbytes
+        self.written += nbytes
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
         """Allocate blocks for a storage whose clean copy is `nbytes` bytes at `offset` of a source file.
@@ -98,14 +110,29 @@ class Allocation:
             self._pager.adopt(blocks.first + index, source, offset + start, 0, size)
         return blocks._replace(adopted=True)
 
+    def cut(self, nbytes: int, cls: str, row_bytes: int) -> tuple[int, list[int]]:
+        """Return the `Storage.block_bytes` of a new storage that shares no block, and the sizes of its blocks."""
+        step = nbytes if nbytes <= self.sizes.small else block_bytes(nbytes, self.sizes, row_bytes, cls)
+        return step, [min(step, nbytes - start) for start in range(0, nbytes, step)]
+
+    def enter(self, nbytes: int, cls: str, step: int, places: Sequence[Place], name: str) -> Blocks:
+        """Allocate blocks for a storage whose bytes lower tiers have already, at a place for each block.
+
+        A small storage gets a block of its own. If it is loose, it is packed at its first use all the same.
+        """
+        first = self._make([place.nbytes for place in places], cls, name, False, places)
+        self._count(nbytes, cls)
+        return Blocks(first, len(places), 0, step, nbytes <= self.sizes.small)
+
     def _create(self, nbytes: int, cls: str, row_bytes: int, name: str, *, adopted: bool) -> Blocks:
-        step = block_bytes(nbytes, self.sizes, row_bytes, cls)
-        sizes = [min(step, nbytes - start) for start in range(0, nbytes, step)]
+        step, sizes = self.cut(nbytes, cls, row_bytes)
         return Blocks(self._make(sizes, cls, name, adopted), len(sizes), 0, step, False)
 
-    def _make(self, sizes: list[int], cls: str, name: str, adopted: bool) -> int:
+    def _make(self, sizes: list[int], cls: str, name: str, adopted: bool, places: Sequence[Place] = ()) -> int:
         # One call of the pager makes all of them, so their numbers are consecutive and the first one identifies them.
         first = self._pager.create(sizes, cls)
+        for block, place in enumerate(places, first):
+            self._pager.note_copy(block, place.tier, place.offset)
         made = self.made[first] = Made(first, len(sizes), name, adopted)
         if self._recorder.recordings:
             self._recorder.created(self._pager, made)

@@ -32,6 +32,7 @@ from farpool.memory.pool.allocation import Allocation
 from farpool.memory.pool.budget import Budget
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.device import open_device
+from farpool.memory.pool.entry import Entry
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
 from farpool.memory.pool.lower_tiers import LowerTiers
@@ -97,8 +98,7 @@ class BlockPool:
         self._births = itertools.count()
         """Counter. A storage gets a number when it is made, and a loose storage gets another at its first use."""
         self.ledger = ledger
-        self._lower = lower
-        self._device = device
+        self._lower, self._device = lower, device
         self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(fast, packed=self.arena.alignment)
@@ -132,6 +132,9 @@ class BlockPool:
             self._check_open,
             self._note_created,
             self._births,
+        )
+        self._entry = Entry(
+            self.allocation, self.driver, self.spaces, lower, self._queue, self._check_open, config.timeout
         )
         self._budget = Budget(
             self.pager,
@@ -250,7 +253,7 @@ class BlockPool:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
         # We wait for transfers without the lock: a thread that ends its access now needs the lock.
-        ended = self._queue.close(timeout)
+        ended = all([self._queue.close(timeout), self._entry.close(timeout)])
         watch, self._watch = self._watch, None
         # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
@@ -309,6 +312,40 @@ class BlockPool:
             self._check_room(nbytes, cls, name, self.allocation.sizes.largest if exchange else 0)
             blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
             storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
+            self._storages.add(storage)
+        self._note_created(storage)
+        return storage
+
+    def enter(
+        self, address: int, nbytes: int, owner: object, *, cls: str = "bytes", row_bytes: int = 0, name: str = ""
+    ) -> Storage | None:
+        """Make a storage with bytes from host memory, which go to lower tiers past the fast tier.
+
+        Return None, and do nothing, if the lower tiers lack room for the bytes, or if they fit into a fast tier in host
+        memory without an eviction. Then use `allocate` and write them.
+
+        Parameters
+        ----------
+        address : int
+            Address of the first byte. Nobody may change the bytes during the call.
+        owner : object
+            Object that keeps the memory alive.
+
+        Raises
+        ------
+        TierError
+            The tiers with room have failed, or one did not take the bytes in time (`TierTimeoutError`).
+        """
+        if nbytes == 0 or (self._device.stream is None and self.pager.used + nbytes <= self.fast):
+            return None
+        with self.driver:
+            self._check_open()
+            self._collect_dropped()
+        blocks = self._entry.enter(address, nbytes, owner, cls, row_bytes, name)
+        if blocks is None:
+            return None
+        storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
+        with self.driver:
             self._storages.add(storage)
         self._note_created(storage)
         return storage

@@ -94,11 +94,16 @@ def _whole_size(nbytes: int) -> str:
 
 
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
-    """Make a `TierError` whose message and attributes name the tier and the block. Its cause is `error`."""
+    """Make a `TierError` whose message and attributes name the tier and the block. Its cause is `error`.
+
+    A `block` of -1 is one that has no number yet.
+    """
     kind = type(error) if isinstance(error, TierError) else TierError
     if isinstance(error, NodeTimeoutError):
         kind = TierTimeoutError
     detail = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
-    named = kind(f"tier {tier!r}, block {block}: {detail}", tier=tier, block=block)
+    numbered = block >= 0
+    where = f"tier {tier!r}, block {block}" if numbered else f"tier {tier!r}"
+    named = kind(f"{where}: {detail}", tier=tier, block=block if numbered else None)
     named.__cause__ = error
     return named

@@ -232,8 +232,8 @@ class Recorder:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def created(self, pager: Pager, made: Made) -> None:
-        """Record that blocks were made. The program has not written to them yet."""
-        creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
+        """Record that blocks were made. The program has not used them yet."""
+        creates = _creates(pager, made)
         for recording in self.recordings:
             recording.noted.extend(creates)
 

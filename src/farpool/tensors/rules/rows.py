@@ -117,7 +117,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     table : PagedTensor
         At least one-dimensional.
     indices : torch.Tensor
-        One-dimensional, integers in ``[0, len(table))``.
+        One-dimensional, integers in ``[0, len(table))``. If they are on a GPU, the host waits for them.
     op : str
         For errors and events.
     """
@@ -125,9 +125,9 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     result = torch.empty((indices.numel(), *shape), dtype=table.dtype, device=table.device)
     if result.numel() == 0 or _copied(table, indices, result, op, write=False):
         return result
-    rows, positions = torch.unique(indices.long(), return_inverse=True)
-    host_rows = rows.cpu()
-    touched = _touched(table, host_rows, Mode.READ)
+    # All that depends on the values of the indices is computed on the host, so that it waits for the device only once.
+    rows, positions = torch.unique(indices.cpu().long(), return_inverse=True)
+    touched = _touched(table, rows, Mode.READ)
 
     pool = table._storage.pool
     step = table.stride(0)
@@ -141,17 +141,23 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
         try:
             # Rows of different blocks may be anywhere in the arena, so each is addressed by its first element.
             places = torch.tensor(access.offsets) // table.itemsize - touched.firsts[index:stop] * step
-            starts = (places.repeat_interleave(counts) + host_rows[first_row:last_row] * step).to(table.device)
+            starts = places.repeat_interleave(counts) + rows[first_row:last_row] * step
             arena = table._arena.windows(table.dtype, shape, table.stride()[1:])
             if stop - index == len(touched.uses):
                 # The selection copies the rows, so the result does not depend on the arena after the release.
-                return arena.index_select(0, starts[positions])
+                return arena.index_select(0, _sent(starts[positions], table.device))
             chosen = ((positions >= first_row) & (positions < last_row)).nonzero().squeeze(1)
-            result[chosen] = arena.index_select(0, starts[positions[chosen] - first_row])
+            found = arena.index_select(0, _sent(starts[positions[chosen] - first_row], table.device))
+            result.index_copy_(0, _sent(chosen, table.device), found)
         finally:
             pool.release(access)
         index = stop
     return result
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in host memory, on the table's device. The host does not wait until it is there."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: str, *, write: bool) -> bool:
@@ -198,9 +204,9 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
         try:
             counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
             places = torch.tensor(access.offsets) // table.itemsize - touched.firsts[index:stop] * step
-            starts = (places.repeat_interleave(counts) + host_rows[first_row:last_row] * step).to(table.device)
+            starts = places.repeat_interleave(counts) + host_rows[first_row:last_row] * step
             arena = table._arena.windows(table.dtype, shape, table.stride()[1:])
-            arena.index_copy_(0, starts, values[first_row:last_row])
+            arena.index_copy_(0, _sent(starts, table.device), values[first_row:last_row])
         finally:
             pool.release(access)
         index, first_row = stop, last_row
@@ -270,9 +276,10 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, indices = args[0], plain(args[1])
     if not is_table(table) or table.dim() != 2 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if out_of_range(indices, table.size(0)):
+    named = indices.cpu()
+    if out_of_range(named, table.size(0)):
         raise_as_torch(func, table, (indices, *args[2:]), kwargs)
-    return gather_rows(table, indices.reshape(-1), "aten.embedding").view(*indices.size(), table.size(1))
+    return gather_rows(table, named.reshape(-1), "aten.embedding").view(*indices.size(), table.size(1))
 
 
 @rule(_aten.index_select.default)
@@ -280,9 +287,10 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     table, dim, indices = args[0], args[1], plain(args[2])
     if not is_table(table) or dim not in (0, -table.dim()) or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if indices.dim() > 1 or out_of_range(indices, table.size(0)):
+    named = indices.cpu()
+    if indices.dim() > 1 or out_of_range(named, table.size(0)):
         raise_as_torch(func, table, (dim, indices), kwargs)
-    return gather_rows(table, indices.reshape(-1), "aten.index_select")
+    return gather_rows(table, named.reshape(-1), "aten.index_select")
 
 
 @rule(_aten.index.Tensor)
