@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
     from farpool.tensors.pretrained import from_pretrained
+    from farpool.tensors.recompute import checkpoint
     from farpool.tensors.saved import saved_tensors
     from farpool.tensors.step_in_backward import step_in_backward
 
@@ -152,6 +153,7 @@ __all__ = [
     "Traced",
     "UnsupportedError",
     "Verified",
+    "checkpoint",
     "from_pretrained",
     "load_safetensors",
     "map_tensors",
@@ -170,6 +172,7 @@ __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
+    "checkpoint": "farpool.tensors.recompute",
     "from_pretrained": "farpool.tensors.pretrained",
     "load_safetensors": "farpool.tensors.loading",
     "map_tensors": "farpool.cluster.store.tensors",

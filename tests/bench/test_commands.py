@@ -101,11 +101,15 @@ def test_saved_tensors_are_compared_with_rivals_and_take_less_plain_memory(tmp_p
     assert [case.model for case in outcome.cases] == ["mlp", "transformer"]
     for case in outcome.cases:
         ways = {one.way: one for one in case.ways}
-        assert list(ways) == ["plain", "save_on_cpu", "checkpoint", "farpool"]
+        assert list(ways) == ["plain", "save_on_cpu", "checkpoint", "farpool", "farpool, by cost"]
         assert all(len(one.seconds) == 1 and one.ratio > 0 and one.equal for one in case.ways)
         assert ways["farpool"].peak < 0.6 * ways["plain"].peak
         assert ways["checkpoint"].peak < ways["plain"].peak <= 1.1 * ways["save_on_cpu"].peak
         assert case.stored > 0.4 * ways["plain"].peak
+        assert ways["farpool, by cost"].peak < 0.8 * ways["plain"].peak
+        assert 0 < case.stored_by_cost <= 1.1 * case.stored
+        assert 0 <= case.kept <= 4
+        assert sum("kept" in line or "computed again" in line for line in case.choices) == 4
     assert outcome.cases[1].read > 0
     assert check_page(report.read_text()).counts["table"] == 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -78,6 +79,33 @@ def test_two_threads_with_streams_of_their_own_save_in_one_pool() -> None:
             thread.join(120)
         assert sorted(found) == [0, 1]
         assert all(_same(one, expected) for one in found.values())
+        assert pool.live == 0
+
+
+def test_parts_that_are_kept_or_computed_again_by_cost_have_the_bits_of_plain_ones() -> None:
+    stream = torch.cuda.current_stream()
+    expected = _steps(_model(), None, stream)
+    model = _model()
+    parts = [model[first : first + 2] for first in range(0, 2 * LAYERS, 2)]
+
+    class Parts(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for part in parts:
+                inputs = farpool.checkpoint(part, inputs)
+            return inputs
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return model.parameters(recurse)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            model.zero_grad(set_to_none)
+
+    with farpool.Pool("64MiB", dram="1GiB", device="cuda") as pool:
+        found = _steps(Parts(), pool, stream)
+        told = farpool.saved_tensors(pool).explain()
+        assert _same(found, expected)
+        assert told.count("kept") + told.count("computed again") == LAYERS
+        assert "to measure it" not in told
         assert pool.live == 0
 
 

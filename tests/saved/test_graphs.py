@@ -131,6 +131,45 @@ def test_a_tensor_that_a_backward_function_changes_is_read_anew_for_the_next(poo
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("way", ["twice", "other node", "other view", "as gradient"])
+def test_a_backward_function_that_changes_a_saved_tensor_does_not_change_other_ones(way: str, pool: Pool) -> None:
+    taken: list[torch.Tensor] = []
+
+    class Careless(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(value)
+            return value * value
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (value,) = ctx.saved_tensors
+            result = value * 2 * gradient
+            if way == "as gradient":
+                return value
+            taken.append(value.mul_(3))  # lives on
+            if way == "twice":
+                (value,) = ctx.saved_tensors
+                result = value * 2 * gradient
+            return result
+
+    leaf = rows(512, 128).requires_grad_()
+    value = leaf * 1
+    other = value.t() if way == "other view" else value
+    with farpool.saved_tensors(pool):
+        results = [Careless.apply(value), Careless.apply(value), (other * other.detach()).exp()]
+        total = results[0].sum() + results[1].sum() + results[2].mean()
+    total.backward()
+    plain = rows(512, 128).requires_grad_()
+    if way == "as gradient":
+        expected = [plain.detach() * 2]
+    else:
+        expected = [torch.autograd.grad((plain * plain).sum() * 2, plain)[0]]
+    (rest,) = torch.autograd.grad((plain * plain.detach()).exp().mean(), plain)
+    torch.testing.assert_close(leaf.grad, expected[0] + rest)
+    taken.clear()
+
+
 @pytest.mark.parametrize("what", ["weight", "small"])
 def test_a_tensor_that_is_kept_by_reference_must_not_change_before_the_backward_pass(what: str, pool: Pool) -> None:
     weight = torch.randn(256, 256, requires_grad=True) if what == "weight" else torch.randn(9, requires_grad=True) * 1

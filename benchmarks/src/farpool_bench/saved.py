@@ -1,8 +1,10 @@
 """Saved tensors: what autograd keeps between the forward and the backward pass, in plain memory or in a pool.
 
-A stack of linear layers and one of transformer blocks make training steps without an optimizer, in four ways: plain;
-with `torch.autograd.graph.save_on_cpu`; with `torch.utils.checkpoint` around each block; and inside
-`farpool.saved_tensors`, with a pool whose budget is a fraction of the plain step's peak, before a DRAM tier.
+A stack of linear layers and one of transformer blocks make training steps without an optimizer, in five ways: plain;
+with `torch.autograd.graph.save_on_cpu`; with `torch.utils.checkpoint` around each block; inside
+`farpool.saved_tensors`, with a pool whose budget is a fraction of the plain step's peak, before a DRAM tier; and in a
+second such pool with `farpool.checkpoint` around each block, which keeps the block's tensors or computes it again, by
+the costs that it has measured (`choices` in the result).
 
 The peak is that of the bytes that operations of one step make in plain memory, counted operation by operation, outside
 of the times. Weights and gradients exist before and are not in it, nor is the pool's budget, which stands next to it.
@@ -63,7 +65,9 @@ class Bench(harness.Benchmark):
                 f"One step of {outcome.layers} layers ({case.model}) of width {outcome.width}, {outcome.tokens} tokens"
             )
             yield Grid.of(title, columns, case.ways)
-            columns = "model {model}|stored {stored:MB}|to lower tiers {written:MB}|back {read:MB}"
-            columns += "|fetched on demand {demand:.1f}|prefetched {prefetched:.1f}"
+            columns = "model {model}|stored {stored:MB}|stored by cost {stored_by_cost:MB}|blocks kept by cost {kept:d}"
+            columns += (
+                "|to lower tiers {written:MB}|back {read:MB}|fetched on demand {demand:.1f}|prefetched {prefetched:.1f}"
+            )
             yield Grid.of("Saved tensors of a step in the pool; blocks that were fetched", columns, [Row(case)])
         yield f"{outcome.device}, torch with {outcome.threads} threads"

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
+import farpool
 from farpool import Dram, Event, Pool, Stats, saved_tensors
 from farpool.errors import FarpoolError
 from farpool.memory.pool import blocks_of
@@ -62,11 +63,17 @@ class _PlainBytes(TorchDispatchMode):
         return results
 
 
+def _call(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return block(hidden)  # type: ignore[no-any-return]
+
+
 class _Way:
     """One way to make a step, with its own copy of the model."""
 
-    def __init__(self, model: torch.nn.Module, inputs: torch.Tensor, context: Callable[[], Any], parts: bool) -> None:
-        self._model, self._inputs, self._context, self._parts = copy.deepcopy(model), inputs, context, parts
+    def __init__(
+        self, model: torch.nn.Module, inputs: torch.Tensor, context: Callable[[], Any], call: Callable[..., Any] = _call
+    ) -> None:
+        self._model, self._inputs, self._context, self._call = copy.deepcopy(model), inputs, context, call
         self.loss = torch.empty(0)
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -82,7 +89,7 @@ class _Way:
         with self._context():
             hidden = self._inputs
             for block in self._model.blocks:  # type: ignore[union-attr]
-                hidden = checkpoint(block, hidden, use_reentrant=False) if self._parts else block(hidden)
+                hidden = self._call(block, hidden)
             loss = hidden.square().mean()
         del hidden
         loss.backward()  # type: ignore[no-untyped-call]
@@ -114,18 +121,20 @@ def measure_case(bench: Any, model: str) -> Row:
     made = (Stack if model == "transformer" else _Layers)(bench.layers, bench.width).to(bench.device)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(1, bench.tokens, bench.width, generator=generator).to(bench.device)
-    plain = _Way(made, inputs, nullcontext, parts=False)
+    plain = _Way(made, inputs, nullcontext)
     plain.step()
     whole = plain.peak(set())
     budget = max(whole // bench.share, 1 << 20)
-    with Pool(budget, [Dram(_LOWER * whole)], device=bench.device) as pool:
-        arena = _arena_of(pool)
+    with _pool(bench, budget, whole) as pool, _pool(bench, budget, whole) as other:
+        arenas = _arena_of(pool) | _arena_of(other)
         on_cpu: Callable[[], AbstractContextManager[Any]] = partial(torch.autograd.graph.save_on_cpu, pin_memory=False)
+        again = partial(torch_checkpoint.checkpoint, use_reentrant=False)
         ways = {
             "plain": plain,
-            "save_on_cpu": _Way(made, inputs, on_cpu, parts=False),
-            "checkpoint": _Way(made, inputs, nullcontext, parts=True),
-            "farpool": _Way(made, inputs, partial(saved_tensors, pool), parts=False),
+            "save_on_cpu": _Way(made, inputs, on_cpu),
+            "checkpoint": _Way(made, inputs, nullcontext, again),
+            "farpool": _Way(made, inputs, partial(saved_tensors, pool)),
+            "farpool, by cost": _Way(made, inputs, partial(saved_tensors, other), farpool.checkpoint),
         }
         for way in list(ways.values()) * _WARM:
             way.step()
@@ -133,8 +142,9 @@ def measure_case(bench: Any, model: str) -> Row:
         samples = in_turn([way.step for way in ways.values()], bench.rounds, model, bench.progress)
         after = pool.stats()
         _check(ways)
-        peaks = [way.peak(arena) for way in ways.values()]
-        stored = _stored(pool, ways["farpool"])
+        choices = saved_tensors(other).explain().splitlines()
+        peaks = [way.peak(arenas) for way in ways.values()]
+        stored = [_stored(one, ways[name]) for one, name in ((pool, "farpool"), (other, "farpool, by cost"))]
     rows = [
         Row(
             way=name,
@@ -142,12 +152,24 @@ def measure_case(bench: Any, model: str) -> Row:
             ratio=median_ratio(taken, samples[0]),
             peak=peak,
             peak_ratio=peak / peaks[0],
-            budget=budget if name == "farpool" else 0,
+            budget=budget if name.startswith("farpool") else 0,
             equal=True,
         )
         for name, taken, peak in zip(ways, samples, peaks, strict=True)
     ]
-    return Row(model=model, ways=tuple(rows), stored=stored, **_moved(before, after, bench.rounds))
+    return Row(
+        model=model,
+        ways=tuple(rows),
+        stored=stored[0],
+        stored_by_cost=stored[1],
+        kept=sum(line.endswith("kept") for line in choices),
+        choices=tuple(choices),
+        **_moved(before, after, bench.rounds),
+    )
+
+
+def _pool(bench: Any, budget: int, whole: int) -> Pool:
+    return Pool(budget, [Dram(_LOWER * whole)], device=bench.device)
 
 
 def _arena_of(pool: Pool) -> set[int]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,9 +30,10 @@ from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import element_range, is_strided, plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.saving_steps import Step, plan_of
 from farpool.tensors.transfer import copy_dense, equal_dense, streamable
 
-__all__ = ["saved_tensors"]
+__all__ = ["SavedBytes", "SavedTensors", "Saver", "saved_tensors"]
 
 _OP = "farpool.saved_tensors"
 _SMALL_BYTES = 64 << 10
@@ -48,7 +50,73 @@ _SWEEP_MIN = 256
 """Number of known origins at which the dead ones among them are first looked for."""
 
 
-def saved_tensors(pool: Pool) -> saved_tensors_hooks:
+class SavedTensors(saved_tensors_hooks):
+    """The context manager that `saved_tensors` returns. It may be entered several times, also by several threads."""
+
+    def __init__(self, saver: Saver) -> None:
+        super().__init__(saver, _unpack)
+        self._saver = saver
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        self._saver.plan.enter(self._saver.pool)
+        try:
+            super().__enter__()
+        except BaseException:
+            self._saver.plan.leave()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._saver.plan.leave()
+        super().__exit__(*exc)
+
+    def explain(self) -> str:
+        """Return what each region of `farpool.checkpoint` costs in this pool, and the choice for its next call.
+
+        A line tells the calls of the last step, the time to compute their forward pass again, the bytes that they
+        save, the time to copy these into the pool and out of it, and how long the step would wait for the links to
+        lower tiers in addition.
+        """
+        return self._saver.plan.report()
+
+
+class Saver:
+    """The function that stores saved tensors in a pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.device = device_of(pool)
+        self.plan = plan_of(pool, self.device)
+        with _changing:
+            origins = _origins.get(pool)
+            if origins is None:
+                origins = _origins[pool] = _Origins()
+        self.origins = origins
+
+    def __call__(self, tensor: torch.Tensor) -> _Saved | _Kept:
+        if _stays(tensor, self.device):
+            return _Kept.of(tensor)
+        try:
+            return self._store(tensor)
+        except FarpoolError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold a tensor, which would live in the pool with them
+            error.add_note(
+                f"autograd was saving a tensor {list(tensor.size())} of {tensor.dtype} for the backward pass "
+                "(farpool.saved_tensors). The operation has no result; weights and gradients are as before"
+            )
+            raise
+
+    def _store(self, tensor: torch.Tensor) -> _Saved | _Kept:
+        step = self.plan.step
+        if step is None or not step.measured:
+            return _pack(tensor, self.pool, self.origins, None)
+        start = step.mark()
+        saved = _pack(tensor, self.pool, self.origins, step)
+        step.saved(start)
+        return saved
+
+
+def saved_tensors(pool: Pool) -> SavedTensors:
     """A context manager: tensors that autograd saves inside it live in a pool until the backward pass needs them.
 
     The saved tensors count in the pool's budget, as the class "activation", and move to lower tiers if the fast tier
@@ -65,8 +133,9 @@ def saved_tensors(pool: Pool) -> saved_tensors_hooks:
 
     Returns
     -------
-    torch.autograd.graph.saved_tensors_hooks
-        The context manager. It may be entered several times, also by several threads.
+    SavedTensors
+        The context manager, one of `torch.autograd.graph.saved_tensors_hooks`. It may be entered several times, also
+        by several threads. Its `explain()` tells the choices for parts of the model inside `farpool.checkpoint`.
 
     Raises
     ------
@@ -87,26 +156,7 @@ def saved_tensors(pool: Pool) -> saved_tensors_hooks:
     blocks = inside_of(pool, "saved_tensors")
     if blocks.closed:
         raise PoolClosedError("farpool.saved_tensors: the pool is closed: make a new one with farpool.Pool(...)")
-    with _changing:
-        origins = _origins.get(blocks)
-        if origins is None:
-            origins = _origins[blocks] = _Origins()
-    device = device_of(blocks)
-
-    def pack(tensor: torch.Tensor) -> _Saved | _Kept:
-        if _stays(tensor, device):
-            return _Kept.of(tensor)
-        try:
-            return _pack(tensor, blocks, origins)
-        except FarpoolError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold a tensor, which would live in the pool with them
-            error.add_note(
-                f"autograd was saving a tensor {list(tensor.size())} of {tensor.dtype} for the backward pass "
-                "(farpool.saved_tensors). The operation has no result; weights and gradients are as before"
-            )
-            raise
-
-    return saved_tensors_hooks(pack, _unpack)
+    return SavedTensors(Saver(blocks))
 
 
 # ---- tensors that stay -----------------------------------------------------------------------------------------------
@@ -137,13 +187,17 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
+def _has_own_place(tensor: torch.Tensor) -> bool:
+    """Return True if a saved tensor takes no memory of its own: a leaf of the graph, a view of one, a paged tensor."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter | PagedTensor) or (base.is_leaf and base.requires_grad)
+
+
 def _stays(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return True if a tensor is kept by reference, whatever is known of its memory."""
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
-        return True
     return (
-        type(tensor) is not torch.Tensor
+        _has_own_place(tensor)
+        or type(tensor) is not torch.Tensor
         or tensor.device != device
         or not is_strided(tensor)
         or not torch._C._has_storage(tensor)
@@ -177,6 +231,14 @@ class _Geometry(NamedTuple):
         return count
 
 
+class _Restored(NamedTuple):
+    """Memory that an image was read back to, as long as it lives, and an empty tensor with its number of changes."""
+
+    asker: object
+    memory: StorageWeakRef
+    changes: torch.Tensor
+
+
 class _Image:
     """Bytes of a range of some memory, in a pool.
 
@@ -199,7 +261,7 @@ class _Image:
         self.shift = shift
         self.gapped = gapped
         self._origin = origin
-        self._restored: tuple[object, StorageWeakRef] | None = None
+        self._restored: _Restored | None = None
 
     def flat(self, start: int, stop: int) -> PagedTensor:
         """Bytes ``[start, stop)`` of the stored bytes as a paged tensor."""
@@ -209,23 +271,30 @@ class _Image:
             arena = arena_views(self.storage.pool)
             return PagedTensor(self.storage, arena, dtype, (count,), (1,), start // dtype.itemsize)
 
-    def restore(self) -> torch.UntypedStorage:
+    def restore(self) -> tuple[torch.UntypedStorage, torch.Tensor]:
         """Plain memory with the stored bytes, `shift` bytes after its start.
 
-        A node of a graph may save several views of one image, which then share the memory, as they did before.
+        A node of a graph may save several views of one image, which then share the memory, as they did before. Once one
+        of them was changed in place, the next one gets memory of its own.
+
+        Returns
+        -------
+        torch.UntypedStorage, torch.Tensor
+            The memory, and an empty tensor that counts the changes in place of all tensors of this memory.
         """
         asker = _asker(self.storage.pool.device)
         restored = self._restored  # another thread may exchange it
-        if restored is not None and asker is not None and restored[0] == asker:
-            living: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(restored[1].cdata)
+        if restored is not None and asker is not None and restored.asker == asker and restored.changes._version == 0:
+            living: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(restored.memory.cdata)
             if living is not None:
-                return living
+                return living, restored.changes
         nbytes = self.storage.nbytes
         device = arena_views(self.storage.pool).device
         memory = plain_empty((nbytes + self.shift,), (1,), torch.uint8, device).untyped_storage()
         copy_dense(_raw(memory, self.shift, self.shift + nbytes), self.flat(0, nbytes), _OP)
-        self._restored = (asker, StorageWeakRef(memory))  # type: ignore[no-untyped-call]
-        return memory
+        changes = plain_empty((0,), (1,), torch.uint8, device)
+        self._restored = _Restored(asker, StorageWeakRef(memory), changes)  # type: ignore[no-untyped-call]
+        return memory, changes
 
     def __del__(self) -> None:
         # May run at any moment, so it takes no lock. An image that was not read is of a graph without a backward pass.
@@ -307,10 +376,19 @@ class _Saved:
     size: torch.Size
     conj: bool
     neg: bool
+    step: Step | None
 
     def unpack(self) -> torch.Tensor:
+        if self.step is None:
+            return self._restored()
+        start = self.step.mark()
+        tensor = self._restored()
+        self.step.read(start)
+        return tensor
+
+    def _restored(self) -> torch.Tensor:
         image, geometry = self.image, self.geometry
-        memory = image.restore()
+        memory, version = image.restore()
         itemsize = geometry.dtype.itemsize
         if image.gapped is None:
             first = (image.shift - image.start) // itemsize + geometry.first
@@ -320,7 +398,10 @@ class _Saved:
             memory = plain_empty((extent,), (1,), geometry.dtype, packed.device).untyped_storage()
             first = 0
             _view(memory, geometry.dtype, 0, geometry.size, geometry.stride).copy_(packed)
-        tensor = _view(memory, geometry.dtype, first, self.size, geometry.stride)
+            version = packed
+        # All views of the memory count changes in place together, as views of the original memory do.
+        tensor = version.detach()
+        tensor.data = _view(memory, geometry.dtype, first, self.size, geometry.stride)
         if self.conj:
             torch._C._set_conj(tensor, True)
         if self.neg:
@@ -328,7 +409,7 @@ class _Saved:
         return tensor
 
 
-def _pack(tensor: torch.Tensor, pool: BlockPool, origins: _Origins) -> _Saved | _Kept:
+def _pack(tensor: torch.Tensor, pool: BlockPool, origins: _Origins, step: Step | None) -> _Saved | _Kept:
     memory = tensor.untyped_storage()
     origin = origins.of(memory)
     if origin.outlived:
@@ -348,7 +429,37 @@ def _pack(tensor: torch.Tensor, pool: BlockPool, origins: _Origins) -> _Saved | 
                 gapped = geometry
         image = _store(memory, start, stop, gapped, pool, origin)
         origins.add(origin, version, image)
-    return _Saved(image, geometry, tensor.size(), tensor.is_conj(), tensor.is_neg())
+        if step is not None:
+            step.stored += image.storage.nbytes
+    return _Saved(image, geometry, tensor.size(), tensor.is_conj(), tensor.is_neg(), step)
+
+
+class SavedBytes:
+    """Counts what tensors would take in a pool, without storing them. Memory of the tensors `known` does not count."""
+
+    def __init__(self, saver: Saver, known: Iterable[torch.Tensor]) -> None:
+        self._saver = saver
+        # A reference keeps the identity of freed memory from being used again.
+        self._memories: dict[int, StorageWeakRef] = {}
+        self._counted: dict[tuple[int, int], tuple[bool, int]] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known if torch._C._has_storage(tensor)}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that autograd saves."""
+        if _has_own_place(tensor) or not is_strided(tensor) or not torch._C._has_storage(tensor):
+            return
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key in self._known or self._saver.origins.of(memory).outlived:
+            return
+        self._memories.setdefault(key, StorageWeakRef(memory))  # type: ignore[no-untyped-call]
+        stays = _stays(tensor, self._saver.device)
+        _, needed = self._counted.get((key, tensor._version), (stays, 0))
+        self._counted[key, tensor._version] = stays, min(memory.nbytes(), needed + _Geometry.of(tensor).needed())
+
+    def total(self, *, stays: bool) -> int:
+        """Bytes that would go into the pool, or that would stay in plain memory."""
+        return sum(needed for kind, needed in self._counted.values() if kind == stays)
 
 
 def _find(
