@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import re
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from farpool.memory.pool import block_pool as block_pools
 from farpool.memory.pool.block_pool import BlockPool
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import DeviceTimes
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
@@ -167,6 +171,66 @@ def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: Machine)
         for thread in threads:
             thread.join(120)
         assert not failed
+
+
+def test_operations_are_reported_at_the_times_when_the_device_computed(machine: Machine) -> None:
+    machine.fake.set("real_time_rate", 1e9)
+    seconds = 0.02
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        events: list[Event] = []
+        end = pool.subscribe(events.append)
+        storages = [pool.allocate(BLOCK) for _ in range(4)]
+        began = time.monotonic()
+        for number, storage in enumerate(storages):
+            access = pool.acquire([Use(storage, 0, BLOCK, Mode.OVERWRITE)], f"op {number}")
+            machine.fake.launch(machine.stream, seconds)
+            pool.release(access)
+        machine.fake.synchronize(machine.stream)
+
+        look = Use(storages[0], 0, BLOCK, Mode.READ)
+
+        def computed() -> list[Event]:
+            pool.release(pool.acquire([look], "look"))
+            return [event for event in events if event.kind == "compute" and event.op != "look"]
+
+        within(lambda: len(computed()) == 4, "the device's times are missing")
+        assert [event.op for event in computed()] == [f"op {number}" for number in range(4)]
+        before = began
+        for number, event in enumerate(computed()):
+            assert event.nbytes == BLOCK
+            assert event.duration >= 0.75 * seconds, "the host queues an operation much faster"
+            assert event.time >= before - 1e-3, "one operation after the other"
+            before = event.time + event.duration
+            assert before - began >= seconds * (number + 1) - 1e-3
+        device = pool.stats().device
+        assert device is not None
+        assert device.computing >= 4 * 0.75 * seconds
+        assert device.computing <= device.seconds + 1e-9
+        assert device.fetching == device.waiting == 0
+        end()
+
+
+def test_explain_says_how_busy_the_device_and_its_link_were(machine: Machine) -> None:
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        assert pool.stats().device == DeviceTimes(0, 0, 0, 0, 0)
+        run_program(pool, machine, machine.seed, 300)
+        stats = pool.stats()
+        device = stats.device
+        assert device is not None
+        links = {(link.source, link.target): link.seconds for link in stats.links}
+        assert 0 < device.fetching <= links["dram", "fast"] * 1.001, "transfers that overlap count once"
+        assert 0 < device.writing_back <= links["fast", "dram"] * 1.001
+        assert device.waiting <= stats.stall_seconds
+        assert max(device.fetching, device.writing_back, device.computing + device.waiting) <= device.seconds + 1e-9
+        text = pool.explain()
+        assert re.search(r"^device, by its own clock: computed [\d.]+ s \(\d+%\) of [\d.]+ s, waited ", text, re.M)
+        assert re.search(r"^its link: fetched for [\d.]+ s \(\d+%\), wrote back for ", text, re.M)
+
+
+def test_a_pool_on_the_host_has_no_times_of_a_device() -> None:
+    with block_pool(FAST, [Dram("1MiB")]) as pool:
+        assert pool.stats().device is None
+        assert "by its own clock" not in pool.explain()
 
 
 def test_an_access_on_a_stream_that_is_captured_is_refused_and_changes_nothing(machine: Machine) -> None:

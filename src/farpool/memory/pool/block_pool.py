@@ -490,8 +490,11 @@ class BlockPool:
         if self.account.listening and grant.access is not None and not self.closed:
             seconds = time.monotonic() - heard.since
             nbytes = sum(self.pager.run_bytes(run) for run in grant.access.runs)
-            event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
-            self.account.note(event)
+            if self.pager.late:  # the operation may not have begun yet
+                self.account.queued(grant.access.ordinal, heard.op, nbytes)
+            else:
+                event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
+                self.account.note(event)
         self.driver.release(grant)
         self._deliver()
         if heard.recorded is not None:
@@ -502,7 +505,10 @@ class BlockPool:
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
+                ran = self.driver.take_ran() if self.pager.late else []
+                used = self.pager.used
             self.account.transferred(ended)
+            self.account.computed(ran, used)
         self.account.deliver()
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
@@ -546,6 +552,8 @@ class BlockPool:
             self.driver.attention = True
 
         def unsubscribe() -> None:
+            if self.pager.late and not self.closed:
+                self._deliver()  # what the device has done since the last operation
             with self.driver:
                 end()
                 self.driver.listen(self.account.listening)
