@@ -313,3 +313,50 @@ def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
     program = textwrap.dedent(_ENDING.format(root=str(Path(__file__).parents[2]), fork=fork))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+_DROPPING = """
+    import sys
+    sys.path.insert(0, {root!r})
+    import gc
+    import warnings
+    from farpool import Throttled
+    from tests.pool.test_device_pool import BLOCK, FAST, Dram, Machine, Mode, Use, block_pool, block_pools
+    tier = Dram("1MiB")
+    if {cuda}:
+        machine = Machine(3)
+        block_pools.open_device = machine.open
+        machine.fake.set("real_time_rate", 40_000)  # a block takes 0.1 s
+    else:
+        tier = Throttled(tier, write_bandwidth=40_000)
+    pool = block_pool(FAST, [tier], timeout=60)
+    storages = [pool.allocate(BLOCK) for _ in range(8)]
+    for storage in storages:
+        pool.release(pool.acquire([Use(storage, 0, BLOCK, Mode.OVERWRITE)]))
+        pool.demote(storage)
+    assert pool._queue.pending > 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del storage, storages, pool
+        gc.collect()
+    warning, = [entry.message for entry in caught]
+    assert isinstance(warning, ResourceWarning) and "was dropped without close()" in str(warning), warning
+    (_, kept), = block_pools._DROPPED
+    assert kept._queue.pending > 0 and not kept.closed
+    if {again}:
+        tier = Dram("1MiB")
+        with block_pool(FAST, [tier]) as pool:
+            assert kept.closed and not block_pools._DROPPED
+            pool.release(pool.acquire([Use(storage := pool.allocate(BLOCK), 0, BLOCK, Mode.OVERWRITE)]))
+    assert not {cuda} or not machine.fake.violations()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["exit", "another pool"])
+@pytest.mark.parametrize("cuda", [False, True], ids=["host", "device"])
+def test_a_pool_that_is_dropped_in_the_middle_of_its_copies_frees_nothing_under_them(cuda: bool, again: bool) -> None:
+    FakeCuda()  # skips if it is not built
+    program = textwrap.dedent(_DROPPING.format(root=str(Path(__file__).parents[2]), cuda=cuda, again=again))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
