@@ -28,7 +28,7 @@ TEST("intervals that overlap count once, in any order") {
     for (int step = 0; step < 1000; ++step) {
         // In the order of their ends, except for some.
         const int end = std::min(horizon, 4 * step + 1 + static_cast<int>(random() % 60));
-        const int start = std::max(0, end - static_cast<int>(random() % 40));
+        const int start = std::max(0, end - static_cast<int>(random() % 8));
         covered.add(start, end);
         mark(seconds, start, end);
         CHECK_EQUAL(covered.seconds(), count(seconds));
