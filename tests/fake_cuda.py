@@ -1,19 +1,31 @@
-"""The simulated CUDA driver of the native tests, opened from Python."""
+"""The simulated CUDA driver of the native tests, opened from Python, and pools on it."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-__all__ = ["FakeCuda"]
+from farpool import _native
+from farpool.ledger import Ledger
+from farpool.memory.debug import DeviceMemory, Watch
+from farpool.memory.pager import Pager
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.device import HostArena
+
+__all__ = ["FakeCuda", "FakeMachine"]
 
 _BUILT = Path(__file__).parents[1] / "build" / "native-tests" / "fake_cuda" / "libcuda.so.1"
 _SETTINGS = (
     "device_limit", "locked_limit", "split_bytes", "copies_until_failure", "devices", "version", "rate", "host_time",
-    "real_time_rate",
+    "real_time_rate", "host_computes",
 )  # fmt: skip
 
 
@@ -83,3 +95,45 @@ class FakeCuda:
         text = ctypes.create_string_buffer(4096)
         self._library.fakeViolations(text, len(text))
         return text.value.decode()
+
+
+class _Arena(HostArena):
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The arena, as a pool on a GPU has it."""
+        return torch.frombuffer(self.view(), dtype=torch.uint8)
+
+
+class FakeMachine:
+    """Opens a simulated GPU for each pool.
+
+    Parameters
+    ----------
+    seed : int
+        Decides when queued work runs, and by its rest after division by 4 the policy.
+    computes : bool, optional
+        The host computes at once what a program would queue on a GPU, so it waits wherever the program's stream waits.
+    """
+
+    def __init__(self, seed: int, *, computes: bool = False) -> None:
+        gc.collect()  # what earlier tests have left uses the device
+        self.seed = seed
+        self.fake = FakeCuda()
+        self.fake.reset(seed, seed % 4)
+        self.fake.set("host_computes", computes)
+        self.stream = 0
+        self.ledger: Ledger | None = None
+
+    def open(self, config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+        """Stand in for `open_device`; host memory stands in for the device's."""
+        assert isinstance(config.fast, int)
+        arena = _Arena(config.fast)
+        self.ledger = ledger
+        staging = staging_bytes(config.fast)
+        queue = device_queue(_native.Cuda(0, str(self.fake.path)), staging, 0, tiers, ledger)
+
+        def watch(pager: Pager) -> Watch:
+            return Watch(pager, DeviceMemory(arena.address, queue))
+
+        booked = {"page_locked": staging}
+        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream)

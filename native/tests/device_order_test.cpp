@@ -325,7 +325,7 @@ TEST("accesses have the times of the device, in the order of their ends") {
     for (const int ordinal : {0, 1, 2}) {
         rig.queue->begin_use(rig.handle(0));
         rig.queue->order_use(rig.handle(0), -1);
-        rig.launch(0, [] {}, 0.02);
+        rig.launch(0, [] {}, 0.2);
         rig.queue->end_use(rig.handle(0), ordinal);
     }
     rig.use(1, 3, [] {});
@@ -342,8 +342,8 @@ TEST("accesses have the times of the device, in the order of their ends") {
     for (const int ordinal : {0, 1, 2}) {
         const auto& one = ran[static_cast<std::size_t>(ordinal)];
         CHECK_EQUAL(one.ordinal, ordinal);
-        CHECK(one.start >= begun - 1e-3 && one.end - begun >= 0.02 * (ordinal + 1) - 1e-3);
-        CHECK(one.end - one.start >= 0.015);
+        CHECK(one.start >= begun - 1e-3 && one.end - begun >= 0.2 * (ordinal + 1) - 1e-3);
+        CHECK(one.end - one.start >= 0.15);  // a busy host may set the clock some milliseconds late
     }
     CHECK(ran[1].start >= ran[0].end && ran[2].start >= ran[1].end);
     rig.close();

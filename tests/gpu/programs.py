@@ -1,4 +1,4 @@
-"""What the tests run on a GPU, plain and in a pool."""
+"""What the tests run on a GPU, plain and in a pool. Without a GPU, a simulated one copies and the host computes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the operations run."""
 WIDTH, LAYERS = 512, 12
 
 
@@ -24,10 +26,10 @@ class Block(torch.nn.Module):
 
 
 def build(layers: int = LAYERS, width: int = WIDTH) -> torch.nn.Sequential:
-    """A model with seeded weights on the GPU."""
+    """A model with seeded weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return torch.nn.Sequential(*[Block(width) for _ in range(layers)]).to("cuda")
+        return torch.nn.Sequential(*[Block(width) for _ in range(layers)]).to(DEVICE)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -35,7 +37,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def batch(tokens: int = 64, width: int = WIDTH, seed: int = 1) -> torch.Tensor:
-    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to("cuda")
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:

@@ -12,60 +12,31 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, UnsupportedError, _native
+from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, UnsupportedError
 from farpool.ledger import Ledger
-from farpool.memory.debug import HostMemory, Watch
-from farpool.memory.pager import Mode, Pager
+from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool import block_pool as block_pools
 from farpool.memory.pool.block_pool import BlockPool
-from farpool.memory.pool.config import PoolConfig
-from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import DeviceTimes
-from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import FakeCuda, FakeMachine
 
 FAST, BLOCK, BLOCKS = 1 << 16, 1 << 12, 48
 LOST = 719
 
 
-class Machine:
-    """What a pool opens instead of a GPU."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.fake = FakeCuda()
-        self.fake.reset(seed, seed % 4)
-        self.stream = 0
-        self.ledger: Ledger | None = None
-
-    def open(self, config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-        assert isinstance(config.fast, int)
-        arena = HostArena(config.fast)
-        self.ledger = ledger
-        staging = staging_bytes(config.fast)
-        queue = device_queue(_native.Cuda(0, str(self.fake.path)), staging, 0, tiers, ledger)
-
-        def watch(pager: Pager) -> Watch:
-            return Watch(pager, HostMemory(arena))
-
-        booked = {"page_locked": staging}
-        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream)
-
-
 @pytest.fixture(params=range(4))
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    gc.collect()  # what earlier tests have left uses the device
-    machine = Machine(request.param)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMachine]:
+    machine = FakeMachine(request.param)
     monkeypatch.setattr("farpool.memory.pool.block_pool.open_device", machine.open)
     yield machine
     assert not machine.fake.violations()
@@ -73,7 +44,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.ledger.total(owner="page locks").page_locked == 0
 
 
-def run_program(pool: BlockPool, machine: Machine, seed: int, steps: int) -> None:
+def run_program(pool: BlockPool, machine: FakeMachine, seed: int, steps: int) -> None:
     """Writes to blocks and looks at them, in a loop with some noise.
 
     The host stands in for the kernels, so it waits for what the stream waits for.
@@ -114,7 +85,7 @@ def within(condition: object, what: str) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_is_read_is_what_was_written(machine: Machine, debug: bool) -> None:
+def test_what_is_read_is_what_was_written(machine: FakeMachine, debug: bool) -> None:
     with block_pool(FAST, [Dram("1MiB")], debug=debug, timeout=60) as pool:
         run_program(pool, machine, machine.seed, 400)
         stats = pool.stats()
@@ -126,7 +97,7 @@ def test_what_is_read_is_what_was_written(machine: Machine, debug: bool) -> None
     assert machine.fake.calls("cuStreamWaitEvent") > 0
 
 
-def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: Machine, tmp_path: Path) -> None:
+def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: FakeMachine, tmp_path: Path) -> None:
     with block_pool(FAST, [Dram(1 << 16), Nvme(tmp_path / "far.pool", "1MiB")], timeout=60) as pool:
         run_program(pool, machine, machine.seed, 300)
         stats = pool.stats()
@@ -134,7 +105,7 @@ def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: Mach
         assert stats.tiers[1].peak > 0
 
 
-def test_the_budget_can_be_lowered_and_raised_again(machine: Machine) -> None:
+def test_the_budget_can_be_lowered_and_raised_again(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         for budget in (FAST, FAST // 2, FAST):
             pool.resize(budget)
@@ -143,7 +114,7 @@ def test_the_budget_can_be_lowered_and_raised_again(machine: Machine) -> None:
 
 
 def test_small_storages_are_aligned_as_the_device_aligns_its_own(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostArena, "alignment", 512)
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
@@ -155,7 +126,7 @@ def test_small_storages_are_aligned_as_the_device_aligns_its_own(
         del storages, storage
 
 
-def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: Machine) -> None:
+def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("4MiB")], timeout=60) as pool:
         failed: list[BaseException] = []
 
@@ -173,7 +144,7 @@ def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: Machine)
         assert not failed
 
 
-def test_operations_are_reported_at_the_times_when_the_device_computed(machine: Machine) -> None:
+def test_operations_are_reported_at_the_times_when_the_device_computed(machine: FakeMachine) -> None:
     machine.fake.set("real_time_rate", 1e9)
     seconds = 0.02
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
@@ -210,7 +181,7 @@ def test_operations_are_reported_at_the_times_when_the_device_computed(machine: 
         end()
 
 
-def test_explain_says_how_busy_the_device_and_its_link_were(machine: Machine) -> None:
+def test_explain_says_how_busy_the_device_and_its_link_were(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         assert pool.stats().device == DeviceTimes(0, 0, 0, 0, 0)
         run_program(pool, machine, machine.seed, 300)
@@ -233,7 +204,7 @@ def test_a_pool_on_the_host_has_no_times_of_a_device() -> None:
         assert "by its own clock" not in pool.explain()
 
 
-def test_an_access_on_a_stream_that_is_captured_is_refused_and_changes_nothing(machine: Machine) -> None:
+def test_an_access_on_a_stream_that_is_captured_is_refused_and_changes_nothing(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
         use_all(pool, storages, Mode.OVERWRITE)
@@ -247,7 +218,7 @@ def test_an_access_on_a_stream_that_is_captured_is_refused_and_changes_nothing(m
         del storages
 
 
-def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(machine: Machine) -> None:
+def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(machine: FakeMachine) -> None:
     pool = block_pool(FAST, tier := [Dram("1MiB")], timeout=0.5)
     storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
     use_all(pool, storages, Mode.OVERWRITE)
@@ -271,7 +242,7 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
 
 
 @pytest.mark.parametrize("call", ["cuMemHostRegister_v2", "cuStreamCreate", "cuMemAlloc_v2", "cuEventCreate"])
-def test_a_device_that_refuses_at_the_opening_leaves_nothing_behind(machine: Machine, call: str) -> None:
+def test_a_device_that_refuses_at_the_opening_leaves_nothing_behind(machine: FakeMachine, call: str) -> None:
     machine.fake.fail_call(call, 1, 2)
     with pytest.raises(ConfigError, match=r"the device cannot be used with .* of page-locked host memory: .*free host"):
         block_pool(FAST, [Dram("1MiB")])
@@ -287,8 +258,8 @@ def test_a_device_with_a_number_is_refused_with_what_to_do_instead() -> None:
 _ENDING = """
     import sys
     sys.path.insert(0, {root!r})
-    from tests.pool.test_device_pool import BLOCK, FAST, Dram, Machine, Mode, Use, block_pool, block_pools
-    machine = Machine(3)
+    from tests.pool.test_device_pool import BLOCK, FAST, Dram, FakeMachine, Mode, Use, block_pool, block_pools
+    machine = FakeMachine(3)
     block_pools.open_device = machine.open
     pool = block_pool(FAST, [Dram("1MiB")], timeout=60)
     storages = [pool.allocate(BLOCK) for _ in range(48)]
@@ -321,10 +292,10 @@ _DROPPING = """
     import gc
     import warnings
     from farpool import Throttled
-    from tests.pool.test_device_pool import BLOCK, FAST, Dram, Machine, Mode, Use, block_pool, block_pools
+    from tests.pool.test_device_pool import BLOCK, FAST, Dram, FakeMachine, Mode, Use, block_pool, block_pools
     tier = Dram("1MiB")
     if {cuda}:
-        machine = Machine(3)
+        machine = FakeMachine(3)
         block_pools.open_device = machine.open
         machine.fake.set("real_time_rate", 40_000)  # a block takes 0.1 s
     else:

@@ -235,7 +235,8 @@ int cuStreamWaitEvent(void* handle, void* event_handle, unsigned) {
             return stream == nullptr ? invalid_handle : 0;
         }
         // Any context will do, because the event and the stream may belong to different devices.
-        return device.queue("cuStreamWaitEvent", handle, stream->context, {.kind = Kind::wait, .mark = event.last});
+        const int result = device.queue("cuStreamWaitEvent", handle, stream->context, {.kind = Kind::wait, .mark = event.last});
+        return result == 0 && handle == nullptr && device.host_computes ? device.run_until(event.last) : result;
     });
 }
 
@@ -472,6 +473,9 @@ void fakeSet(int setting, double value) {
             break;
         case fake_host_time:
             device.host_time = value;
+            break;
+        case fake_host_computes:
+            device.host_computes = value != 0;
             break;
         case fake_real_time_rate:
             device.rate = value, device.serve_in_real_time();

@@ -68,6 +68,7 @@ void Simulation::start(std::uint64_t seed, Policy order) {
     policy = order;
     rate = 2e9;
     host_time = -1;
+    host_computes = false;
     random_.seed(seed);
     real_time_ = stopping_ = false;
 }

@@ -86,6 +86,7 @@ public:
     Policy policy;
     double rate;
     double host_time;  // negative: real time
+    bool host_computes;
 
     Simulation() { start(0, Policy::random); }
     // Ends all work, and begins with a new device. The mutex must not be locked.
