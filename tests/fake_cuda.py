@@ -46,6 +46,7 @@ class FakeCuda:
         self._library.fakeAdvance.argtypes = [ctypes.c_uint64]
         self._library.fakeAdvance.restype = ctypes.c_uint64
         self._library.fakeFailCall.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int]
+        self._library.fakeLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double]
         self._library.fakeCapture.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self._library.fakeCalls.argtypes = [ctypes.c_char_p]
         self._library.fakeCalls.restype = ctypes.c_uint64
@@ -68,6 +69,13 @@ class FakeCuda:
     def synchronize(self, stream: int) -> None:
         """Wait until the work of a stream is done."""
         result = self._library.cuStreamSynchronize(stream)
+        assert result == 0, f"CUDA error {result}"
+
+    def launch(self, stream: int, seconds: float) -> None:
+        """Queue a kernel that computes for some seconds of the device's time, and changes nothing."""
+        # Not a Python function: the device's thread would wait for the interpreter lock, whose holder may wait for it.
+        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+        result = self._library.fakeLaunch(stream, nothing, None, seconds)
         assert result == 0, f"CUDA error {result}"
 
     def fail_call(self, name: str, number: int, result: int) -> None:

@@ -224,7 +224,7 @@ record or check the access if that is wanted, and calls `acquire` with `careful`
             "The most bytes of the arena that were ever in use at the same time.")
         .def(
             "listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"),
-            "Start or stop collecting the ended transfers that `take_ended` returns.")
+            "Start or stop collecting what `take_ended` and `take_ran` return.")
         .def(
             "take_ended",
             [](BoundDriver& self) {
@@ -237,6 +237,27 @@ record or check the access if that is wanted, and calls `acquire` with `careful`
             nb::sig("def take_ended(self) -> list[tuple[typing.Any, float, float, int]]"),
             R"(Return the transfers that have succeeded since the last call: each transfer, the times of its start and end, and
 the bytes of the arena in use at its end.)")
+        .def(
+            "take_ran",
+            [](BoundDriver& self) {
+                nb::list ran;
+                for (const farpool::Ran& one : self->take_ran()) {
+                    ran.append(nb::make_tuple(one.ordinal, one.start, one.end));
+                }
+                return ran;
+            },
+            nb::sig("def take_ran(self) -> list[tuple[int, float, float]]"),
+            "Return when a device computed, as far as it has told since the last call: an access's ordinal, start and end.")
+        .def(
+            "device_times",
+            [](BoundDriver& self) {
+                const farpool::pager::DeviceTimes& times = self->device_times();
+                return nb::make_tuple(times.seconds(), times.computing(), times.waiting(), times.fetching(), times.writing());
+            },
+            nb::sig("def device_times(self) -> tuple[float, float, float, float, float]"),
+            R"(Return what a device did, in seconds: the whole time from its first work to its last, and of that the time in which
+it computed, in which it did not because an operation waited for bytes, in which bytes were fetched, and in which bytes were
+written back. All 0 if operations compute on the host.)")
         .def(
             "forget_parent",
             [](BoundDriver& self) {

@@ -341,6 +341,9 @@ Raises
 ------
 ValueError
     There was no such access, it ends before it begins, or times are not reported late.)")
+        .def_prop_ro(
+            "late", [](BoundPager& self) { return self->late(); },
+            "True if the program computes on a device, whose times `ran` reports.")
         .def(
             "abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); },
             nb::arg("access"), "Withdraw a waiting access, or release it if it has been granted. Transfers under way continue.")

@@ -94,6 +94,8 @@ public:
     virtual void order_use(ProgramStream, std::int64_t /*last_use*/) {}
     // Notes that all work of access `ordinal` is queued on the stream.
     virtual void end_use(ProgramStream, std::int64_t /*ordinal*/) {}
+    // Asks a thread of the queue to find work of the device that has ended; `take_ran` returns its times soon after.
+    virtual void look() {}
     // When the device computed, since the last call, in the order of the ends.
     virtual std::vector<Ran> take_ran() { return {}; }
     // The error that keeps the queue from finding out if transfers have ended; empty if there is none.

@@ -72,6 +72,7 @@ public:
     void begin_use(ProgramStream stream) override { order_.begin(stream); }
     void order_use(ProgramStream stream, std::int64_t last_use) override { order_.order(stream, last_use); }
     void end_use(ProgramStream stream, std::int64_t ordinal) override;
+    void look() override { wake_launcher(); }
     std::vector<Ran> take_ran() override { return order_.take_ran(); }
     std::optional<PortError> trouble() const override;
 

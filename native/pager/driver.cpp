@@ -13,7 +13,9 @@ namespace {
 constexpr std::int64_t write_back_priority = 0;
 constexpr std::int64_t prefetch_priority = 1;
 constexpr std::int64_t demand_priority = 2;
-constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswered
+constexpr int ran_after = 256;  // releases after which a device's times are taken; a queue keeps some thousands of them
+constexpr std::size_t ran_kept = 65536;  // for a caller that listens and does not take them
+constexpr double slice = 0.1;            // seconds that a wait may leave a signal unanswered
 
 // Keeps the first error until the driver's own work is complete.
 class Kept {
@@ -153,10 +155,20 @@ void Driver::submit(bool waits) {
     batch_.clear();
 }
 
-bool Driver::note_ends() {
+// Notes when a device has computed.
+void Driver::note_ran() {
+    since_ran_ = 0;
     for (const Ran& ran : queue_->take_ran()) {
         pager_->ran(ran.ordinal, ran.start, ran.end);
+        device_times_.computed(ran.start, ran.end);
+        if (listening_ && ran_.size() < ran_kept) {
+            ran_.push_back(ran);
+        }
     }
+}
+
+bool Driver::note_ends() {
+    note_ran();
     std::vector<Result> results = queue_->poll();
     for (const Result& result : results) {
         if (result.keepalive != nullptr) {
@@ -204,6 +216,9 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     ++link.transfers;
     link.nbytes += nbytes;
     link.seconds += end - start;
+    if (pager_->late()) {
+        device_times_.transferred(transfer->kind == Kind::fetch, start, end);
+    }
     if (listening_) {
         ended_.push_back({transfer, start, end, pager_->residency().arena().used()});
     }
@@ -262,11 +277,15 @@ void Driver::wait(double seconds, Pause& pause) {
 }
 
 Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause) {
+    const double began = monotonic_seconds();
     for (;;) {
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
+            if (pager_->late()) {
+                device_times_.waited(began, monotonic_seconds());
+            }
             grant(access);
             return Wait::granted;
         }
@@ -340,6 +359,8 @@ void Driver::release(Access& access) {
     --granted_;
     if (!pager_->residency().transfers().empty()) {
         note_ends();
+    } else if (++since_ran_ >= ran_after) {
+        note_ran();
     }
     start();
     if (others) {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/transfer_queue.hpp"
+#include "pager/device_times.hpp"
 #include "pager/pager.hpp"
 #include "pager/uses.hpp"
 
@@ -122,14 +123,27 @@ public:
 
     // Totals of the transfers so far, by tier and direction.
     const std::map<std::pair<std::int32_t, Kind>, LinkTotal>& links() const noexcept { return links_; }
-    // Turns on or off the record of ended transfers for `take_ended`.
+    // Turns on or off the records for `take_ended` and `take_ran`.
     void listen(bool wanted) { listening_ = wanted; }
     std::vector<Ended> take_ended() { return std::exchange(ended_, {}); }
+    // When a device computed for accesses, as far as it has told since the last call.
+    std::vector<Ran> take_ran() {
+        queue_->look();
+        note_ran();
+        return std::exchange(ran_, {});
+    }
+    // What a device did so far; all 0 on the host.
+    const DeviceTimes& device_times() {
+        queue_->look();
+        note_ran();
+        return device_times_;
+    }
     std::int64_t peak() const noexcept { return peak_; }
     std::int64_t granted() const noexcept { return granted_; }
 
 private:
     void announce();
+    void note_ran();
     void add(const Transfer& transfer);
     void submit(bool waits);
     void account(const std::shared_ptr<const Transfer>& transfer, double start, double end);
@@ -144,6 +158,9 @@ private:
     std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each
     std::map<std::pair<std::int32_t, Kind>, LinkTotal> links_;
     std::vector<Ended> ended_;
+    std::vector<Ran> ran_;
+    DeviceTimes device_times_;
+    int since_ran_ = 0;  // releases since the latest `note_ran`
     // Scratch vectors of `start`, kept to reuse their memory.
     std::vector<Command> commands_;
     std::vector<farpool::Piece> pieces_;

@@ -134,6 +134,8 @@ public:
     const Residency& residency() const noexcept { return residency_; }
     Residency& residency() noexcept { return residency_; }
     const Tape& tape() const noexcept { return tape_; }
+    // True if the program computes on a device, whose times `ran` reports.
+    bool late() const noexcept { return late_; }
     // Bytes of memory that the pager holds to know its blocks, in addition to the tape.
     std::int64_t allocated_bytes() const {
         return residency_.allocated_bytes() + look_ahead_.allocated_bytes() + allocated(row_counts_);

@@ -1125,6 +1125,10 @@ class Pager:
             There was no such access, it ends before it begins, or times are not reported late.
         """
 
+    @property
+    def late(self) -> bool:
+        """True if the program computes on a device, whose times `ran` reports."""
+
     def abandon(self, access: PagerAccess) -> None:
         """Withdraw a waiting access, or release it if it has been granted. Transfers under way continue."""
 
@@ -1413,11 +1417,20 @@ class Driver:
         """The most bytes of the arena that were ever in use at the same time."""
 
     def listen(self, wanted: bool) -> None:
-        """Start or stop collecting the ended transfers that `take_ended` returns."""
+        """Start or stop collecting what `take_ended` and `take_ran` return."""
 
     def take_ended(self) -> list[tuple[Any, float, float, int]]:
         """Return the transfers that have succeeded since the last call: each transfer, the times of its start and end, and
         the bytes of the arena in use at its end.
+        """
+
+    def take_ran(self) -> list[tuple[int, float, float]]:
+        """Return when a device computed, as far as it has told since the last call: an access's ordinal, start and end."""
+
+    def device_times(self) -> tuple[float, float, float, float, float]:
+        """Return what a device did, in seconds: the whole time from its first work to its last, and of that the time in which
+        it computed, in which it did not because an operation waited for bytes, in which bytes were fetched, and in which bytes were
+        written back. All 0 if operations compute on the host.
         """
 
     def forget_parent(self) -> None:

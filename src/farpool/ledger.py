@@ -82,7 +82,7 @@ class Ledger:
     def set_bytes(self, tier: str, owner: str, nbytes: int, *, requested: int | None = None) -> None:
         """Book that `owner` now has `nbytes` bytes of `tier`. This replaces the amount that was booked before.
 
-        Without `requested`, `owner` is taken to have asked for exactly these bytes.
+        Without `requested`, exactly these bytes count as requested.
         """
         account = Account(requested=nbytes if requested is None else requested, reserved=nbytes, touched=nbytes)
         with self._lock:
@@ -101,8 +101,8 @@ class Ledger:
     def follow(self, owner: str, read: Callable[[], Iterable[tuple[str, Account]]]) -> None:
         """Ask `read` for the bytes that `owner` holds, by tier, whenever the ledger is read.
 
-        For owners whose bytes change in native threads, which have no access to the ledger. Nothing else is to be
-        booked to this owner.
+        This is for owners whose bytes change in native threads, which have no access to the ledger. Do not book
+        anything else to this owner.
         """
         with self._lock:
             self._followed.append((owner, read))

@@ -99,7 +99,7 @@ def copied() -> list[str]:
     ]
     kinds = {
         "pinned": "page-locked by torch",
-        "registered": "page-locked in place, as a pool's",
+        "registered": "allocated first, page-locked later, as a pool does it",
         "pageable": "pageable",
     }
     for kind, name in kinds.items():

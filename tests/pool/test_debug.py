@@ -11,7 +11,8 @@ import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
 from farpool.memory.debug.memory import POISON, DeviceMemory
-from farpool.memory.pager import Mode, Move, Transfer
+from farpool.memory.pager import Kind, Mode, Move, Transfer
+from farpool.memory.pager.messages import Piece
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use, runs_of
 from farpool.memory.pool import blocks_of
@@ -184,6 +185,23 @@ def test_a_transfer_that_lost_its_waits_is_found(pool: Planted) -> None:
     rng = random.Random(0)
     with pytest.raises(OrderError, match=r"does not wait for write-back|while write-back \d+"):
         all(pool.touch(rng.choice(storages), WRITE) >= 0 for _ in range(400))
+    pool._watch.starting = starting  # type: ignore[method-assign]
+    with pytest.raises(OrderError, match=r"does not wait for write-back|while write-back \d+"):
+        pool.touch(storages[0])
+
+
+def test_an_access_in_the_range_of_a_transfer_is_found_and_later_accesses_raise_it_too(pool: Planted) -> None:
+    assert pool._watch is not None
+    storage, other = pool.put(), pool.put()
+    place = pool.pager.block(storage.first).place
+    pool._watch._order._open[77] = Transfer(77, Kind.FETCH, 5, (Piece(0, 0, place, _BLOCK),), (), True)
+    with pytest.raises(OrderError, match=r"test.touch was granted arena range .* while fetch 77 of block 5"):
+        pool.touch(storage)
+    assert pool.driver.granted == 0
+    del pool._watch._order._open[77]
+    for used in (other, storage):
+        with pytest.raises(OrderError, match="while fetch 77 of block 5"):
+            pool.touch(used)
 
 
 def test_what_was_found_is_raised_by_each_later_access(pool: Planted) -> None:

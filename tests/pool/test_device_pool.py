@@ -6,10 +6,12 @@ import ctypes
 import gc
 import json
 import random
+import re
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ from farpool.memory.pager.storage import Storage
 from farpool.memory.pager.use import Use
 from farpool.memory.pool import block_pool as block_pools
 from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import DeviceTimes
 from farpool.memory.tiers.device import HostArena
 from farpool.memory.tiers.safetensors import SafetensorsFile
 from tests.block_pools import block_pool
@@ -146,6 +150,66 @@ def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: FakeMach
         assert not failed
 
 
+def test_operations_are_reported_at_the_times_when_the_device_computed(machine: FakeMachine) -> None:
+    machine.fake.set("real_time_rate", 1e9)
+    seconds = 0.02
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        events: list[Event] = []
+        end = pool.subscribe(events.append)
+        storages = [pool.allocate(BLOCK) for _ in range(4)]
+        began = time.monotonic()
+        for number, storage in enumerate(storages):
+            access = pool.acquire([Use(storage, 0, BLOCK, Mode.OVERWRITE)], f"op {number}")
+            machine.fake.launch(machine.stream, seconds)
+            pool.release(access)
+        machine.fake.synchronize(machine.stream)
+
+        look = Use(storages[0], 0, BLOCK, Mode.READ)
+
+        def computed() -> list[Event]:
+            pool.release(pool.acquire([look], "look"))
+            return [event for event in events if event.kind == "compute" and event.op != "look"]
+
+        within(lambda: len(computed()) == 4, "the device's times are missing")
+        assert [event.op for event in computed()] == [f"op {number}" for number in range(4)]
+        before = began
+        for number, event in enumerate(computed()):
+            assert event.nbytes == BLOCK
+            assert event.duration >= 0.75 * seconds, "the host queues an operation much faster"
+            assert event.time >= before - 1e-3, "one operation after the other"
+            before = event.time + event.duration
+            assert before - began >= seconds * (number + 1) - 1e-3
+        device = pool.stats().device
+        assert device is not None
+        assert device.computing >= 4 * 0.75 * seconds
+        assert device.computing <= device.seconds + 1e-9
+        assert device.fetching == device.waiting == 0
+        end()
+
+
+def test_explain_says_how_busy_the_device_and_its_link_were(machine: FakeMachine) -> None:
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        assert pool.stats().device == DeviceTimes(0, 0, 0, 0, 0)
+        run_program(pool, machine, machine.seed, 300)
+        stats = pool.stats()
+        device = stats.device
+        assert device is not None
+        links = {(link.source, link.target): link.seconds for link in stats.links}
+        assert 0 < device.fetching <= links["dram", "fast"] * 1.001, "transfers that overlap count once"
+        assert 0 < device.writing_back <= links["fast", "dram"] * 1.001
+        assert device.waiting <= stats.stall_seconds
+        assert max(device.fetching, device.writing_back, device.computing + device.waiting) <= device.seconds + 1e-9
+        text = pool.explain()
+        assert re.search(r"^device, by its own clock: computed [\d.]+ s \(\d+%\) of [\d.]+ s, waited ", text, re.M)
+        assert re.search(r"^its link: fetched for [\d.]+ s \(\d+%\), wrote back for ", text, re.M)
+
+
+def test_a_pool_on_the_host_has_no_times_of_a_device() -> None:
+    with block_pool(FAST, [Dram("1MiB")]) as pool:
+        assert pool.stats().device is None
+        assert "by its own clock" not in pool.explain()
+
+
 def test_an_access_on_a_stream_that_is_captured_is_refused_and_changes_nothing(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
@@ -229,10 +293,9 @@ def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_bytes_from_host_memory_enter_below_the_device_and_nothing_waits_for_it(machine: Machine, debug: bool) -> None:
+def test_bytes_from_host_memory_enter_below_and_nothing_waits_for_the_device(machine: FakeMachine, debug: bool) -> None:
     with block_pool(FAST, [Dram("4MiB")], debug=debug, timeout=60) as pool:
-        # Debug mode looks at host memory at once, so nothing may be moved inside it, as it is with blocks of two sizes.
-        sizes = (BLOCK, 3 * FAST) if debug else (40, BLOCK, 3 * FAST, 5000)
+        sizes = (40, BLOCK, 3 * FAST, 5000)
         sources = [random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate(sizes)]
         before = [machine.fake.calls(call) for call in WAITS_AND_COPIES]
         storages = [entered(pool, source, "embedding" if len(source) > FAST else "weights") for source in sources]
@@ -246,7 +309,7 @@ def test_bytes_from_host_memory_enter_below_the_device_and_nothing_waits_for_it(
         assert pool.stats().write_backs <= 1  # of the block into which the small one was packed
 
 
-def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine: Machine, tmp_path: Path) -> None:
+def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine: FakeMachine, tmp_path: Path) -> None:
     with block_pool("96MiB", [Nvme(tmp_path / "far.pool", "64MiB")], timeout=60) as pool:
         source = random.Random(0).randbytes(11 << 20)
         storage = entered(pool, source)
@@ -254,7 +317,7 @@ def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine
         assert read(pool, machine, storage) == source
 
 
-def test_a_file_is_the_clean_copy_and_takes_no_room_below(machine: Machine, tmp_path: Path) -> None:
+def test_a_file_is_the_clean_copy_and_takes_no_room_below(machine: FakeMachine, tmp_path: Path) -> None:
     sources = {f"t{seed}": random.Random(seed).randbytes(nbytes) for seed, nbytes in enumerate((9 << 20, 300, 7 << 20))}
     header, end = {}, 0
     for name, source in sources.items():
@@ -282,7 +345,7 @@ def entered(pool: BlockPool, source: bytes, cls: str = "weights") -> Storage:
     return storage
 
 
-def read(pool: BlockPool, machine: Machine, storage: Storage) -> bytes:
+def read(pool: BlockPool, machine: FakeMachine, storage: Storage) -> bytes:
     view = pool.arena.view()  # type: ignore[union-attr]
     found = b""
     for start, stop in storage.pieces():
@@ -292,3 +355,50 @@ def read(pool: BlockPool, machine: Machine, storage: Storage) -> bytes:
         found += bytes(view[place : place + stop - start])
         pool.release(access)
     return found
+
+
+_DROPPING = """
+    import sys
+    sys.path.insert(0, {root!r})
+    import gc
+    import warnings
+    from farpool import Throttled
+    from tests.pool.test_device_pool import BLOCK, FAST, Dram, FakeMachine, Mode, Use, block_pool, block_pools
+    tier = Dram("1MiB")
+    if {cuda}:
+        machine = FakeMachine(3)
+        block_pools.open_device = machine.open
+        machine.fake.set("real_time_rate", 40_000)  # a block takes 0.1 s
+    else:
+        tier = Throttled(tier, write_bandwidth=40_000)
+    pool = block_pool(FAST, [tier], timeout=60)
+    storages = [pool.allocate(BLOCK) for _ in range(8)]
+    for storage in storages:
+        pool.release(pool.acquire([Use(storage, 0, BLOCK, Mode.OVERWRITE)]))
+        pool.demote(storage)
+    assert pool._queue.pending > 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del storage, storages, pool
+        gc.collect()
+    warning, = [entry.message for entry in caught]
+    assert isinstance(warning, ResourceWarning) and "was dropped without close()" in str(warning), warning
+    (_, kept), = block_pools._DROPPED
+    assert kept._queue.pending > 0 and not kept.closed
+    if {again}:
+        tier = Dram("1MiB")
+        with block_pool(FAST, [tier]) as pool:
+            assert kept.closed and not block_pools._DROPPED
+            pool.release(pool.acquire([Use(storage := pool.allocate(BLOCK), 0, BLOCK, Mode.OVERWRITE)]))
+    assert not {cuda} or not machine.fake.violations()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["exit", "another pool"])
+@pytest.mark.parametrize("cuda", [False, True], ids=["host", "device"])
+def test_a_pool_that_is_dropped_in_the_middle_of_its_copies_frees_nothing_under_them(cuda: bool, again: bool) -> None:
+    FakeCuda()  # skips if it is not built
+    program = textwrap.dedent(_DROPPING.format(root=str(Path(__file__).parents[2]), cuda=cuda, again=again))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -161,26 +160,100 @@ def test_without_a_gpu_a_share_of_its_memory_is_refused() -> None:
         Pool("80%", device="cuda")
 
 
+class Card:
+    """A GPU as torch shows it, of which other processes hold a part. Host memory stands in for its memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, total: int, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.total, self.others = total, others
+        self.tensors: list[torch.Tensor] = []
+        """Tensors of this process: arenas and other tensors."""
+        self._empty = torch.empty
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda: (self.total - self.others - self.allocated(), self.total)
+        )
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated())
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.allocated() + MIB)
+
+    def allocated(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype = torch.uint8, device: str = "") -> torch.Tensor:
+        if nbytes > self.total - self.others - self.allocated():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        self.tensors.append(self._empty(nbytes, dtype=dtype))
+        return self.tensors[-1]
+
+
+def test_a_size_that_another_process_has_left_no_room_for_is_refused_with_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(total=80 * MIB, others=64 * MIB, monkeypatch=monkeypatch)
+    config = PoolConfig.make("40MiB", device="cuda")
+    message = (
+        r"fast: 40 MiB does not fit: 16 MiB of the GPU's 80 MiB are free, this process and others have the rest; "
+        r"give a smaller budget or a share such as '80%', or end other processes on this GPU \(nvidia-smi lists them\)"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_device(config, [], Ledger())
+    assert caught.value.setting == "fast"
+    assert not card.tensors
+    opened = cuda.CudaArena(devices._budget("75%", cuda.free_bytes, cuda.CudaArena.alignment))
+    assert opened.nbytes == 12 * MIB, "a share is of what the other process has left"
+    opened.release([])
+    card.others = 0
+    cuda.CudaArena(40 * MIB).release([])
+
+
+def test_a_card_without_memory_for_a_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(total=80 * MIB, others=80 * MIB, monkeypatch=monkeypatch)
+
+    def full() -> tuple[int, int]:
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    for fast in ("40MiB", "80%"):
+        with pytest.raises(ConfigError, match=r"cannot use the GPU: CUDA error: out of memory; end other") as caught:
+            open_device(PoolConfig.make(fast, device="cuda"), [], Ledger())
+        assert caught.value.setting == "device"
+
+
+def test_the_arenas_of_all_pools_on_a_gpu_are_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(total=80 * MIB, others=0, monkeypatch=monkeypatch)
+    first, second = cuda.CudaArena(8 * MIB), cuda.CudaArena(16 * MIB)
+    card.empty(3 * MIB)
+    assert cuda.torch_bytes(card.device) == (3 * MIB, 4 * MIB)
+    second.resize(2 * MIB)  # the allocation keeps its size
+    assert cuda.torch_bytes(card.device) == (3 * MIB, 4 * MIB)
+    assert cuda.torch_bytes(torch.device("meta")) == (27 * MIB, 28 * MIB), "arenas on another device do not count"
+    first.release([])
+    assert cuda.torch_bytes(card.device) == (3 * MIB, 4 * MIB)
+    second.release([])
+    assert cuda.torch_bytes(card.device) == (3 * MIB, 4 * MIB)
+
+
 def test_what_torch_holds_beside_the_arena_is_on_the_ledger(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    held = {"allocated": 10 * MIB, "reserved": 16 * MIB}
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["allocated"] if device == "gpu" else -1)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held["reserved"] if device == "gpu" else -1)
-    arena: Any = SimpleNamespace(limit=8 * MIB, tensor=SimpleNamespace(device="gpu"))
+    held = {"allocated": 2 * MIB, "reserved": 8 * MIB}
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["allocated"] if device == gpu else -1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held["reserved"] if device == gpu else -1)
     real = devices._host
 
     def with_torch(config: PoolConfig) -> devices.FastTier:
         tier = real(config)
-        return devices.FastTier(
-            tier.arena, tier.queue, tier.release, tier.watch, beside=lambda: cuda.torch_bytes(arena)
-        )
+        return devices.FastTier(tier.arena, tier.queue, tier.release, tier.watch, beside=lambda: cuda.torch_bytes(gpu))
 
     monkeypatch.setattr(devices, "_host", with_torch)
     with Pool("8MiB") as pool:
         ledger = blocks_of(pool).ledger
         assert re.search(r"^hbm +torch +2 MiB +8 MiB +0 B +8 MiB$", pool.explain(), re.MULTILINE)
-        held.update(allocated=9 * MIB, reserved=12 * MIB)
+        held.update(allocated=MIB, reserved=4 * MIB)
         pool.stats()
         assert ledger.accounts()["hbm", "torch"] == Account(MIB, 4 * MIB, 0, 4 * MIB)
         assert ledger.total(tier="fast").reserved == pool.fast
-        held.update(allocated=8 * MIB - 512, reserved=8 * MIB)
+        held.update(allocated=0, reserved=0)
         assert "torch" not in pool.explain()

@@ -12,7 +12,8 @@ later access, because the pool's bytes cannot be trusted any more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from farpool.errors import FarpoolError, LifetimeError, OrderError
@@ -91,6 +92,15 @@ class Watch:
             first = self._findings[0]
             raise type(first)(*first.args)
 
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an `OrderError` for later accesses, and pass it on to the driver."""
+        try:
+            yield
+        except OrderError as error:
+            self._findings.append(OrderError(*error.args))
+            raise
+
     def look(self) -> None:
         """Check all accesses, all free bytes, and all blocks that no access or transfer may be changing now."""
         self.follow(())
@@ -142,7 +152,8 @@ class Watch:
         # Packing moves bytes inside its own access, and the pager's map does not change with that.
         if not all(isinstance(command, Move) and self._order.is_own(command) for command in commands):
             self.follow(commands)
-        self._order.starting(commands)
+        with self._kept():
+            self._order.starting(commands)
 
     def moved(self, move: Move) -> None:
         """Record that a block has been moved, and poison its old range."""
@@ -255,9 +266,10 @@ class Watch:
                 self._verify(self._tenants[block], "", names)
         self.raise_findings()
         tenants = [self._tenants[block] for block, _ in blocks]
-        self._order.pin(
-            grant, [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)], op
-        )
+        with self._kept():
+            self._order.pin(
+                grant, [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)], op
+            )
         granted = self._granted[grant] = _Granted(
             op,
             names,

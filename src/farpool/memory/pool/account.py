@@ -13,6 +13,9 @@ from farpool.memory.pool.stats import LinkStats, Stall
 __all__ = ["Account"]
 
 _KEPT_STALLS_MAX = 8
+_QUEUED_MAX = 8192
+"""Maximum number of operations for whose device times we wait. The times of some operations never come: if the host
+runs far ahead, the native queue measures several operations together."""
 
 
 class Account:
@@ -28,6 +31,8 @@ class Account:
         self._names = names
         self._listeners: list[Callable[[Event], None]] = []
         self._events: deque[Event] = deque()
+        self._queued: dict[int, tuple[str, int]] = {}
+        """Operations whose work is queued on the device, by the ordinal of the access: name, and bytes pinned."""
         self._last: deque[Stall] = deque(maxlen=_KEPT_STALLS_MAX)
         self.stalls = 0
         self.stall_seconds = 0.0
@@ -80,6 +85,27 @@ class Account:
                     resident=used,
                 )
             )
+
+    def queued(self, ordinal: int, op: str, nbytes: int) -> None:
+        """Note that an operation's work is queued on the device, so that `computed` can queue an event for it."""
+        self._queued[ordinal] = op, nbytes
+        if len(self._queued) > _QUEUED_MAX:
+            self._queued.pop(next(iter(self._queued)), None)
+
+    def computed(self, ran: Iterable[tuple[int, float, float]], resident: int) -> None:
+        """Queue an event for each operation that the device has done.
+
+        Parameters
+        ----------
+        ran : iterable
+            Result of `Driver.take_ran`: for each operation, the ordinal of its access, and the times of its start and
+            end.
+        """
+        for ordinal, start, end in ran:
+            # Not removed: accesses to rows of one table may share an ordinal.
+            op, nbytes = self._queued.get(ordinal, ("", 0))
+            if nbytes:  # else the operation began before the subscription
+                self.note(Event("compute", start, end - start, nbytes, op=op, resident=resident))
 
     def stalled(self, op: str, start: float, seconds: float, block: int, tier: str, resident: int) -> None:
         """Count a stall, in which an operation waited for its operands, and queue an event for the stall."""

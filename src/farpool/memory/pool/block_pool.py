@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockPool", "open_pools"]
 
-_EXIT_TIMEOUT_S = 5.0
-"""Seconds that transfers get to end when the interpreter exits."""
+_CLOSE_TIMEOUT_S = 5.0
+"""Seconds that transfers get to end when we close a pool that the program has not closed: at the interpreter's exit,
+and for a dropped pool when the next one is opened."""
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class BlockPool:
     """
 
     def __init__(self, config: PoolConfig) -> None:
+        _close_dropped()  # the new pool may need their memory
         ledger = Ledger()
         lower = LowerTiers(config.make_tiers())
         try:
@@ -278,6 +280,21 @@ class BlockPool:
             )
         if watch is not None:
             watch.raise_findings()
+
+    def __del__(self) -> None:
+        # A pool without transfers on the host may go. Else a transfer, or work that the program has queued on the
+        # device, may still use memory that the collector is about to free.
+        if getattr(self, "closed", True) or not (self.pager.late or self._queue.pending):
+            return
+        # Nothing is closed here: the collector may run in a thread that holds a lock which that needs.
+        _DROPPED.append((os.getpid(), self))
+        warnings.warn(
+            f"{self!r} was dropped without close(); it keeps its memory until the next pool is opened or the program "
+            "ends: use a with block, or call close()",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -527,8 +544,11 @@ class BlockPool:
         if self.account.listening and grant.access is not None and not self.closed:
             seconds = time.monotonic() - heard.since
             nbytes = sum(self.pager.run_bytes(run) for run in grant.access.runs)
-            event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
-            self.account.note(event)
+            if self.pager.late:  # the operation may not have begun yet
+                self.account.queued(grant.access.ordinal, heard.op, nbytes)
+            else:
+                event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
+                self.account.note(event)
         self.driver.release(grant)
         self._deliver()
         if heard.recorded is not None:
@@ -539,7 +559,10 @@ class BlockPool:
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
+                ran = self.driver.take_ran() if self.pager.late else []
+                used = self.pager.used
             self.account.transferred(ended)
+            self.account.computed(ran, used)
         self.account.deliver()
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
@@ -583,6 +606,8 @@ class BlockPool:
             self.driver.attention = True
 
         def unsubscribe() -> None:
+            if self.pager.late and not self.closed:
+                self._deliver()  # what the device has done since the last operation
             with self.driver:
                 end()
                 self.driver.listen(self.account.listening)
@@ -634,6 +659,26 @@ _LEFT_OPEN: list[BlockPool] = []
 such a pool would unmap memory that a device may still write to."""
 
 
+_DROPPED: deque[tuple[int, BlockPool]] = deque()
+"""Pools that were garbage-collected while they were open and their memory was in use, with the process's number."""
+
+
+def _close_dropped() -> None:
+    """Close the pools that the program has dropped without closing them."""
+    while _DROPPED:
+        try:
+            owner, pool = _DROPPED.popleft()
+        except IndexError:  # another thread took it
+            return
+        if owner != os.getpid():
+            _LEFT_OPEN.append(pool)  # it belongs to the parent of a fork
+            continue
+        try:
+            pool.force_close(_CLOSE_TIMEOUT_S)
+        except FarpoolError as error:  # who opens another pool cannot do anything about it
+            warnings.warn(f"{pool!r}, which was dropped without close(): {error}", FarpoolWarning, stacklevel=2)
+
+
 def open_pools() -> list[BlockPool]:
     """Return the pools of this process that have not been closed."""
     return [pool for pool in _POOLS if not pool.closed]
@@ -642,7 +687,8 @@ def open_pools() -> list[BlockPool]:
 def _close_all() -> None:
     """Close all pools when the interpreter exits, because no thread may call into the interpreter after that."""
     for pool in open_pools():
-        pool.force_close(_EXIT_TIMEOUT_S)
+        pool.force_close(_CLOSE_TIMEOUT_S)
+    _close_dropped()
 
 
 atexit.register(_close_all)

@@ -11,7 +11,7 @@ from farpool.memory.pager import Pager, State
 from farpool.memory.pager.storage import Storage
 from farpool.memory.pool.account import Account
 from farpool.memory.pool.space import TierSpace
-from farpool.memory.pool.stats import ClassStats, Stats, TableStats, TierStats
+from farpool.memory.pool.stats import ClassStats, DeviceTimes, Stats, TableStats, TierStats
 from farpool.memory.tiers import HasNotes, HoldsMemory, Tier
 from farpool.memory.tiers.wrapper import WrapperTier
 from farpool.sizes import format_size
@@ -84,6 +84,7 @@ def take(
         stall_seconds=account.stall_seconds,
         last_stalls=tuple(account.last_stalls),
         unpaged_peak=_unpaged_peak(touched),
+        device=DeviceTimes(*driver.device_times()) if pager.late else None,
     )
 
 
@@ -137,6 +138,19 @@ def _notes(tier: Tier) -> tuple[str, ...]:
     if isinstance(tier, WrapperTier):
         return tuple(note for inner in tier.inners for note in _notes(inner))
     return tier.notes if isinstance(tier, HasNotes) else ()
+
+
+def _device_lines(times: DeviceTimes) -> list[str]:
+    whole = times.seconds
+
+    def part(seconds: float) -> str:
+        return f"{seconds:.3f} s ({seconds / whole if whole else 0:.0%})"
+
+    return [
+        f"device, by its own clock: computed {part(times.computing)} of {whole:.3f} s, "
+        f"waited {part(times.waiting)} for operands",
+        f"its link: fetched for {part(times.fetching)}, wrote back for {part(times.writing_back)}",
+    ]
 
 
 def _unpaged_peak(touched: int) -> int | None:
@@ -199,6 +213,8 @@ def explain(stats: Stats, ledger: Ledger) -> str:
             for stall in stats.last_stalls
         ),
     ]
+    if stats.device is not None:
+        lines += _device_lines(stats.device)
     lines += [f"{tier.name}: {note}" for tier in stats.tiers for note in tier.notes]
     if stats.unpaged_peak is not None:
         lines.append(f"memory outside the pool, at its peak: {format_size(stats.unpaged_peak)}")

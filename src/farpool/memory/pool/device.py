@@ -46,7 +46,8 @@ class FastTier:
     stream : callable or None
         Returns the device's stream on which the calling thread queues work. None if operations compute on the host.
     beside : callable, optional
-        On a GPU: function that returns the bytes that torch has allocated and reserved there in addition to the arena.
+        On a GPU: function that returns the bytes that torch has allocated and reserved there in addition to the arenas
+        of this process's pools.
     """
 
     arena: HostArena | CudaArena
@@ -112,7 +113,7 @@ def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier
         watch,
         {"requested": staging, "reserved": staging, "page_locked": staging, "touched": staging},
         current_stream(index),
-        lambda: torch_bytes(arena),
+        lambda: torch_bytes(arena.tensor.device),
     )
 
 

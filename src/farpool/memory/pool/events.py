@@ -18,8 +18,9 @@ class Event:
     ----------
     kind : str
         ``fetch`` (bytes were copied into the fast tier), ``writeback`` (bytes were copied to a lower tier), ``stall``
-        (an operation waited for its operands), ``compute`` (an operation ran, from the grant of its operands to their
-        release), ``create`` (a storage was made) and ``free`` (a storage was dropped).
+        (an operation waited for its operands), ``compute`` (an operation ran; on the host this is the time from the
+        grant of its operands to their release, on a GPU the time in which the GPU computed), ``create`` (a storage was
+        made) and ``free`` (a storage was dropped).
     time : float
         Time at which the event began, in seconds on the monotonic clock.
     duration : float
@@ -38,7 +39,7 @@ class Event:
     op : str
         The operation, for ``stall`` and ``compute``.
     resident : int
-        Bytes of the fast tier in use when the event ended; 0 for ``create`` and ``free``.
+        Bytes of the fast tier in use when the event was reported; 0 for ``create`` and ``free``.
     """
 
     kind: EventKind

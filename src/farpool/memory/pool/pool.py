@@ -85,9 +85,9 @@ class Pool:
     Parameters
     ----------
     fast : int or str, optional
-        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. A share such as ``"80%"`` is
-        taken of the memory that is free on the device when the pool is opened: on ``cuda`` the GPU's memory, of which
-        the rest is left to torch; on ``cpu`` the host memory that this process may still take, within the limits of its
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. A share such as ``"80%"``
+        means a share of the memory that is free on the device when the pool opens: on ``cuda`` the free memory of the
+        GPU (torch uses the rest), on ``cpu`` the host memory that this process can still take within the limits of its
         control groups. If `fast` is not given, all settings that are not given here are read from the environment
         (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
     tiers : sequence of Tier, TierSpec or mapping, optional

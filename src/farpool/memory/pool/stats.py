@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["VERSION", "ClassStats", "LinkStats", "Stall", "Stats", "TableStats", "TierStats"]
+__all__ = ["VERSION", "ClassStats", "DeviceTimes", "LinkStats", "Stall", "Stats", "TableStats", "TierStats"]
 
 VERSION = 1
 
@@ -87,6 +87,32 @@ class LinkStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Seconds in which a device computed, waited and moved bytes, by its own clock. Times that overlap count once.
+
+    The end of an operation becomes known a little after it. So the latest operations may be missing.
+
+    Attributes
+    ----------
+    seconds : float
+        The whole time, from the first operation or transfer to the end of the last one.
+    computing : float
+        Seconds in which the device computed for operations on paged tensors.
+    waiting : float
+        Seconds in which the device did not compute, because the next operation waited for its operands.
+    fetching, writing_back : float
+        Seconds in which bytes were on their way to the device, and from it. If the lower tier is not page-locked, this
+        includes the copy between the tier and the staging memory.
+    """
+
+    seconds: float
+    computing: float
+    waiting: float
+    fetching: float
+    writing_back: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
     """A wait of an operation for a block from a tier.
 
@@ -136,6 +162,8 @@ class Stats:
     unpaged_peak: int | None
     """Peak bytes of the process's memory, without the memory that farpool holds: plain activations, temporaries, the
     interpreter. None if unknown."""
+    device: DeviceTimes | None = None
+    """Times of the device; None if operations compute on the host."""
     version: int = field(default=VERSION)
 
     @property

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
 from farpool.errors import ConfigError
+from farpool.forks import ModuleLock
 from farpool.sizes import format_size
 
 __all__ = ["CudaArena", "current_stream", "free_bytes", "torch_bytes"]
+
+_ARENAS: WeakSet[CudaArena] = WeakSet()
+"""All arenas of this process."""
+_GUARD = ModuleLock()
+"""Held while `_ARENAS` is changed or gone through."""
 
 
 class CudaArena:
@@ -30,7 +37,7 @@ class CudaArena:
     Raises
     ------
     ConfigError
-        The machine has no CUDA device, or the device has less free memory than `nbytes`.
+        The machine has no CUDA device, the device has less free memory than `nbytes`, or torch cannot use it.
     """
 
     kind = "hbm"
@@ -40,20 +47,23 @@ class CudaArena:
     results differ in some bits."""
 
     def __init__(self, nbytes: int) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
+        _free_and_total()  # a GPU that torch cannot use at all is reported in other words than one that is full
         try:
             with torch.inference_mode(False):
                 self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
             self.stream = torch.cuda.current_stream(self.tensor.device)
         except torch.cuda.OutOfMemoryError as error:
-            free, _ = torch.cuda.mem_get_info()
+            free, total = _free_and_total()  # by now, torch has given back what it had cached
             raise ConfigError(
-                f"fast: {format_size(nbytes)} is more than the GPU's free memory ({format_size(free)}); "
-                "give a smaller budget"
+                f"fast: {format_size(nbytes)} does not fit: {format_size(free)} of the GPU's {format_size(total)} are "
+                "free, this process and others have the rest; give a smaller budget or a share such as '80%', or end "
+                "other processes on this GPU (nvidia-smi lists them)",
+                setting="fast",
             ) from error
         self.nbytes = nbytes
         self.address = self.tensor.data_ptr()
+        with _GUARD.lock:
+            _ARENAS.add(self)
 
     @property
     def limit(self) -> int:
@@ -62,8 +72,8 @@ class CudaArena:
 
     @property
     def touched(self) -> int:
-        """Bytes of device memory that the arena holds."""
-        return self.tensor.numel()
+        """Bytes of device memory that the arena holds; 0 after `release`."""
+        return self.tensor.untyped_storage().nbytes()
 
     def resize(self, nbytes: int) -> None:
         """Change the number of bytes in use. The allocation keeps its size, so the arena cannot grow beyond it.
@@ -102,15 +112,34 @@ def current_stream(index: int) -> Callable[[], int]:
 
 
 def free_bytes() -> int:
-    """Return the bytes that are free on the current GPU. What torch has cached for itself does not count as free."""
+    """Return the bytes that are free on the current GPU. Memory that torch has cached does not count as free.
+
+    Raises
+    ------
+    ConfigError
+        The machine has no CUDA device, or torch cannot use it.
+    """
+    return _free_and_total()[0]
+
+
+def _free_and_total() -> tuple[int, int]:
     if not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
-    return torch.cuda.mem_get_info()[0]
+    try:
+        return torch.cuda.mem_get_info()
+    except RuntimeError as error:  # for example, other processes have left no memory for a context
+        raise ConfigError(
+            f"device: 'cuda' was asked for, but torch cannot use the GPU: {str(error).splitlines()[0]}; end other "
+            "processes on this GPU (nvidia-smi lists them), choose another one with torch.cuda.set_device, or use "
+            "device='cpu'",
+            setting="device",
+        ) from error
 
 
-def torch_bytes(arena: CudaArena) -> tuple[int, int]:
-    """Return the bytes that torch's allocator has allocated and reserved on the arena's GPU, without the arena."""
-    device = arena.tensor.device
+def torch_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that torch's allocator has allocated and reserved on a GPU, without the arenas of all pools."""
+    with _GUARD.lock:
+        arenas = sum(arena.touched for arena in _ARENAS if arena.tensor.device == device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    # The allocator rounds sizes up, so the arena may be some bytes more in its counts than in ours.
-    return max(0, allocated - arena.limit), max(0, reserved - arena.limit)
+    # The allocator rounds sizes up, so the arenas may be some bytes more in its counts than in ours.
+    return max(0, allocated - arenas), max(0, reserved - arenas)

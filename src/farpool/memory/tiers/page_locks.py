@@ -32,18 +32,18 @@ def most_locked() -> int:
     """Return the bytes of its tiers that this process may page-lock, for all its pools together.
 
     This is half of the host memory that is available now, as `available_memory` reports it within the limits of the
-    process's control groups. What tiers of this process have locked already counts as available.
+    process's control groups. Bytes that tiers of this process have locked already count as available.
     """
     return (available_memory() + _native.PageLocks.locked_in_process()) // _SHARE
 
 
 class TierLocks:
-    """Page locks of a pool's tiers, which a native thread takes, on the pool's ledger.
+    """Page locks of a pool's tiers. A native thread takes them, and the pool's ledger shows the locked bytes.
 
-    Only tiers that are `Mapped` and have a native port of their own are locked. At most `most_locked` bytes are locked,
-    by all pools of this process together: what is beyond this limit is copied through staging memory, and so is what
-    the device refuses to lock. About each tier of which something is refused, one `FarpoolWarning` is given at the next
-    look at the ledger.
+    The thread locks only the memory of tiers that are `Mapped` and have a native port of their own. All pools of this
+    process together lock at most `most_locked` bytes. Memory beyond this limit stays unlocked, and so does memory that
+    the device refuses to lock; transfers copy it through staging memory. If memory of a tier stays unlocked for one of
+    these reasons, a `FarpoolWarning` says so once, when the ledger is read next.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ class TierLocks:
     tiers : sequence of Tier
         The open tiers. They must stay open until `native` is closed.
     ledger : Ledger
-        The ledger, which shows the locked bytes as they are whenever it is read.
+        The ledger. It asks for the number of locked bytes whenever it is read.
     chunk : int
         Bytes to lock at once; a multiple of the page size.
 
     Attributes
     ----------
     native : _native.PageLocks
-        The locks, for the queue that runs the transfers. Whoever closes the queue closes them, too.
+        The locks, for the queue that runs the transfers. Closing the queue closes them, too.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TierLocks:
         ledger.follow(_OWNER, self._accounts)
 
     def warn(self) -> None:
-        """Warn about each tier of which something was refused since the last call."""
+        """Warn about each tier of which the device or the limit has refused memory since the last call."""
         self._warn(self.native.totals())
 
     def _accounts(self) -> list[tuple[str, Account]]:
