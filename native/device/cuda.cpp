@@ -111,10 +111,15 @@ void Cuda::enter() {
     if (entered == number_) {
         return;
     }
-    run(driver_.context_set, context_);
+    prepare();
+}
+
+int Cuda::prepare() {
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    run(driver_.context_set, context_);
     run(driver_.exchange_capture_mode, &mode);
     entered = number_;
+    return mode;
 }
 
 void* Cuda::attach() {
@@ -133,14 +138,14 @@ void Cuda::detach(void* before) noexcept {
     }
 }
 
-Cuda::Entered::Entered(Cuda& device) : device_(device), entered_(entered), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
+Cuda::Entered::Entered(Cuda& device) : device_(device), entered_(entered) {
     device.run(device.driver_.context_get, &context_);
-    device.run(device.driver_.context_set, device.context_);
-    if (const int result = device.driver_.exchange_capture_mode(&mode_); result != CUDA_SUCCESS) {
+    try {
+        mode_ = device.prepare();
+    } catch (...) {
         device.driver_.context_set(context_);
-        device.refuse(device.driver_.exchange_capture_mode.name, result);
+        throw;
     }
-    entered = device.number_;
 }
 
 Cuda::Entered::~Entered() {

@@ -33,7 +33,7 @@ public:
         Cuda& device_;
         std::uint64_t entered_;
         void* context_ = nullptr;
-        int mode_;
+        int mode_ = 0;
     };
 
     // Throws PortFailure (tier) if there is no driver, the driver is too old, or it has no device of this index.
@@ -67,6 +67,8 @@ public:
     void free(std::uintptr_t memory) noexcept override;
 
 private:
+    // Prepares the calling thread for all calls, and returns the capture mode that it had.
+    int prepare();
     template <typename... Parameters, typename... Arguments>
     void run(const CudaCall<Parameters...>& call, Arguments... arguments) const {
         if (const int result = call(arguments...); result != CUDA_SUCCESS) [[unlikely]] {

@@ -16,32 +16,26 @@
 // (`ProgramOrder`).
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <set>
-#include <span>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
-#include "core/extent_allocator.hpp"
 #include "core/queue.hpp"
-#include "core/results.hpp"
-#include "device/locked_memory.hpp"
+#include "device/jobs.hpp"
+#include "device/moves.hpp"
 #include "device/owned.hpp"
-#include "device/page_locks.hpp"
 #include "device/program_order.hpp"
+#include "device/staging.hpp"
 
 namespace farpool::device {
 
-class DeviceQueue final : public TransferQueue, public std::enable_shared_from_this<DeviceQueue> {
+class DeviceQueue final : public QueueBase, public std::enable_shared_from_this<DeviceQueue> {
 public:
     struct Config {
         std::size_t staging;           // bytes of page-locked host memory, at least one chunk
@@ -60,14 +54,8 @@ public:
     void submit(std::span<Submission> batch, bool waits = false) override;
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
-    std::vector<Result> poll() override;
-    bool wait(double seconds) override;
-    Seen seen() const override;
-    void wait_past(const Seen& seen, std::uint64_t results, double seconds) override;
-    void nudge() override;
     std::size_t pending() const override;
     bool close(double seconds) override;
-    bool ours() const noexcept override;
 
     void begin_use(ProgramStream stream) override { order_.begin(stream); }
     void order_use(ProgramStream stream, std::int64_t last_use) override { order_.order(stream, last_use); }
@@ -81,25 +69,6 @@ public:
     std::vector<ProgramStream> streams() const;
 
 private:
-    struct Part {
-        std::uint64_t offset;  // in the port
-        std::uintptr_t place;  // address in the arena
-        std::uintptr_t host;   // address in host memory
-        std::size_t nbytes;
-    };
-    enum class Leg : std::uint8_t { none, tier, between, device, ended };
-    struct Job;
-    struct Chunk {
-        Job* job;
-        std::vector<Part> parts;
-        std::size_t nbytes = 0;
-        std::int64_t staging = -1;  // offset of its staging memory
-        Leg leg = Leg::none;
-    };
-    // More urgent jobs first; among equals fetches first, in order of submission.
-    struct Rank {
-        bool operator()(const Job* left, const Job* right) const;
-    };
     struct Copy {
         Chunk* chunk;
         Event start;
@@ -122,8 +91,6 @@ private:
 
     Line& line_of(const Job& job);
     void add(Submission& submission);
-    std::vector<Part> lay_out(Job& job) const;
-    void cut(Job& job, std::vector<Part> parts);
     void start_thread(std::thread& thread, const char* name, std::function<void()> body);
     void wake_launcher() { tiers_->nudge(); }
     void run();
@@ -139,30 +106,22 @@ private:
     void watch(Line& line);
     void end_copy(Line& line, double start, double end);
     void end_chunk(Chunk& chunk);
-    static void fail(Job& job, PortError error);
     void complete(Job& job, bool cancelled);
     void drop_all();
-    void queue_move(std::int64_t last_use, const std::function<void(Stream)>& work);
 
-    pid_t owner_;
     std::shared_ptr<Device> device_;
     Config config_;
     PageLocks* locks_;
-    LockedMemory memory_;
+    Staging staging_;
     EventPool events_;
     OwnedStream in_;
     OwnedStream out_;
     std::array<Line, 2> lines_;  // by Direction
-    OwnedStream moving_;
-    OwnedMemory bounce_;
+    Moves moves_;
     DeviceClock clock_;
     ProgramOrder order_;
-    std::uint64_t moves_ = 0;  // that `moving_` has waited for: its own
 
-    mutable std::mutex mutex_;
     std::shared_ptr<QueueCore> tiers_;  // the legs between tiers and staging memory
-    ExtentAllocator staging_;
-    Results results_;
     std::unordered_map<std::int64_t, std::unique_ptr<Job>> jobs_;
     std::set<Job*, Rank> open_;  // jobs with legs to start
     std::unordered_map<std::int64_t, Chunk*> at_tier_;
@@ -170,7 +129,6 @@ private:
     std::uint64_t submitted_ = 0;
     std::thread launcher_;
     bool launcher_left_ = false;
-    bool closing_ = false;
 };
 
 }  // namespace farpool::device
