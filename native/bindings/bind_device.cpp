@@ -1,6 +1,7 @@
 // Devices with memory of their own, and what works on them.
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "bindings/bindings.hpp"
 #include "bindings/bound_queue.hpp"
@@ -90,6 +91,13 @@ public:
     }
 
     bool close(double seconds) override {
+        std::optional<Cuda::Entered> entered;
+        try {
+            if (device_queue().ours()) {
+                entered.emplace(*cuda_);
+            }
+        } catch (const farpool::PortFailure&) {  // the device is lost: the threads end all the same
+        }
         const double deadline = farpool::monotonic_seconds() + seconds;
         if (!BoundQueue::close(seconds)) {
             return false;
@@ -145,7 +153,8 @@ TierError
              R"(Fill device memory with a value of two bytes, after the program's earlier work and before its later work.
 
 The address and the number of bytes must be even.)")
-        .def("streams", &BoundDeviceQueue::streams, "All streams whose queued work may use the arena after `close`.");
+        .def("streams", &BoundDeviceQueue::streams,
+             "All streams whose queued work may use the arena; after a successful `close` the program's streams.");
 }
 
 }  // namespace

@@ -98,6 +98,9 @@ public:
     virtual std::vector<Ran> take_ran() { return {}; }
     // The error that keeps the queue from finding out if transfers have ended; empty if there is none.
     virtual std::optional<PortError> trouble() const { return std::nullopt; }
+    // True after an error that the queue cannot make good: the arena may hold other bytes than its users know of, or a range
+    // may be given away while work still uses it. From then on, `trouble` is this error, and no access may have its operands.
+    virtual bool broken() const noexcept { return false; }
 };
 
 }  // namespace farpool

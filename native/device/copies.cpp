@@ -140,8 +140,6 @@ void DeviceQueue::watch(Line& line) {
         wake_launcher();
         lock.lock();
     }
-    line.left = true;
-    results_.notify_all();
 }
 
 void DeviceQueue::end_copy(Line& line, double start, double end) {

@@ -36,18 +36,33 @@ DeviceQueue::~DeviceQueue() {
     }
 }
 
-void DeviceQueue::start_thread(std::thread& thread, const char* name, std::function<void()> body) {
+// `left` becomes true when the thread has ended its work.
+void DeviceQueue::start_thread(std::thread& thread, bool& left, const char* name, std::function<void()> body) {
     const SignalsBlocked blocked;
-    thread = std::thread([self = shared_from_this(), body = std::move(body)] { body(); });
+    thread = std::thread([self = shared_from_this(), &left, body = std::move(body)] {
+        bool failed = false;
+        try {
+            self->guard("a thread of the device's queue has ended", body);
+        } catch (...) {  // a thread has no caller, so the accesses fail
+            failed = true;
+        }
+        const std::lock_guard lock(self->mutex_);
+        left = true;
+        self->thread_failed_ |= failed;
+        for (Line& line : self->lines_) {
+            line.wake.notify_all();
+        }
+        self->results_.notify_all();
+    });
     pthread_setname_np(thread.native_handle(), name);
 }
 
 void DeviceQueue::begin() {
     // The launcher is last: nothing is under way until then, so the others can be stopped if one does not start.
     try {
-        start_thread(lines_[0].thread, "farpool-in", [this] { watch(lines_[0]); });
-        start_thread(lines_[1].thread, "farpool-out", [this] { watch(lines_[1]); });
-        start_thread(launcher_, "farpool-launch", [this] { run(); });
+        start_thread(lines_[0].thread, lines_[0].left, "farpool-in", [this] { watch(lines_[0]); });
+        start_thread(lines_[1].thread, lines_[1].left, "farpool-out", [this] { watch(lines_[1]); });
+        start_thread(launcher_, launcher_left_, "farpool-launch", [this] { run(); });
     } catch (...) {
         const std::lock_guard lock(mutex_);
         closing_ = launcher_left_ = true;
@@ -68,6 +83,9 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
     {
         const std::lock_guard lock(mutex_);
         require_open();
+        if (broken_by_) {
+            throw PortFailure(*broken_by_);
+        }
         try {
             for (Submission& submission : batch) {
                 add(submission);
@@ -160,26 +178,83 @@ std::size_t DeviceQueue::pending() const {
 
 std::optional<PortError> DeviceQueue::trouble() const {
     const std::lock_guard lock(mutex_);
-    return lines_[0].trouble ? lines_[0].trouble : lines_[1].trouble;
+    return broken_by_ ? broken_by_ : lines_[0].trouble ? lines_[0].trouble : lines_[1].trouble;
+}
+
+// Runs what must not be left half done. If it throws, the queue is broken.
+template <typename Work>
+void DeviceQueue::guard(const char* what, Work work) {
+    try {
+        work();
+    } catch (...) {
+        note_broken(what);
+        throw PortFailure(*trouble());
+    }
+}
+
+// Notes the error that is being handled.
+void DeviceQueue::note_broken(const char* what) noexcept {
+    PortError error{ErrorKind::tier, "out of memory", "cuda", 0, {}};  // short texts need no memory
+    try {
+        try {
+            throw;
+        } catch (const PortFailure& failure) {
+            error = failure.error();
+        } catch (const std::exception& other) {
+            error.message = other.what();
+        }
+        error.message =
+            std::string(what) + ": " + error.message +
+            "; what the fast tier holds may be wrong since then, so it cannot be used any more: close the pool, and "
+            "make a new one";
+    } catch (...) {  // the error is as short as it is
+    }
+    const std::lock_guard lock(mutex_);
+    if (!broken_by_) {
+        broken_by_ = std::move(error);
+    }
+    broken_ = true;
+    results_.nudge();  // threads that wait for their operands give up
+}
+
+void DeviceQueue::order_use(ProgramStream stream, std::int64_t last_use) {
+    require_not_released();
+    order_.order(stream, last_use);
+}
+
+void DeviceQueue::require_not_released() const {
+    if (released_) {
+        fail_closed("the transfer queue was closed");
+    }
 }
 
 void DeviceQueue::end_use(ProgramStream stream, std::int64_t ordinal) {
-    if (order_.end(stream, ordinal)) {
+    if (released_ || broken_) {
+        return;  // nobody is given the range
+    }
+    bool full = false;
+    // Without an event, the ranges could be given away while the work still uses them.
+    guard("the end of work on the device was not noted", [&] { full = order_.end(stream, ordinal); });
+    if (full) {
         wake_launcher();  // to give back the events that have passed
     }
 }
 
 void DeviceQueue::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) {
-    moves_.move(order_, target, source, nbytes, last_use);
+    require_not_released();
+    guard("the device did not move bytes", [&] { moves_.move(order_, target, source, nbytes, last_use); });
 }
 
 void DeviceQueue::fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value) {
-    moves_.fill(order_, target, nbytes / 2, value);
+    require_not_released();
+    guard("the device did not fill bytes", [&] { moves_.fill(order_, target, nbytes / 2, value); });
 }
 
 std::vector<ProgramStream> DeviceQueue::streams() const {
     std::vector<ProgramStream> streams = order_.streams();
-    streams.push_back(reinterpret_cast<ProgramStream>(moves_.stream()));
+    if (!released_) {
+        streams.push_back(reinterpret_cast<ProgramStream>(moves_.stream()));
+    }
     return streams;
 }
 
@@ -263,7 +338,32 @@ bool DeviceQueue::close(double seconds) {
         }
     }
     note_tier_ends();
-    return tiers_left && std::ranges::all_of(lines_, [](const Line& line) { return line.copies.empty(); });
+    if (!tiers_left || thread_failed_ || !std::ranges::all_of(lines_, [](const Line& line) { return line.copies.empty(); })) {
+        return false;
+    }
+    lock.unlock();
+    return give_back(deadline);
+}
+
+// Gives back what the queue has of the device, when its last work has ended.
+bool DeviceQueue::give_back(double deadline) {
+    const std::lock_guard one_at_a_time(ending_);
+    if (!released_) {
+        try {
+            if (!moves_.close(events_, deadline)) {
+                return false;
+            }
+        } catch (const PortFailure&) {
+            return false;  // we do not know if the moves have ended
+        }
+        released_ = true;
+        for (OwnedStream* stream : {&in_, &out_}) {
+            stream->end();
+        }
+        events_.end();
+        staging_.release();
+    }
+    return true;
 }
 
 // Drops all jobs; those with a leg under way are reported as cancelled when it has ended.

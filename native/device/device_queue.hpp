@@ -17,6 +17,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -45,7 +46,7 @@ public:
         std::size_t bounce = 4 << 20;  // device memory for moves between ranges that overlap
     };
     // `locks`: the page locks of the tiers' memory, which must last until the queue is closed; may be null. The queue is owned
-    // by a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
+    // by a shared_ptr. The calling thread must be able to call the device, also at `close` and at the end of the queue.
     DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks);
     ~DeviceQueue() override;
     // Starts the threads.
@@ -55,17 +56,19 @@ public:
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
     std::size_t pending() const override;
+    // If it succeeds, the moves have ended, too, and all memory, streams and events have been given back.
     bool close(double seconds) override;
 
     void begin_use(ProgramStream stream) override { order_.begin(stream); }
-    void order_use(ProgramStream stream, std::int64_t last_use) override { order_.order(stream, last_use); }
+    void order_use(ProgramStream stream, std::int64_t last_use) override;
     void end_use(ProgramStream stream, std::int64_t ordinal) override;
     std::vector<Ran> take_ran() override { return order_.take_ran(); }
     std::optional<PortError> trouble() const override;
+    bool broken() const noexcept override { return broken_; }
 
     // Fills a range after the program's earlier work and before its later work; both bounds must be even.
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
-    // All streams whose queued work may use the arena after `close`: the program's, and the one of moves and fills.
+    // All streams whose queued work may use the arena: the program's, and until `close` has succeeded the one of moves.
     std::vector<ProgramStream> streams() const;
 
 private:
@@ -86,12 +89,16 @@ private:
         std::optional<PortError> trouble;  // why the end of the oldest copy is not known
         std::condition_variable wake;
         std::thread thread;
-        bool left = false;  // the thread has ended
+        bool left = false;  // the thread uses the queue no more
     };
 
     Line& line_of(const Job& job);
     void add(Submission& submission);
-    void start_thread(std::thread& thread, const char* name, std::function<void()> body);
+    void start_thread(std::thread& thread, bool& left, const char* name, std::function<void()> body);
+    void require_not_released() const;
+    template <typename Work>
+    void guard(const char* what, Work work);
+    void note_broken(const char* what) noexcept;
     void wake_launcher() { tiers_->nudge(); }
     void run();
     bool note_tier_ends();
@@ -108,6 +115,7 @@ private:
     void end_chunk(Chunk& chunk);
     void complete(Job& job, bool cancelled);
     void drop_all();
+    bool give_back(double deadline);
 
     std::shared_ptr<Device> device_;
     Config config_;
@@ -129,6 +137,11 @@ private:
     std::uint64_t submitted_ = 0;
     std::thread launcher_;
     bool launcher_left_ = false;
+    bool thread_failed_ = false;  // so that we do not know what it has left undone
+    std::mutex ending_;           // held by the call that gives back what the queue has taken
+    std::atomic<bool> released_ = false;
+    std::atomic<bool> broken_ = false;
+    std::optional<PortError> broken_by_;
 };
 
 }  // namespace farpool::device

@@ -32,11 +32,6 @@ void DeviceQueue::run() {
         tiers_->wait_past(seen, 1, idle_seconds);
         lock.lock();
     }
-    launcher_left_ = true;
-    for (Line& line : lines_) {
-        line.wake.notify_all();
-    }
-    results_.notify_all();
 }
 
 bool DeviceQueue::note_tier_ends() {

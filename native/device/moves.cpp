@@ -1,6 +1,11 @@
 #include "device/moves.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "core/clock.hpp"
+#include "core/error.hpp"
 
 namespace farpool::device {
 
@@ -8,6 +13,10 @@ Moves::Moves(std::shared_ptr<Device> device, std::size_t bounce)
     : device_(std::move(device)), stream_(device_), bounce_bytes_(bounce), bounce_(device_, bounce) {}
 
 void Moves::queue(ProgramOrder& order, std::int64_t last_use, const std::function<void()>& work) {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+        fail_closed("the transfer queue was closed");
+    }
     const Attached attached(*device_);
     order.follow(stream(), last_use, moves_);
     work();
@@ -34,6 +43,26 @@ void Moves::move(ProgramOrder& order, std::uintptr_t target, std::uintptr_t sour
             done += size;
         }
     });
+}
+
+bool Moves::close(EventPool& events, double deadline) {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+        const Event last = events.take();
+        device_->record(last, stream());
+        while (!device_->passed(last)) {
+            if (monotonic_seconds() >= deadline) {
+                events.give(last);
+                return false;
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
+        }
+        events.give(last);
+        closed_ = true;
+        stream_.end();
+        bounce_.end();
+    }
+    return true;
 }
 
 void Moves::fill(ProgramOrder& order, std::uintptr_t target, std::size_t count, std::uint16_t value) {

@@ -16,6 +16,8 @@ public:
     bool take(Chunk& chunk);
     // Takes a chunk's memory back, if it has any.
     void give_back(Chunk& chunk);
+    // Unlocks and unmaps the memory; no chunk may have any.
+    void release() noexcept { memory_.release(); }
 
 private:
     LockedMemory memory_;

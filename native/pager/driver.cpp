@@ -46,10 +46,19 @@ std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
     return lock;
 }
 
+void Driver::check_queue() const {
+    if (queue_->broken()) {
+        throw PortFailure(*queue_->trouble());
+    }
+}
+
 void Driver::start(bool waits) {
     commands_.clear();
     batch_.clear();  // entries that an error has left
     pager_->take_commands(commands_);
+    if (closed_ || queue_->broken()) {
+        return;  // no access will use what the pager still wants to have done
+    }
     if (observer_ != nullptr && !commands_.empty()) {
         announce();
     }
@@ -210,6 +219,7 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
 }
 
 std::shared_ptr<Access> Driver::request(std::vector<Run> runs, ProgramStream stream) {
+    check_queue();
     queue_->begin_use(stream);
     if (!pager_->residency().transfers().empty()) {
         note_ends();
@@ -266,6 +276,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double de
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
+        check_queue();
         if (access.granted) {
             grant(access);
             return Wait::granted;
