@@ -17,6 +17,9 @@ namespace farpool {
 // A reference that the submitter holds until it receives the entry's result.
 using Keepalive = PyObject*;
 
+// Least priority of a transfer for which a thread of the program waits. Less urgent ones must not keep it waiting.
+constexpr std::int64_t urgent_priority = 2;
+
 // One transfer to queue. With a null `port` or without pieces it is a barrier.
 struct Submission {
     std::int64_t id = 0;

@@ -15,12 +15,15 @@ constexpr double weight = 0.25;          // of the latest copy in the speed of a
 
 }  // namespace
 
-DeviceQueue::Line& DeviceQueue::line_of(const Job& job) { return lines_[static_cast<std::size_t>(job.direction)]; }
+DeviceQueue::Line& DeviceQueue::line_of(const Job& job) { return line_of(job.direction, job.urgent()); }
 
 bool DeviceQueue::may_copy(const Job& job) {
     const Line& line = line_of(job);
     if (job.waiting_for > 0) {
         return false;
+    }
+    if (!job.urgent() && !line_of(job.direction, true).copies.empty()) {
+        return false;  // the link is for urgent copies
     }
     const double seconds = static_cast<double>(line.nbytes) * line.seconds_per_byte;
     return line.copies.size() < least_copies || (line.copies.size() < most_copies && seconds < config_.queued_seconds);
@@ -30,6 +33,7 @@ bool DeviceQueue::may_copy(const Job& job) {
 void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     Job& job = *chunk.job;
     Line& line = line_of(job);
+    bool& followed = job.followed[job.urgent() ? 1 : 0];
     chunk.leg = Leg::device;
     lock.unlock();
     Copy made{&chunk, nullptr, nullptr, std::nullopt};
@@ -39,19 +43,19 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
         device_->enter();
         made.start = events_.take();
         made.end = events_.take();
-        if (!job.followed) {
-            order_.follow(line.stream, job.last_use, line.moves);
-            job.followed = true;
+        if (!followed) {
+            order_.follow(line.stream.get(), job.last_use, line.moves);
+            followed = true;
         }
-        device_->record(made.start, line.stream);
+        device_->record(made.start, line.stream.get());
         queued = true;
         try {
-            queue_copies(chunk, line.stream);
+            queue_copies(chunk, line.stream.get());
         } catch (const PortFailure& failure) {
             error = failure.error();
         }
         // Also after an error: some of the copies may have been queued, and they use the host's memory until they have ended.
-        device_->record(made.end, line.stream);
+        device_->record(made.end, line.stream.get());
     } catch (const PortFailure& failure) {
         error = failure.error();
         made.lost = failure.error();
@@ -76,6 +80,7 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
 
 void DeviceQueue::queue_copies(const Chunk& chunk, Stream stream) {
     const Job& job = *chunk.job;
+    std::vector<HostCopy> copies;
     for (std::size_t index = 0; index < chunk.parts.size();) {
         const Part& part = chunk.parts[index];
         std::size_t nbytes = part.nbytes;
@@ -85,12 +90,9 @@ void DeviceQueue::queue_copies(const Chunk& chunk, Stream stream) {
                chunk.parts[index].host == part.host + nbytes) {
             nbytes += chunk.parts[index].nbytes;
         }
-        if (job.fetch()) {
-            device_->copy_in(stream, part.place, reinterpret_cast<const void*>(part.host), nbytes);
-        } else {
-            device_->copy_out(stream, reinterpret_cast<void*>(part.host), part.place, nbytes);
-        }
+        copies.push_back({part.place, part.host, nbytes});
     }
+    device_->copy_all(stream, job.fetch(), copies);
 }
 
 // Waits for the ends of copies, one after the other.

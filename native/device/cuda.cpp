@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
+#include <vector>
 
 #include "core/error.hpp"
 
@@ -13,6 +14,7 @@ namespace farpool::device {
 namespace {
 
 constexpr int oldest_version = 11040;
+constexpr int batches_since = 12080;
 constexpr const char* update = "update the NVIDIA driver, or use device='cpu'";
 
 // Number of the Cuda object that this thread has last entered.
@@ -72,8 +74,10 @@ CudaLibrary::CudaLibrary(const std::string& path) : path_(path), handle_(dlopen(
     }
 }
 
+void* CudaLibrary::find_if_there(const char* name) const { return dlsym(handle_, name); }
+
 void* CudaLibrary::find(const char* name) const {
-    if (void* found = dlsym(handle_, name)) {
+    if (void* found = find_if_there(name)) {
         return found;
     }
     int version = 0;
@@ -90,6 +94,7 @@ Cuda::Cuda(int index, const std::string& library) : driver_(library), number_(ne
     if (version < oldest_version) {
         fail_tier("cuda", too_old(version, ""));
     }
+    batches_ = version >= batches_since && driver_.copy_batch.function != nullptr;
     run(driver_.init, 0U);
     int count = 0;
     run(driver_.device_count, &count);
@@ -210,6 +215,26 @@ void Cuda::copy_out(Stream stream, void* target, std::uintptr_t source, std::siz
 
 void Cuda::copy_within(Stream stream, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes) {
     run(driver_.copy_within, target, source, nbytes, stream);
+}
+
+void Cuda::copy_all(Stream stream, bool in, std::span<const HostCopy> copies) {
+    if (!batches_ || copies.size() < 2) {
+        Device::copy_all(stream, in, copies);
+        return;
+    }
+    std::vector<std::uint64_t> targets;
+    std::vector<std::uint64_t> sources;
+    std::vector<std::size_t> sizes;
+    for (const HostCopy& copy : copies) {
+        targets.push_back(in ? copy.place : copy.host);
+        sources.push_back(in ? copy.host : copy.place);
+        sizes.push_back(copy.nbytes);
+    }
+    CUmemcpyAttributes attributes;
+    std::size_t first = 0;  // of the copies that have these attributes: all
+    std::size_t refused = 0;
+    run(driver_.copy_batch, targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, std::size_t{1},
+        &refused, stream);
 }
 
 void Cuda::fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) {

@@ -15,21 +15,25 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Device> device, Config config, PageLock
     : device_(std::move(device)),
       config_(config),
       locks_(locks),
-      staging_(device_, config.staging),
+      staging_(device_, config.staging, config.chunk),
       events_(device_),
-      in_(device_),
-      out_(device_),
+      lines_{Line(device_), Line(device_), Line(device_), Line(device_)},
       moves_(device_, config.bounce),
       clock_(device_, events_, moves_.stream()),
       order_(device_, events_, clock_, config.allocating),
-      tiers_(std::make_shared<QueueCore>()) {
-    lines_[0].stream = in_.get();
-    lines_[1].stream = out_.get();
+      tiers_(std::make_shared<QueueCore>()) {}
+
+std::vector<std::thread*> DeviceQueue::threads() {
+    std::vector<std::thread*> threads{&launcher_};
+    for (Line& line : lines_) {
+        threads.push_back(&line.thread);
+    }
+    return threads;
 }
 
 // Runs after all threads: each of them holds a reference to the queue.
 DeviceQueue::~DeviceQueue() {
-    for (std::thread* thread : {&launcher_, &lines_[0].thread, &lines_[1].thread}) {
+    for (std::thread* thread : threads()) {
         if (thread->joinable()) {
             thread->detach();
         }
@@ -60,8 +64,9 @@ void DeviceQueue::start_thread(std::thread& thread, bool& left, const char* name
 void DeviceQueue::begin() {
     // The launcher is last: nothing is under way until then, so the others can be stopped if one does not start.
     try {
-        start_thread(lines_[0].thread, lines_[0].left, "farpool-in", [this] { watch(lines_[0]); });
-        start_thread(lines_[1].thread, lines_[1].left, "farpool-out", [this] { watch(lines_[1]); });
+        for (Line& line : lines_) {
+            start_thread(line.thread, line.left, "farpool-copies", [this, &line] { watch(line); });
+        }
         start_thread(launcher_, launcher_left_, "farpool-launch", [this] { run(); });
     } catch (...) {
         const std::lock_guard lock(mutex_);
@@ -178,7 +183,11 @@ std::size_t DeviceQueue::pending() const {
 
 std::optional<PortError> DeviceQueue::trouble() const {
     const std::lock_guard lock(mutex_);
-    return broken_by_ ? broken_by_ : lines_[0].trouble ? lines_[0].trouble : lines_[1].trouble;
+    if (broken_by_) {
+        return broken_by_;
+    }
+    const auto found = std::ranges::find_if(lines_, [](const Line& line) { return line.trouble.has_value(); });
+    return found == lines_.end() ? std::nullopt : found->trouble;
 }
 
 // Runs what must not be left half done. If it throws, the queue is broken.
@@ -332,7 +341,7 @@ bool DeviceQueue::close(double seconds) {
     lock.unlock();
     const bool tiers_left = tiers_->close(std::max(0.0, deadline - monotonic_seconds()));
     lock.lock();
-    for (std::thread* thread : {&launcher_, &lines_[0].thread, &lines_[1].thread}) {
+    for (std::thread* thread : threads()) {
         if (thread->joinable()) {
             thread->join();  // it has left its loop, needs no lock any more and is about to return
         }
@@ -357,8 +366,8 @@ bool DeviceQueue::give_back(double deadline) {
             return false;  // we do not know if the moves have ended
         }
         released_ = true;
-        for (OwnedStream* stream : {&in_, &out_}) {
-            stream->end();
+        for (Line& line : lines_) {
+            line.stream.end();
         }
         events_.end();
         staging_.release();

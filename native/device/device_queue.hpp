@@ -5,10 +5,11 @@
 // between staging memory and arena. A transfer is cut into chunks whose legs run at the same time, so that a large block starts
 // to arrive before it was read completely.
 //
-// One thread starts all legs, in order of urgency. The device has a stream for each direction, on which at least two copies are
+// One thread starts all legs, in order of urgency. The device has streams for each direction, on which at least two copies are
 // queued, and otherwise as many as take a few milliseconds: enough to keep the link busy, and few enough for an urgent copy to
-// have its turn soon. A thread for each direction sleeps until the oldest copy of its stream has ended. No thread needs an
-// interpreter.
+// have its turn soon. Urgent copies have streams of their own: a copy may wait for the program's work, and all that is queued
+// behind it on its stream waits with it. A thread for each stream sleeps until the oldest copy there has ended. No thread needs
+// an interpreter.
 //
 // The target of a fetch may still hold bytes that other transfers write to their tiers (`Submission::after`). Only the device's
 // leg of the fetch waits for these transfers, until they have ended on their tiers: the bytes must still be in the arena if a
@@ -80,7 +81,9 @@ private:
     };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
-        Stream stream = nullptr;
+        explicit Line(std::shared_ptr<Device> device) : stream(std::move(device)) {}
+
+        OwnedStream stream;
         std::deque<Copy> copies;           // in the order of their ends
         std::size_t nbytes = 0;            // of these copies
         std::uint64_t moves = 0;           // that the stream has waited for
@@ -92,6 +95,9 @@ private:
         bool left = false;  // the thread uses the queue no more
     };
 
+    Line& line_of(Direction direction, bool urgent) {
+        return lines_[2 * (urgent ? 1U : 0U) + static_cast<unsigned>(direction)];
+    }
     Line& line_of(const Job& job);
     void add(Submission& submission);
     void start_thread(std::thread& thread, bool& left, const char* name, std::function<void()> body);
@@ -99,6 +105,7 @@ private:
     template <typename Work>
     void guard(const char* what, Work work);
     void note_broken(const char* what) noexcept;
+    std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }
     void run();
     bool note_tier_ends();
@@ -122,9 +129,7 @@ private:
     PageLocks* locks_;
     Staging staging_;
     EventPool events_;
-    OwnedStream in_;
-    OwnedStream out_;
-    std::array<Line, 2> lines_;  // by Direction
+    std::array<Line, 4> lines_;  // by urgency, and then by Direction
     Moves moves_;
     DeviceClock clock_;
     ProgramOrder order_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -53,8 +54,8 @@ struct Job {
     std::size_t waiting_for = 0;
     std::vector<Chunk> chunks;  // empty until the first leg can start, as the page locks at that time decide
     bool staged = false;
-    bool followed = false;  // the copies' stream has waited for the program's work
-    std::size_t begun = 0;  // chunks of which a leg was started
+    std::array<bool, 2> followed{};  // by urgency: that stream of copies has waited for the program's work
+    std::size_t begun = 0;           // chunks of which a leg was started
     std::size_t ended = 0;
     double start = std::numeric_limits<double>::infinity();
     double end = 0;
@@ -71,6 +72,7 @@ struct Job {
         }
     }
     bool barrier() const { return pieces.empty(); }
+    bool urgent() const { return priority >= urgent_priority; }
     bool fetch() const { return direction == Direction::read; }
     std::size_t under_way() const { return begun - ended; }
     bool given_up() const { return dropped || error.has_value(); }

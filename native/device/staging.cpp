@@ -4,11 +4,17 @@
 
 namespace farpool::device {
 
-Staging::Staging(std::shared_ptr<Device> device, std::size_t nbytes)
-    : memory_(std::move(device), nbytes), extents_(static_cast<std::int64_t>(nbytes), part_alignment) {}
+Staging::Staging(std::shared_ptr<Device> device, std::size_t nbytes, std::size_t chunk)
+    : memory_(std::move(device), nbytes),
+      extents_(static_cast<std::int64_t>(nbytes), part_alignment),
+      kept_(nbytes / 2 < chunk ? -1 : extents_.alloc(static_cast<std::int64_t>(rounded(chunk)))),
+      kept_at_(kept_) {}
 
 bool Staging::take(Chunk& chunk) {
     chunk.staging = extents_.alloc(static_cast<std::int64_t>(chunk.nbytes));
+    if (chunk.staging < 0 && chunk.job->urgent()) {
+        chunk.staging = std::exchange(kept_, -1);
+    }
     if (chunk.staging < 0) {
         return false;
     }
@@ -21,8 +27,11 @@ bool Staging::take(Chunk& chunk) {
 }
 
 void Staging::give_back(Chunk& chunk) {
-    if (chunk.staging >= 0) {
-        extents_.free(std::exchange(chunk.staging, -1));
+    const std::int64_t offset = std::exchange(chunk.staging, -1);
+    if (offset >= 0 && offset == kept_at_) {
+        kept_ = offset;
+    } else if (offset >= 0) {
+        extents_.free(offset);
     }
 }
 

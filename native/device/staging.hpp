@@ -1,4 +1,7 @@
 // Page-locked host memory through which a device copies from and to tiers whose own memory is not page-locked.
+//
+// The last bytes are kept for an urgent chunk, as less urgent transfers at a slow tier may hold all others for long. Memory for
+// only one chunk is for all.
 #pragma once
 
 #include <memory>
@@ -11,7 +14,8 @@ namespace farpool::device {
 
 class Staging {
 public:
-    Staging(std::shared_ptr<Device> device, std::size_t nbytes);
+    // `chunk`: bytes of the largest chunk.
+    Staging(std::shared_ptr<Device> device, std::size_t nbytes, std::size_t chunk);
     // Gives a chunk memory, and its parts their addresses there; false if there is none now.
     bool take(Chunk& chunk);
     // Takes a chunk's memory back, if it has any.
@@ -22,6 +26,8 @@ public:
 private:
     LockedMemory memory_;
     ExtentAllocator extents_;
+    std::int64_t kept_;  // offset of the memory for an urgent chunk; -1 if there is none or a chunk has it
+    const std::int64_t kept_at_;
 };
 
 }  // namespace farpool::device

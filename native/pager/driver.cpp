@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t write_back_priority = 0;
 constexpr std::int64_t prefetch_priority = 1;
-constexpr std::int64_t demand_priority = 2;
+constexpr std::int64_t demand_priority = urgent_priority;
 constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswered
 
 // Keeps the first error until the driver's own work is complete.
