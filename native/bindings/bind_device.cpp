@@ -1,6 +1,7 @@
 // Devices with memory of their own, and what works on them.
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "bindings/bindings.hpp"
 #include "bindings/bound_queue.hpp"
@@ -91,6 +92,13 @@ public:
     }
 
     bool close(double seconds) override {
+        std::optional<Cuda::Entered> entered;
+        try {
+            if (device_queue().ours()) {
+                entered.emplace(*cuda_);
+            }
+        } catch (const farpool::PortFailure&) {  // the device is lost: the threads end all the same
+        }
         const double deadline = farpool::monotonic_seconds() + seconds;
         if (!BoundQueue::close(seconds)) {
             return false;
@@ -148,7 +156,8 @@ TierError
 The address and the number of bytes must be even.)")
         .def_prop_ro("chunk", &BoundDeviceQueue::chunk,
                      "Bytes of the pieces, from its start, in which a block that is not page-locked is written and read.")
-        .def("streams", &BoundDeviceQueue::streams, "All streams whose queued work may use the arena after `close`.");
+        .def("streams", &BoundDeviceQueue::streams,
+             "All streams whose queued work may use the arena; after a successful `close` the program's streams.");
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ std::size_t page_size() {
 
 }  // namespace
 
-Memory::Memory(std::size_t nbytes) : nbytes_(nbytes) {
+Memory::Memory(std::size_t nbytes) : owner_(getpid()), nbytes_(nbytes) {
     const std::size_t page = page_size();
     mapped_ = (nbytes + page - 1) / page * page;
     const std::size_t span = mapped_ + huge_page;
@@ -48,12 +48,14 @@ Memory::Memory(std::size_t nbytes) : nbytes_(nbytes) {
 
 Memory::~Memory() { release(); }
 
+bool Memory::ours() const noexcept { return getpid() == owner_; }
+
 void Memory::touch(std::size_t offset, std::size_t nbytes) {
     if (offset > nbytes_ || nbytes > nbytes_ - offset) {
         fail_value("Memory.touch: the range [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
                    ") is outside of the memory of " + std::to_string(nbytes_) + " bytes");
     }
-    if (data_ == nullptr || nbytes == 0) {
+    if (data_ == nullptr || nbytes == 0 || !ours()) {
         return;
     }
     const std::size_t first = offset / page_size() * page_size();
@@ -73,7 +75,7 @@ void Memory::discard(std::size_t offset, std::size_t nbytes) {
         fail_value("Memory.discard: the range [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
                    ") is outside of the memory of " + std::to_string(nbytes_) + " bytes");
     }
-    if (data_ == nullptr) {
+    if (data_ == nullptr || !ours()) {
         return;
     }
     const std::size_t page = page_size();
@@ -86,10 +88,10 @@ void Memory::discard(std::size_t offset, std::size_t nbytes) {
 }
 
 void Memory::release() noexcept {
-    if (data_ != nullptr) {
+    if (data_ != nullptr && ours()) {
         munmap(data_, mapped_);
-        data_ = nullptr;
     }
+    data_ = nullptr;
 }
 
 }  // namespace farpool

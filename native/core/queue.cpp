@@ -1,7 +1,6 @@
 #include "core/queue.hpp"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -93,7 +92,7 @@ struct QueueCore::Lane {
     std::size_t idle = 0;  // workers that will check for an entry
 };
 
-QueueCore::QueueCore() : owner_(getpid()) {}
+QueueCore::QueueCore() = default;
 
 // Runs after all threads: each of them holds a reference to the queue.
 QueueCore::~QueueCore() {
@@ -108,14 +107,6 @@ QueueCore::~QueueCore() {
                 worker->thread.detach();
             }
         }
-    }
-}
-
-bool QueueCore::ours() const noexcept { return getpid() == owner_; }
-
-void QueueCore::require_open() const {
-    if (closing_) {
-        fail_closed("the transfer queue was closed");
     }
 }
 
@@ -400,22 +391,6 @@ void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
     }
 }
 
-std::vector<Result> QueueCore::poll() {
-    const std::lock_guard lock(mutex_);
-    return results_.poll();
-}
-
-bool QueueCore::wait(double seconds) {
-    std::unique_lock lock(mutex_);
-    results_.wait(lock, results_.seen().results + 1, seconds, [&] { return !results_.empty() || closing_; });
-    return !results_.empty();
-}
-
-QueueCore::Seen QueueCore::seen() const {
-    const std::lock_guard lock(mutex_);
-    return results_.seen();
-}
-
 void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double seconds) {
     std::unique_lock lock(mutex_);
     const auto ready = [&] { return results_.past(seen, results) || closing_; };
@@ -424,14 +399,6 @@ void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double second
     }
     wake_all_workers(false);  // for copies that were left to this thread and that it does not wait for
     results_.wait(lock, seen.results + results, deadline - monotonic_seconds(), ready);
-}
-
-void QueueCore::nudge() {
-    if (!ours()) {
-        return;  // a thread of the parent may have held the lock
-    }
-    const std::lock_guard lock(mutex_);
-    results_.nudge();
 }
 
 std::size_t QueueCore::pending() const {

@@ -6,23 +6,20 @@
 // instead of sleeping. Only the queue's own threads call other ports, one entry at a time.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "core/results.hpp"
+#include "core/queue_base.hpp"
 
 namespace farpool {
 
-class QueueCore : public TransferQueue, public std::enable_shared_from_this<QueueCore> {
+class QueueCore : public QueueBase, public std::enable_shared_from_this<QueueCore> {
 public:
     QueueCore();
     ~QueueCore() override;
@@ -30,15 +27,10 @@ public:
     void submit(std::span<Submission> batch, bool waits = false) override;
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
-    std::vector<Result> poll() override;
-    bool wait(double seconds) override;
-    Seen seen() const override;
     // Makes small copies while waiting.
     void wait_past(const Seen& seen, std::uint64_t results, double seconds) override;
-    void nudge() override;
     std::size_t pending() const override;
     bool close(double seconds) override;
-    bool ours() const noexcept override;
 
 private:
     struct Entry;
@@ -56,20 +48,15 @@ private:
     void wake_workers(Lane& lane);
     void wake_all_workers(bool but_small);
     void start_worker(Lane& lane);
-    void require_open() const;
 
-    pid_t owner_;
-    mutable std::mutex mutex_;
     std::unordered_map<std::int64_t, Entry*> entries_;
     // All entries ever allocated; unused entries are in `spare_` and keep the memory of their parts.
     std::vector<std::unique_ptr<Entry>> made_;
     std::vector<Entry*> spare_;
     std::vector<Outcome> outcomes_;  // scratch memory of `complete`
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
-    Results results_;
     std::uint64_t submitted_ = 0;
     std::size_t helping_ = 0;  // waiting threads, not the queue's own, that make a copy
-    bool closing_ = false;
 };
 
 }  // namespace farpool

@@ -17,6 +17,9 @@ namespace farpool {
 // A reference that the submitter holds until it receives the entry's result.
 using Keepalive = PyObject*;
 
+// Least priority of a transfer for which a thread of the program waits. Less urgent ones must not keep it waiting.
+constexpr std::int64_t urgent_priority = 2;
+
 // One transfer to queue. With a null `port` or without pieces it is a barrier.
 struct Submission {
     std::int64_t id = 0;
@@ -100,6 +103,9 @@ public:
     virtual std::vector<Ran> take_ran() { return {}; }
     // The error that keeps the queue from finding out if transfers have ended; empty if there is none.
     virtual std::optional<PortError> trouble() const { return std::nullopt; }
+    // True after an error that the queue cannot make good: the arena may hold other bytes than its users know of, or a range
+    // may be given away while work still uses it. From then on, `trouble` is this error, and no access may have its operands.
+    virtual bool broken() const noexcept { return false; }
 };
 
 }  // namespace farpool

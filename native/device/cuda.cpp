@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
+#include <vector>
 
 #include "core/error.hpp"
 
@@ -13,6 +14,7 @@ namespace farpool::device {
 namespace {
 
 constexpr int oldest_version = 11040;
+constexpr int batches_since = 12080;
 constexpr const char* update = "update the NVIDIA driver, or use device='cpu'";
 
 // Number of the Cuda object that this thread has last entered.
@@ -72,8 +74,10 @@ CudaLibrary::CudaLibrary(const std::string& path) : path_(path), handle_(dlopen(
     }
 }
 
+void* CudaLibrary::find_if_there(const char* name) const { return dlsym(handle_, name); }
+
 void* CudaLibrary::find(const char* name) const {
-    if (void* found = dlsym(handle_, name)) {
+    if (void* found = find_if_there(name)) {
         return found;
     }
     int version = 0;
@@ -90,6 +94,7 @@ Cuda::Cuda(int index, const std::string& library) : driver_(library), number_(ne
     if (version < oldest_version) {
         fail_tier("cuda", too_old(version, ""));
     }
+    batches_ = version >= batches_since && driver_.copy_batch.function != nullptr;
     run(driver_.init, 0U);
     int count = 0;
     run(driver_.device_count, &count);
@@ -111,10 +116,15 @@ void Cuda::enter() {
     if (entered == number_) {
         return;
     }
-    run(driver_.context_set, context_);
+    prepare();
+}
+
+int Cuda::prepare() {
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    run(driver_.context_set, context_);
     run(driver_.exchange_capture_mode, &mode);
     entered = number_;
+    return mode;
 }
 
 void* Cuda::attach() {
@@ -133,14 +143,14 @@ void Cuda::detach(void* before) noexcept {
     }
 }
 
-Cuda::Entered::Entered(Cuda& device) : device_(device), entered_(entered), mode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
+Cuda::Entered::Entered(Cuda& device) : device_(device), entered_(entered) {
     device.run(device.driver_.context_get, &context_);
-    device.run(device.driver_.context_set, device.context_);
-    if (const int result = device.driver_.exchange_capture_mode(&mode_); result != CUDA_SUCCESS) {
+    try {
+        mode_ = device.prepare();
+    } catch (...) {
         device.driver_.context_set(context_);
-        device.refuse(device.driver_.exchange_capture_mode.name, result);
+        throw;
     }
-    entered = device.number_;
 }
 
 Cuda::Entered::~Entered() {
@@ -205,6 +215,26 @@ void Cuda::copy_out(Stream stream, void* target, std::uintptr_t source, std::siz
 
 void Cuda::copy_within(Stream stream, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes) {
     run(driver_.copy_within, target, source, nbytes, stream);
+}
+
+void Cuda::copy_all(Stream stream, bool in, std::span<const HostCopy> copies) {
+    if (!batches_ || copies.size() < 2) {
+        Device::copy_all(stream, in, copies);
+        return;
+    }
+    std::vector<std::uint64_t> targets;
+    std::vector<std::uint64_t> sources;
+    std::vector<std::size_t> sizes;
+    for (const HostCopy& copy : copies) {
+        targets.push_back(in ? copy.place : copy.host);
+        sources.push_back(in ? copy.host : copy.place);
+        sizes.push_back(copy.nbytes);
+    }
+    CUmemcpyAttributes attributes;
+    std::size_t first = 0;  // of the copies that have these attributes: all
+    std::size_t refused = 0;
+    run(driver_.copy_batch, targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, std::size_t{1},
+        &refused, stream);
 }
 
 void Cuda::fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) {

@@ -33,7 +33,7 @@ public:
         Cuda& device_;
         std::uint64_t entered_;
         void* context_ = nullptr;
-        int mode_;
+        int mode_ = 0;
     };
 
     // Throws PortFailure (tier) if there is no driver, the driver is too old, or it has no device of this index.
@@ -58,6 +58,7 @@ public:
     void copy_in(Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) override;
     void copy_out(Stream stream, void* target, std::uintptr_t source, std::size_t nbytes) override;
     void copy_within(Stream stream, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes) override;
+    void copy_all(Stream stream, bool in, std::span<const HostCopy> copies) override;
     void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) override;
     bool capturing(Stream stream) override;
 
@@ -67,6 +68,8 @@ public:
     void free(std::uintptr_t memory) noexcept override;
 
 private:
+    // Prepares the calling thread for all calls, and returns the capture mode that it had.
+    int prepare();
     template <typename... Parameters, typename... Arguments>
     void run(const CudaCall<Parameters...>& call, Arguments... arguments) const {
         if (const int result = call(arguments...); result != CUDA_SUCCESS) [[unlikely]] {
@@ -84,6 +87,7 @@ private:
     const pid_t owner_ = getpid();
     const std::uint64_t number_;  // of all Cuda objects of this process, so that a thread knows which one it has entered
     int device_ = 0;
+    bool batches_ = false;  // the driver queues several copies at once
     void* context_ = nullptr;
 };
 

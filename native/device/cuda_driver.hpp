@@ -26,6 +26,15 @@ constexpr unsigned CU_EVENT_BLOCKING_SYNC = 1;
 constexpr unsigned CU_MEMHOSTREGISTER_PORTABLE = 1;
 constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 constexpr int CU_STREAM_CAPTURE_STATUS_NONE = 0;
+constexpr int CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1;
+
+// What copies of a batch have in common.
+struct CUmemcpyAttributes {
+    int source_order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    int source_place[2] = {};  // places are hints, for other memory than ours
+    int target_place[2] = {};
+    unsigned flags = 0;
+};
 
 // The driver's library. It stays open until the process ends, because the driver has threads of its own.
 class CudaLibrary {
@@ -34,6 +43,8 @@ public:
     explicit CudaLibrary(const std::string& path);
     // Throws PortFailure (tier) if the library has no such function: the driver is too old.
     void* find(const char* name) const;
+    // Null if the library has no such function.
+    void* find_if_there(const char* name) const;
 
 private:
     std::string path_;
@@ -45,6 +56,9 @@ template <typename... Parameters>
 struct CudaCall {
     CudaCall(const CudaLibrary& library, const char* name)
         : name(name), function(reinterpret_cast<int (*)(Parameters...)>(library.find(name))) {}
+    // A function that an older driver does not have.
+    CudaCall(const CudaLibrary& library, const char* name, std::nullptr_t)
+        : name(name), function(reinterpret_cast<int (*)(Parameters...)>(library.find_if_there(name))) {}
     int operator()(Parameters... arguments) const { return function(arguments...); }
 
     const char* name;
@@ -80,6 +94,10 @@ struct CudaDriver {
     CudaCall<std::uint64_t, const void*, std::size_t, void*> copy_in{library, "cuMemcpyHtoDAsync_v2"};
     CudaCall<void*, std::uint64_t, std::size_t, void*> copy_out{library, "cuMemcpyDtoHAsync_v2"};
     CudaCall<std::uint64_t, std::uint64_t, std::size_t, void*> copy_within{library, "cuMemcpyDtoDAsync_v2"};
+    // Since CUDA 12.8, under this name with the index of a copy that was refused, which `cuMemcpyBatchAsync_v2` has no more.
+    CudaCall<std::uint64_t*, std::uint64_t*, std::size_t*, std::size_t, CUmemcpyAttributes*, std::size_t*, std::size_t,
+             std::size_t*, void*>
+        copy_batch{library, "cuMemcpyBatchAsync", nullptr};
     CudaCall<std::uint64_t, unsigned short, std::size_t, void*> fill{library, "cuMemsetD16Async"};
     CudaCall<void*, std::size_t, unsigned> host_register{library, "cuMemHostRegister_v2"};
     CudaCall<void*> host_unregister{library, "cuMemHostUnregister"};

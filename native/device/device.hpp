@@ -7,11 +7,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace farpool::device {
 
 using Stream = void*;  // null is the default stream
 using Event = void*;
+
+// A copy between page-locked host memory and the device.
+struct HostCopy {
+    std::uintptr_t place;  // on the device
+    std::uintptr_t host;
+    std::size_t nbytes;
+};
 
 class Device {
 public:
@@ -47,6 +55,16 @@ public:
     virtual void copy_in(Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) = 0;
     virtual void copy_out(Stream stream, void* target, std::uintptr_t source, std::size_t nbytes) = 0;
     virtual void copy_within(Stream stream, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes) = 0;
+    // Queues several copies from host memory (`in`) or to it, which may be made in any order.
+    virtual void copy_all(Stream stream, bool in, std::span<const HostCopy> copies) {
+        for (const HostCopy& copy : copies) {
+            if (in) {
+                copy_in(stream, copy.place, reinterpret_cast<const void*>(copy.host), copy.nbytes);
+            } else {
+                copy_out(stream, reinterpret_cast<void*>(copy.host), copy.place, copy.nbytes);
+            }
+        }
+    }
     // Queues a fill of `count` values of two bytes.
     virtual void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) = 0;
     // True if work queued on this stream would become part of a graph instead of being done.

@@ -5,10 +5,11 @@
 // between staging memory and arena. A transfer is cut into chunks whose legs run at the same time, so that a large block starts
 // to arrive before it was read completely.
 //
-// One thread starts all legs, in order of urgency. The device has a stream for each direction, on which at least two copies are
+// One thread starts all legs, in order of urgency. The device has streams for each direction, on which at least two copies are
 // queued, and otherwise as many as take a few milliseconds: enough to keep the link busy, and few enough for an urgent copy to
-// have its turn soon. A thread for each direction sleeps until the oldest copy of its stream has ended. No thread needs an
-// interpreter.
+// have its turn soon. Urgent copies have streams of their own: a copy may wait for the program's work, and all that is queued
+// behind it on its stream waits with it. A thread for each stream sleeps until the oldest copy there has ended. No thread needs
+// an interpreter.
 //
 // The target of a fetch may still hold bytes that other transfers write to their tiers (`Submission::after`). Only the device's
 // leg of the fetch waits for these transfers, until they have ended on their tiers: the bytes must still be in the arena if a
@@ -16,32 +17,27 @@
 // (`ProgramOrder`).
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <set>
-#include <span>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
-#include "core/extent_allocator.hpp"
 #include "core/queue.hpp"
-#include "core/results.hpp"
-#include "device/locked_memory.hpp"
+#include "device/jobs.hpp"
+#include "device/moves.hpp"
 #include "device/owned.hpp"
-#include "device/page_locks.hpp"
 #include "device/program_order.hpp"
+#include "device/staging.hpp"
 
 namespace farpool::device {
 
-class DeviceQueue final : public TransferQueue, public std::enable_shared_from_this<DeviceQueue> {
+class DeviceQueue final : public QueueBase, public std::enable_shared_from_this<DeviceQueue> {
 public:
     struct Config {
         std::size_t staging;           // bytes of page-locked host memory, at least one chunk
@@ -51,7 +47,7 @@ public:
         std::size_t bounce = 4 << 20;  // device memory for moves between ranges that overlap
     };
     // `locks`: the page locks of the tiers' memory, which must last until the queue is closed; may be null. The queue is owned
-    // by a shared_ptr. The calling thread must be able to call the device, also at the end of the queue.
+    // by a shared_ptr. The calling thread must be able to call the device, also at `close` and at the end of the queue.
     DeviceQueue(std::shared_ptr<Device> device, Config config, PageLocks* locks);
     ~DeviceQueue() override;
     // Starts the threads.
@@ -60,49 +56,26 @@ public:
     void submit(std::span<Submission> batch, bool waits = false) override;
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
-    std::vector<Result> poll() override;
-    bool wait(double seconds) override;
-    Seen seen() const override;
-    void wait_past(const Seen& seen, std::uint64_t results, double seconds) override;
-    void nudge() override;
     std::size_t pending() const override;
+    // If it succeeds, the moves have ended, too, and all memory, streams and events have been given back.
     bool close(double seconds) override;
-    bool ours() const noexcept override;
 
     void begin_use(ProgramStream stream) override { order_.begin(stream); }
-    void order_use(ProgramStream stream, std::int64_t last_use) override { order_.order(stream, last_use); }
+    void order_use(ProgramStream stream, std::int64_t last_use) override;
     void end_use(ProgramStream stream, std::int64_t ordinal) override;
     void look() override { wake_launcher(); }
     std::vector<Ran> take_ran() override { return order_.take_ran(); }
     std::optional<PortError> trouble() const override;
+    bool broken() const noexcept override { return broken_; }
 
     // Fills a range after the program's earlier work and before its later work; both bounds must be even.
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
     // Bytes of the pieces, from its start, in which a block that is not page-locked is written to its tier and read again.
     std::size_t chunk() const noexcept { return config_.chunk; }
-    // All streams whose queued work may use the arena after `close`: the program's, and the one of moves and fills.
+    // All streams whose queued work may use the arena: the program's, and until `close` has succeeded the one of moves.
     std::vector<ProgramStream> streams() const;
 
 private:
-    struct Part {
-        std::uint64_t offset;  // in the port
-        std::uintptr_t place;  // address in the arena
-        std::uintptr_t host;   // address in host memory
-        std::size_t nbytes;
-    };
-    enum class Leg : std::uint8_t { none, tier, between, device, ended };
-    struct Job;
-    struct Chunk {
-        Job* job;
-        std::vector<Part> parts;
-        std::size_t nbytes = 0;
-        std::int64_t staging = -1;  // offset of its staging memory
-        Leg leg = Leg::none;
-    };
-    // More urgent jobs first; among equals fetches first, in order of submission.
-    struct Rank {
-        bool operator()(const Job* left, const Job* right) const;
-    };
     struct Copy {
         Chunk* chunk;
         Event start;
@@ -111,7 +84,9 @@ private:
     };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
-        Stream stream = nullptr;
+        explicit Line(std::shared_ptr<Device> device) : stream(std::move(device)) {}
+
+        OwnedStream stream;
         std::deque<Copy> copies;           // in the order of their ends
         std::size_t nbytes = 0;            // of these copies
         std::uint64_t moves = 0;           // that the stream has waited for
@@ -120,14 +95,20 @@ private:
         std::optional<PortError> trouble;  // why the end of the oldest copy is not known
         std::condition_variable wake;
         std::thread thread;
-        bool left = false;  // the thread has ended
+        bool left = false;  // the thread uses the queue no more
     };
 
+    Line& line_of(Direction direction, bool urgent) {
+        return lines_[2 * (urgent ? 1U : 0U) + static_cast<unsigned>(direction)];
+    }
     Line& line_of(const Job& job);
     void add(Submission& submission);
-    std::vector<Part> lay_out(Job& job) const;
-    void cut(Job& job, std::vector<Part> parts);
-    void start_thread(std::thread& thread, const char* name, std::function<void()> body);
+    void start_thread(std::thread& thread, bool& left, const char* name, std::function<void()> body);
+    void require_not_released() const;
+    template <typename Work>
+    void guard(const char* what, Work work);
+    void note_broken(const char* what) noexcept;
+    std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }
     void run();
     bool note_tier_ends();
@@ -142,30 +123,21 @@ private:
     void watch(Line& line);
     void end_copy(Line& line, double start, double end);
     void end_chunk(Chunk& chunk);
-    static void fail(Job& job, PortError error);
     void complete(Job& job, bool cancelled);
     void drop_all();
-    void queue_move(std::int64_t last_use, const std::function<void(Stream)>& work);
+    bool give_back(double deadline);
 
-    pid_t owner_;
     std::shared_ptr<Device> device_;
     Config config_;
     PageLocks* locks_;
-    LockedMemory memory_;
+    Staging staging_;
     EventPool events_;
-    OwnedStream in_;
-    OwnedStream out_;
-    std::array<Line, 2> lines_;  // by Direction
-    OwnedStream moving_;
-    OwnedMemory bounce_;
+    std::array<Line, 4> lines_;  // by urgency, and then by Direction
+    Moves moves_;
     DeviceClock clock_;
     ProgramOrder order_;
-    std::uint64_t moves_ = 0;  // that `moving_` has waited for: its own
 
-    mutable std::mutex mutex_;
     std::shared_ptr<QueueCore> tiers_;  // the legs between tiers and staging memory
-    ExtentAllocator staging_;
-    Results results_;
     std::unordered_map<std::int64_t, std::unique_ptr<Job>> jobs_;
     std::set<Job*, Rank> open_;  // jobs with legs to start
     std::unordered_map<std::int64_t, Chunk*> at_tier_;
@@ -173,7 +145,11 @@ private:
     std::uint64_t submitted_ = 0;
     std::thread launcher_;
     bool launcher_left_ = false;
-    bool closing_ = false;
+    bool thread_failed_ = false;  // so that we do not know what it has left undone
+    std::mutex ending_;           // held by the call that gives back what the queue has taken
+    std::atomic<bool> released_ = false;
+    std::atomic<bool> broken_ = false;
+    std::optional<PortError> broken_by_;
 };
 
 }  // namespace farpool::device

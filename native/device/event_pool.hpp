@@ -1,5 +1,5 @@
 // Events to use again: a device makes them slowly, and there are as many as were ever needed at the same time. They end with
-// the pool, whether they were given back or not.
+// the pool or before, whether they were given back or not.
 #pragma once
 
 #include <memory>
@@ -16,11 +16,7 @@ public:
     explicit EventPool(std::shared_ptr<Device> device) : device_(std::move(device)) {}
     EventPool(const EventPool&) = delete;
     EventPool& operator=(const EventPool&) = delete;
-    ~EventPool() {
-        for (const Event event : made_) {
-            device_->end_event(event);
-        }
-    }
+    ~EventPool() { end(); }
 
     Event take() {
         {
@@ -35,6 +31,15 @@ public:
         const std::lock_guard lock(mutex_);
         made_.push_back(event);
         return event;
+    }
+    // Ends all events, also those that were not given back.
+    void end() noexcept {
+        const std::lock_guard lock(mutex_);
+        for (const Event event : made_) {
+            device_->end_event(event);
+        }
+        made_.clear();
+        spare_.clear();
     }
     // Gives an event back, which may be recorded again at once: waits that are queued already stay with its earlier record.
     void give(Event event) {

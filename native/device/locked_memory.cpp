@@ -31,4 +31,11 @@ LockedMemory::LockedMemory(std::shared_ptr<Device> device, std::size_t nbytes) :
     lock_memory(*device_, memory_.data(), nbytes);
 }
 
+void LockedMemory::release() noexcept {
+    if (memory_.data() != nullptr && memory_.ours()) {
+        unlock_memory(*device_, memory_.data(), memory_.nbytes());
+    }
+    memory_.release();
+}
+
 }  // namespace farpool::device

@@ -14,14 +14,15 @@ namespace farpool::device {
 void lock_memory(Device& device, void* memory, std::size_t nbytes);
 void unlock_memory(Device& device, void* memory, std::size_t nbytes) noexcept;
 
-// Memory that is page-locked while this lives.
+// Memory that is page-locked while this lives, or until `release`.
 class LockedMemory {
 public:
     LockedMemory(std::shared_ptr<Device> device, std::size_t nbytes);
-    ~LockedMemory() { unlock_memory(*device_, memory_.data(), memory_.nbytes()); }
+    ~LockedMemory() { release(); }
     LockedMemory(const LockedMemory&) = delete;
     LockedMemory& operator=(const LockedMemory&) = delete;
 
+    void release() noexcept;
     std::uintptr_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(memory_.data()); }
 
 private:

@@ -1,4 +1,4 @@
-// A stream and memory of a device, which end with their owner.
+// A stream and memory of a device, which end with their owner or before.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,14 @@ public:
     explicit OwnedStream(std::shared_ptr<Device> device) : device_(std::move(device)), stream_(device_->make_stream()) {}
     OwnedStream(const OwnedStream&) = delete;
     OwnedStream& operator=(const OwnedStream&) = delete;
-    ~OwnedStream() { device_->end_stream(stream_); }
+    ~OwnedStream() { end(); }
     Stream get() const noexcept { return stream_; }
+    // The work that is queued on it goes on.
+    void end() noexcept {
+        if (stream_ != nullptr) {
+            device_->end_stream(std::exchange(stream_, nullptr));
+        }
+    }
 
 private:
     std::shared_ptr<Device> device_;
@@ -27,8 +33,13 @@ public:
         : device_(std::move(device)), address_(device_->allocate(nbytes)) {}
     OwnedMemory(const OwnedMemory&) = delete;
     OwnedMemory& operator=(const OwnedMemory&) = delete;
-    ~OwnedMemory() { device_->free(address_); }
+    ~OwnedMemory() { end(); }
     std::uintptr_t address() const noexcept { return address_; }
+    void end() noexcept {
+        if (address_ != 0) {
+            device_->free(std::exchange(address_, 0));
+        }
+    }
 
 private:
     std::shared_ptr<Device> device_;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t write_back_priority = 0;
 constexpr std::int64_t prefetch_priority = 1;
-constexpr std::int64_t demand_priority = 2;
+constexpr std::int64_t demand_priority = urgent_priority;
 constexpr int ran_after = 256;  // releases after which a device's times are taken; a queue keeps some thousands of them
 constexpr std::size_t ran_kept = 65536;  // for a caller that listens and does not take them
 constexpr double slice = 0.1;            // seconds that a wait may leave a signal unanswered
@@ -48,10 +48,19 @@ std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
     return lock;
 }
 
+void Driver::check_queue() const {
+    if (queue_->broken()) {
+        throw PortFailure(*queue_->trouble());
+    }
+}
+
 void Driver::start(bool waits) {
     commands_.clear();
     batch_.clear();  // entries that an error has left
     pager_->take_commands(commands_);
+    if (closed_ || queue_->broken()) {
+        return;  // no access will use what the pager still wants to have done
+    }
     if (observer_ != nullptr && !commands_.empty()) {
         announce();
     }
@@ -225,6 +234,7 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
 }
 
 std::shared_ptr<Access> Driver::request(std::vector<Run> runs, ProgramStream stream) {
+    check_queue();
     queue_->begin_use(stream);
     if (!pager_->residency().transfers().empty()) {
         note_ends();
@@ -282,6 +292,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& lock, Access& access, double de
         if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
+        check_queue();
         if (access.granted) {
             if (pager_->late()) {
                 device_times_.waited(began, monotonic_seconds());

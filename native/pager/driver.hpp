@@ -96,11 +96,12 @@ public:
     // Reports ended transfers to the pager and starts the next commands; false if none has ended.
     bool note_ends();
     // Requests the ranges of one operation, which will be queued on this stream, and starts their transfers. Throws Refused if
-    // they do not fit together, and PortFailure if the stream cannot have an access now.
+    // they do not fit together, and PortFailure if the stream cannot have an access now or the queue is broken.
     std::shared_ptr<Access> request(std::vector<Run> runs, ProgramStream stream = 0);
     // Waits with the lock released until a transfer has ended or `nudge` was called, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
     // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
+    // Throws if the queue is broken; the access must then be abandoned.
     Wait await(std::unique_lock<std::mutex>& lock, Access& access, double deadline, Pause& pause);
     // The block that an access waits for, and the tier at the other end; -1 if it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
@@ -142,6 +143,7 @@ public:
     std::int64_t granted() const noexcept { return granted_; }
 
 private:
+    void check_queue() const;
     void announce();
     void note_ran();
     void add(const Transfer& transfer);

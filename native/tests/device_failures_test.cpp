@@ -2,12 +2,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <new>
+#include <random>
+
 #include "tests/device_world.hpp"
 
 using namespace farpool::testing;
 using farpool::Direction;
 using farpool::ErrorKind;
 using farpool::PortFailure;
+using farpool::pager::BlockId;
 
 namespace {
 
@@ -53,6 +57,54 @@ void check_failure(Rig& rig, Direction direction, const std::string& error) {
     CHECK(!rig.queue->trouble());
     rig.close();
 }
+
+// The message of the error that a call throws; empty if it throws none.
+template <typename Call>
+std::string error_of(Call call) {
+    try {
+        call();
+        return {};
+    } catch (const std::exception& error) {
+        return error.what();
+    }
+}
+
+// The program overwrites a block. `asked`: called when the access has been asked for.
+void use(World& world, BlockId block, const std::function<void()>& asked = [] {}) {
+    farpool::pager::Pause pause;
+    auto lock = world.driver->lock(pause);
+    const auto access = world.driver->request({{block, 1, farpool::pager::Mode::overwrite, -1}}, world.handle(0));
+    asked();
+    try {
+        if (!access->granted) {
+            const double deadline = farpool::monotonic_seconds() + patience;
+            CHECK(world.driver->await(lock, *access, deadline, pause) == farpool::pager::Wait::granted);
+        }
+    } catch (...) {
+        world.driver->abandon(access);
+        throw;
+    }
+    world.driver->release(*access);
+}
+
+// A device for which the host runs out of memory.
+struct ExhaustedCuda : farpool::device::Cuda {
+    using Cuda::Cuda;
+    void copy_in(farpool::device::Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) override {
+        if (at_copy) {
+            throw std::bad_alloc();
+        }
+        Cuda::copy_in(stream, target, source, nbytes);
+    }
+    void synchronize(farpool::device::Event event) override {
+        if (at_end) {
+            throw std::bad_alloc();
+        }
+        Cuda::synchronize(event);
+    }
+    std::atomic<bool> at_copy = false;
+    std::atomic<bool> at_end = false;
+};
 
 Setup four_chunks(std::uint64_t seed) { return {.seed = seed, .policy = any_order, .staging = 4 * chunk, .chunk = chunk}; }
 
@@ -159,6 +211,85 @@ TEST("an access that waits for a copy whose end is not known gives up at its dea
     world.queue.reset();
 }
 
+TEST("after a move that the device refuses, every access fails with that error") {
+    constexpr const char* name = "cuMemcpyDtoDAsync_v2";
+    for (const std::uint64_t nth : {1, 4}) {
+        World world({.policy = any_order});
+        std::vector<BlockId> blocks;
+        for (const std::int64_t size : {3, 5, 2, 7, 4, 6}) {
+            blocks.push_back(world.driver->pager().create(std::vector{size << 10}, 0));
+        }
+        // Blocks of many sizes in a small arena: some have to move.
+        fake_cuda().fail_call(name, nth, out_of_memory);
+        std::mt19937 random(7);
+        std::string error;
+        for (int step = 0; error.empty() && step < 10000; ++step) {
+            error = error_of([&] { use(world, blocks[random() % blocks.size()]); });
+        }
+        CHECK(error.find("the device did not move bytes") != std::string::npos && error.find(name) != std::string::npos);
+        CHECK(world.queue->broken() && mentions(world.queue->trouble(), error));
+        for (const BlockId block : blocks) {
+            CHECK_EQUAL(error_of([&] { use(world, block); }), error);
+        }
+        CHECK_EQUAL(error_of([&] { world.submit({{.id = 999}}); }), error);
+        CHECK_EQUAL(world.driver->granted(), 0);
+        world.close();
+    }
+}
+
+TEST("a range whose work has no event at its end is given to nobody") {
+    World world({.policy = any_order});
+    const BlockId first = world.driver->pager().create(std::vector<std::int64_t>{10 << 10}, 0);
+    const BlockId second = world.driver->pager().create(std::vector<std::int64_t>{10 << 10}, 0);
+    use(world, first);
+    farpool::pager::Pause pause;
+    auto lock = world.driver->lock(pause);
+    const auto access = world.driver->request({{first, 1, farpool::pager::Mode::write, -1}}, world.handle(0));
+    CHECK(access->granted);
+    lock.unlock();
+    std::string waiting;  // until the first access is released, as both do not fit
+    std::atomic<bool> asked = false;
+    std::thread other([&] {
+        world.cuda->enter();
+        waiting = error_of([&] { use(world, second, [&] { asked = true; }); });
+    });
+    until("the other one waits", [&] { return asked.load(); });
+    lock.lock();
+    fake_cuda().fail_call("cuEventRecord", 1, out_of_memory);
+    const std::string error = error_of([&] { world.driver->release(*access); });
+    lock.unlock();
+    other.join();
+    CHECK(error.find("cuEventRecord") != std::string::npos);
+    CHECK_EQUAL(waiting, error);
+    CHECK_EQUAL(error_of([&] { use(world, first); }), error);
+    CHECK_EQUAL(world.driver->granted(), 0);
+    CHECK_EQUAL(world.port.calls(), 0U);  // nothing was written back, into or out of the range
+    world.close();
+}
+
+TEST("if a thread of the queue fails, the process goes on, accesses fail, and the memory of copies stays as it is") {
+    // A queue's threads expect no other error than PortFailure of these calls.
+    for (const bool launcher : {true, false}) {
+        const auto cuda = std::make_shared<std::shared_ptr<ExhaustedCuda>>();
+        Setup setup = four_chunks(1);
+        setup.open = [&] { return *cuda = std::make_shared<ExhaustedCuda>(0, FAKE_CUDA_PATH); };
+        World world(setup);
+        const BlockId block = world.driver->pager().create(std::vector<std::int64_t>{1 << 10}, 0);
+        use(world, block);
+        (launcher ? (*cuda)->at_copy : (*cuda)->at_end) = true;
+        world.submit({transfer(world, 1, Direction::read, 2)});
+        until("the queue is broken", [&] { return world.queue->broken(); });
+        CHECK(mentions(world.queue->trouble(), "a thread of the device's queue has ended: std::bad_alloc"));
+        CHECK(error_of([&] { use(world, block); }).find("bad_alloc") != std::string::npos);
+        CHECK(!world.queue->close(patience));
+        CHECK(!world.queue->close(0));
+        while (fake_cuda().advance(1 << 20) > 0) {
+        }
+        world.driver.reset();
+        world.queue.reset();
+    }
+}
+
 TEST("a queue that cannot be made gives back what it has taken") {
     const std::vector<std::pair<const char*, const char*>> pairs = {{"cuStreamCreate", "cuStreamDestroy_v2"},
                                                                     {"cuEventCreate", "cuEventDestroy_v2"},
@@ -229,7 +360,10 @@ TEST("a queue is closed while everything is under way, by several threads, and t
         std::vector<std::thread> threads;
         std::atomic<int> closed = 0;
         for (int number = 0; number < 3; ++number) {
-            threads.emplace_back([&] { closed += rig.queue->close(patience) ? 1 : 0; });
+            threads.emplace_back([&] {
+                rig.cuda->enter();
+                closed += rig.queue->close(patience) ? 1 : 0;
+            });
         }
         linger();
         rig.port.allowed = UINT32_MAX;
@@ -256,6 +390,42 @@ TEST("close gives up on a transfer that does not end, and a later one ends the q
     rig.port.allowed = 1;
     CHECK(rig.queue->close(patience));
     CHECK(rig.collect(1).at(1).cancelled);
+    rig.close();
+}
+
+TEST("a queue that is closed has given back all that it has taken of the device") {
+    Rig rig(four_chunks(1));
+    rig.use(0, 0, [] {});
+    rig.queue->move(rig.arena + 1024, rig.arena, 512, 0);
+    rig.submit({transfer(rig, 1, Direction::read, 4)});
+    rig.collect(1);
+    rig.stop();
+    CHECK_EQUAL(calls("cuStreamDestroy_v2") + rig.streams.size(), calls("cuStreamCreate"));
+    CHECK_EQUAL(calls("cuMemFree_v2") + 1, calls("cuMemAlloc_v2"));  // the arena is the test's
+    CHECK_EQUAL(calls("cuMemHostUnregister"), calls("cuMemHostRegister_v2"));
+    // `finish` has an event of its own, which it ends.
+    CHECK_EQUAL(calls("cuEventDestroy_v2"), calls("cuEventCreate"));
+    CHECK_EQUAL(rig.queue->streams().size(), 1U);  // the program's
+    CHECK_THROWS(PortFailure, (rig.queue->move(rig.arena, rig.arena + 1024, 512, 0), 0));
+    CHECK_THROWS(PortFailure, (rig.queue->fill(rig.arena, 512, 0), 0));
+    CHECK_THROWS(PortFailure, (rig.queue->order_use(rig.handle(0), 0), 0));
+    rig.queue->end_use(rig.handle(0), 1);
+    CHECK(!rig.queue->broken());
+    const auto destroyed = calls("cuStreamDestroy_v2");
+    CHECK(rig.queue->close(0));
+    rig.end();
+    CHECK_EQUAL(calls("cuStreamDestroy_v2"), destroyed);
+}
+
+TEST("close gives nothing back while a move waits for the program's work") {
+    Rig rig({.real_time_rate = 1e12});
+    Gate& gate = rig.gate();
+    rig.use(0, 0, [&] { gate.pass(); });
+    rig.queue->move(rig.arena + 1024, rig.arena, 512, 0);
+    CHECK(!rig.queue->close(0.01));
+    CHECK_EQUAL(calls("cuStreamDestroy_v2") + calls("cuMemFree_v2") + calls("cuMemHostUnregister"), 0U);
+    CHECK_EQUAL(rig.queue->streams().size(), 2U);
+    gate.open();
     rig.close();
 }
 

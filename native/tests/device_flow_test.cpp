@@ -104,15 +104,15 @@ TEST("a block starts to arrive before its tier has read it, and to be written be
 
 TEST("two copies are queued on a link on which one takes longer than the time for which copies may wait") {
     Measured rig(1e5, 512);
-    rig.submit({{.id = 1, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 32 << 10)}, .last_use = 0}});
+    rig.submit({{.id = 1, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 32 << 10)}, .priority = -1, .last_use = 0}});
     until("copies are queued", [&] { return calls(copy_in) >= rig.before + 2; });
     linger();
     CHECK_EQUAL(calls(copy_in) - rig.before, 2U);
-    // Urgent transfers that come later, or become urgent later, are copied before those that are not queued yet.
-    rig.submit({{.id = 2, .port = &rig.mapped, .pieces = {rig.piece(0, 40 << 10, 64)}},
-                {.id = 3, .port = &rig.mapped, .pieces = {rig.piece(0, 48 << 10, 64)}, .priority = 5},
-                {.id = 4, .port = &rig.mapped, .pieces = {rig.piece(0, 56 << 10, 64)}}});
-    rig.queue->reprioritize(4, 9);
+    // More urgent transfers that come later, or become urgent later, are copied before those that are not queued yet.
+    rig.submit({{.id = 2, .port = &rig.mapped, .pieces = {rig.piece(0, 40 << 10, 64)}, .priority = -1},
+                {.id = 3, .port = &rig.mapped, .pieces = {rig.piece(0, 48 << 10, 64)}, .priority = 0},
+                {.id = 4, .port = &rig.mapped, .pieces = {rig.piece(0, 56 << 10, 64)}, .priority = -1}});
+    rig.queue->reprioritize(4, 1);
     rig.queue->reprioritize(999, 9);  // not pending
     rig.gate.open();
     rig.collect(6);
@@ -126,23 +126,130 @@ TEST("a transfer that becomes urgent takes those with it for which it waits") {
                  .direction = Direction::write,
                  .port = &rig.mapped,
                  .pieces = {rig.piece(0, 0, 8 << 10)},
-                 .priority = 100,
+                 .priority = 1,
                  .last_use = 0}});
     until("copies are queued", [&] { return calls("cuMemcpyDtoHAsync_v2") >= 26; });
     rig.submit({{.id = 2,
                  .direction = Direction::write,
                  .port = &rig.mapped,
                  .pieces = {rig.piece(16 << 10, 16 << 10, 64)},
-                 .priority = 5},
-                {.id = 3, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}},
-                {.id = 4, .after = {3}},
-                {.id = 5, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .after = {4}}});
-    rig.queue->reprioritize(5, 50);
+                 .priority = -3},
+                {.id = 3, .direction = Direction::write, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .priority = -5},
+                {.id = 4, .after = {3}, .priority = -5},
+                {.id = 5, .port = &rig.mapped, .pieces = {rig.piece(0, 0, 64)}, .after = {4}, .priority = -5}});
+    rig.queue->reprioritize(5, -1);
     rig.gate.open();
     rig.collect(7);
     CHECK(rig.place(1) < rig.place(3) && rig.place(3) < rig.place(2));
     rig.queue->reprioritize(5, 60);  // it has ended
     rig.close();
+}
+
+TEST("the pieces of a chunk are copied with one call, if the driver is new enough") {
+    constexpr std::size_t count = 10;
+    const char* const batch = "cuMemcpyBatchAsync";
+    for (const int version : {12070, 12080}) {
+        Setup setup{.seed = 1, .policy = any_order, .chunk = chunk};
+        setup.open = [&] {
+            fake_cuda().set(fake_version, version);
+            return farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+        };
+        Rig rig(setup);
+        Order read{.id = 1, .port = &rig.port};
+        Order write{.id = 2, .direction = Direction::write, .port = &rig.port, .after = {1}};
+        for (std::size_t index = 0; index < count; ++index) {
+            std::memset(rig.port.at(index * 100), static_cast<int>(index + 1), 64);
+            read.pieces.push_back(rig.piece(index * 100, index * 128, 64));
+            write.pieces.push_back(rig.piece((4 << 10) + index * 100, index * 128, 64));
+        }
+        rig.submit({read, write});
+        CHECK(!rig.collect(2).at(1).error && !rig.results.at(2).error);
+        for (std::size_t index = 0; index < count; ++index) {
+            CHECK(holds(rig.at(static_cast<std::int64_t>(index) * 128), 64, static_cast<int>(index + 1)));
+            CHECK(holds(rig.port.at((4 << 10) + index * 100), 64, static_cast<int>(index + 1)));
+        }
+        const bool batched = version == 12080;
+        CHECK_EQUAL(calls(batch), batched ? 2U : 0U);
+        CHECK_EQUAL(calls(copy_in), batched ? 0 : count);
+        rig.close();
+    }
+}
+
+TEST("an urgent copy does not wait behind others that wait for the program's work") {
+    for (const Direction direction : {Direction::read, Direction::write}) {
+        Rig rig({.real_time_rate = 1e12, .staging = 4 * chunk, .chunk = chunk});
+        const char* const copy = direction == Direction::read ? copy_in : "cuMemcpyDtoHAsync_v2";
+        std::memset(rig.at(0), 1, 4 * chunk);
+        std::memset(rig.port.at(0), 2, 4 * chunk);
+        std::atomic<bool> right = false;
+        Gate& gate = rig.gate();
+        rig.use(0, 0, [&] {
+            gate.pass();
+            right = holds(rig.at(0), 4 * chunk, 1);
+            std::memset(rig.at(0), 3, 4 * chunk);
+        });
+        Order waiting{.id = 1, .direction = direction, .port = &rig.port, .pieces = {rig.piece(0, 0, 4 * chunk)}};
+        waiting.last_use = 0;
+        rig.submit({waiting});
+        until("three copies wait for the work", [&] { return calls(copy) == 3; });  // one chunk of staging memory is kept
+        const std::size_t at = 8 * chunk;
+        rig.submit({{.id = 2,
+                     .direction = direction,
+                     .port = &rig.port,
+                     .pieces = {rig.piece(at, at, 2 * chunk)},
+                     .priority = farpool::urgent_priority}});
+        CHECK(!rig.collect(1).at(2).error);
+        // The rest of one that becomes urgent goes the same way, and waits for the same work.
+        rig.queue->reprioritize(1, farpool::urgent_priority);
+        until("all its copies are queued", [&] { return calls(copy) == 3 + 2 + 1; });
+        linger();
+        gate.open();
+        CHECK(!rig.collect(2).at(1).error);
+        rig.finish(rig.streams[0]);
+        CHECK(right);
+        CHECK(direction == Direction::read ? holds(rig.at(0), 4 * chunk, 2) : holds(rig.port.at(0), 4 * chunk, 3));
+        rig.close();
+    }
+}
+
+TEST("no copy is queued while an urgent one of its direction is under way") {
+    Rig rig({.real_time_rate = 1e12, .staging = 8 * chunk, .chunk = chunk});
+    Gate& gate = rig.gate();
+    rig.use(0, 0, [&] { gate.pass(); });
+    rig.submit({{.id = 1,
+                 .port = &rig.port,
+                 .pieces = {rig.piece(0, 0, chunk)},
+                 .priority = farpool::urgent_priority,
+                 .last_use = 0}});
+    until("it waits for the work", [] { return calls(copy_in) == 1; });
+    rig.submit(
+        {{.id = 2, .port = &rig.port, .pieces = {rig.piece(chunk, chunk, chunk)}, .priority = 1},
+         {.id = 3, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(2 * chunk, 2 * chunk, chunk)}}});
+    rig.collect(1);  // the other direction goes on
+    CHECK_EQUAL(rig.place(3), 0);
+    until("the other one is read", [&] { return rig.port.calls() == 3; });
+    linger();
+    CHECK_EQUAL(calls(copy_in), 1U);
+    gate.open();
+    rig.collect(3);
+    CHECK(rig.place(1) < rig.place(2));
+    rig.close();
+}
+
+TEST("transfers at a slow tier leave staging memory for an urgent one") {
+    for (const std::size_t chunks : {2, 3, 5}) {
+        SimulatedPort other(1 << 20);
+        Rig rig({.policy = any_order, .staging = chunks * chunk, .chunk = chunk});
+        rig.port.allowed = 0;
+        rig.submit({{.id = 1, .port = &rig.port, .pieces = {rig.piece(0, 0, 8 * chunk)}, .priority = 1}});
+        until("it is at the tier", [&] { return rig.port.calls() > 0; });
+        rig.submit(
+            {{.id = 2, .port = &other, .pieces = {rig.piece(0, 8 * chunk, 4 * chunk)}, .priority = farpool::urgent_priority}});
+        CHECK(!rig.collect(1).at(2).error);
+        rig.port.allowed = UINT32_MAX;
+        CHECK(!rig.collect(2).at(1).error);
+        rig.close();
+    }
 }
 
 TEST("a transfer that waits at its tier becomes urgent there") {

@@ -179,6 +179,7 @@ struct Setup {
     std::size_t bounce = 256;
     std::size_t streams = 1;
     std::function<void(std::uintptr_t arena, device::Stream allocating)> before = {};  // the queue is made
+    std::function<std::shared_ptr<device::Cuda>()> open = [] { return device::open_cuda(0, FAKE_CUDA_PATH); };
 };
 
 // What a test submits.
@@ -195,7 +196,7 @@ struct Order {
 // A device and its queue.
 struct Rig {
     explicit Rig(const Setup& setup)
-        : cuda((fake_cuda().reset(setup.seed, setup.policy), device::open_cuda(0, FAKE_CUDA_PATH))),
+        : cuda((fake_cuda().reset(setup.seed, setup.policy), setup.open())),
           capacity(setup.capacity),
           locked(std::max<std::size_t>(setup.page_locked, 1)),
           mapped(locked),

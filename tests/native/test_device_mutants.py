@@ -29,35 +29,43 @@ class Mutant(NamedTuple):
     new: str
 
 
-QUEUE, ORDER, CLOCK = "device_queue.cpp", "program_order.cpp", "device_clock.cpp"
+QUEUE, LAUNCHER, COPIES, MOVES = "device_queue.cpp", "launcher.cpp", "copies.cpp", "moves.cpp"
+STAGING, ORDER, CLOCK = "staging.cpp", "program_order.cpp", "device_clock.cpp"
 FOLLOW = "    wait_for_moves(stream, moves);\n    wait_for(stream, last_use, nullptr);"
 MUTANTS = [
-    Mutant("copies follow nothing", QUEUE, "order_.follow(line.stream, job.last_use, line.moves);", "(void)0;"),
+    Mutant("copies follow nothing", COPIES, "order_.follow(line.stream.get(), job.last_use, line.moves);", "(void)0;"),
     Mutant("copies do not follow accesses", ORDER, FOLLOW, "    (void)last_use, wait_for_moves(stream, moves);"),
     Mutant("copies do not follow moves", ORDER, FOLLOW, "    (void)moves, wait_for(stream, last_use, nullptr);"),
     Mutant("copies follow all accesses", ORDER, "use.low <= last_use;", "use.low <= last_use + 1000;"),
     Mutant("accesses do not follow moves", ORDER, "    wait_for_moves(own.stream, own.moves);", ""),
     Mutant("accesses do not follow others", ORDER, "        wait_for(own.stream, last_use, &own);", ""),
     Mutant("accesses follow their own", ORDER, "(own.stream, last_use, &own);", "(own.stream, last_use, nullptr);"),
-    Mutant("moves follow nothing", QUEUE, "    order_.follow(moving_.get(), last_use, moves_);", "    (void)last_use;"),
-    Mutant("moves have no event", QUEUE, "    order_.moved(moving_.get());", ""),
+    Mutant("moves follow nothing", MOVES, "    order.follow(stream(), last_use, moves_);", "    (void)last_use;"),
+    Mutant("moves have no event", MOVES, "    order.moved(stream());", ""),
     Mutant("late releases are forgotten", ORDER, "        use->low = ordinal;", ""),
     Mutant("the allocating stream is forgotten", ORDER, "        end(allocating, -1);", ""),
     Mutant("a capture gets an event", ORDER, "if (!device_->capturing(first.stream)) {", "{"),
     Mutant("a capture is not refused", ORDER, "device_->capturing(reinterpret_cast<Stream>(stream))", "false"),
     Mutant("thinned events lose accesses", ORDER, "            next.low = use.low;", ""),
     Mutant("events are never thinned", ORDER, "        thin(own);", ""),
-    Mutant("ends of copies are not awaited", QUEUE, "                device_->synchronize(oldest.end);", ""),
-    Mutant("transfers do not wait", QUEUE, "if (job.waiting_for > 0) {", "if (false) {"),
-    Mutant("staging starves", QUEUE, "any_of(job.after, is_to_begin)) {", "any_of(job.after, is_to_begin) && false) {"),
-    Mutant("staging is never given back", QUEUE, "staging_.free(std::exchange(chunk.staging, -1));", ""),
-    Mutant("moves copy the wrong way", QUEUE, "target < source ? done : nbytes - done - size;", "done;"),
-    Mutant("moves do not bounce", QUEUE, "distance < std::min(nbytes, config_.bounce);", "false;"),
-    Mutant("copies are queued without bound", QUEUE, "seconds < config_.queued_seconds", "seconds < 1e9"),
-    Mutant("one copy is queued", QUEUE, "least_copies = 2;", "least_copies = 1;"),
+    Mutant("ends of copies are not awaited", COPIES, "                device_->synchronize(oldest.end);", ""),
+    Mutant("transfers do not wait", COPIES, "if (job.waiting_for > 0) {", "if (false) {"),
+    Mutant("staging starves", LAUNCHER, "(job.after, is_to_begin)) {", "(job.after, is_to_begin) && false) {"),
+    Mutant("staging is never given back", STAGING, "        extents_.free(offset);", ""),
+    Mutant("moves copy the wrong way", MOVES, "target < source ? done : nbytes - done - size;", "done;"),
+    Mutant("moves do not bounce", MOVES, "distance < std::min(nbytes, bounce_bytes_);", "false;"),
+    Mutant("copies are queued without bound", COPIES, "seconds < config_.queued_seconds", "seconds < 1e9"),
+    Mutant("one copy is queued", COPIES, "least_copies = 2;", "least_copies = 1;"),
+    Mutant("urgent copies have no stream", COPIES, "job.direction, job.urgent());", "job.direction, false);"),
+    Mutant("others take the link", COPIES, "if (!job.urgent() && ", "if (false && "),
+    Mutant("the other stream does not follow", COPIES, "job.followed[job.urgent() ? 1 : 0]", "job.followed[0]"),
+    Mutant("no staging is kept", STAGING, "nbytes / 2 < chunk ? -1", "true ? -1"),
+    Mutant("kept staging is lost", STAGING, "        kept_ = offset;", ""),
+    Mutant("a broken queue goes on", QUEUE, "    broken_ = true;", ""),
+    Mutant("moves at the close are not awaited", MOVES, "while (!device_->passed(last)) {", "while (false) {"),
     Mutant("urgency is not passed on", QUEUE, "            if (raised) {", "            if (false && raised) {"),
     Mutant("tiers hear of no urgency", QUEUE, "tiers_->reprioritize(leg, priority);", ""),
-    Mutant("a copy of unknown end is forgotten", QUEUE, "made.lost = failure.error();", ""),
+    Mutant("a copy of unknown end is forgotten", COPIES, "made.lost = failure.error();", ""),
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
 ]  # fmt: skip
 

@@ -328,6 +328,26 @@ int cuMemcpyHtoDAsync_v2(std::uint64_t target, const void* source, std::size_t n
     });
 }
 
+int cuMemcpyBatchAsync(std::uint64_t* targets, std::uint64_t* sources, std::size_t* sizes, std::size_t count,
+                       const int* attributes, const std::size_t* firsts, std::size_t attribute_count, std::size_t*,
+                       void* stream) {
+    return call("cuMemcpyBatchAsync", Needs::context, [&](Simulation& device) {
+        const bool in_stream_order = attribute_count == 1 && firsts[0] == 0 && attributes[0] == 1;
+        if (count == 0 || stream == nullptr || !in_stream_order) {
+            return invalid_value;
+        }
+        for (std::size_t index = count; index-- > 0;) {  // the order among them is not defined
+            auto* const target = reinterpret_cast<void*>(targets[index]);
+            const auto* const source = reinterpret_cast<const void*>(sources[index]);
+            check_locked(device, "cuMemcpyBatchAsync", device.is_locked(target, sizes[index]) ? target : source, sizes[index]);
+            if (const int result = queue_copy(device, "cuMemcpyBatchAsync", stream, target, source, sizes[index])) {
+                return result;
+            }
+        }
+        return 0;
+    });
+}
+
 int cuMemcpyDtoHAsync_v2(void* target, std::uint64_t source, std::size_t nbytes, void* stream) {
     return call("cuMemcpyDtoHAsync_v2", Needs::context, [&](Simulation& device) {
         check_locked(device, "cuMemcpyDtoHAsync_v2", target, nbytes);

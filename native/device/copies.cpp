@@ -1,0 +1,166 @@
+// The part of a device's queue that queues copies on the device's streams, and the threads that wait for their ends.
+#include <algorithm>
+
+#include "core/clock.hpp"
+#include "device/device_queue.hpp"
+
+namespace farpool::device {
+
+namespace {
+
+constexpr std::size_t least_copies = 2;  // queued on a stream, however long they take
+constexpr std::size_t most_copies = 64;  // queued on a stream, however small they are
+constexpr double trouble_seconds = 0.1;  // between two questions to a device that does not answer
+constexpr double weight = 0.25;          // of the latest copy in the speed of a link
+
+}  // namespace
+
+DeviceQueue::Line& DeviceQueue::line_of(const Job& job) { return line_of(job.direction, job.urgent()); }
+
+bool DeviceQueue::may_copy(const Job& job) {
+    const Line& line = line_of(job);
+    if (job.waiting_for > 0) {
+        return false;
+    }
+    if (!job.urgent() && !line_of(job.direction, true).copies.empty()) {
+        return false;  // the link is for urgent copies
+    }
+    const double seconds = static_cast<double>(line.nbytes) * line.seconds_per_byte;
+    return line.copies.size() < least_copies || (line.copies.size() < most_copies && seconds < config_.queued_seconds);
+}
+
+// Queues the device's leg of a chunk. It gives up the lock while it does so: the chunk counts as under way, so the job stays.
+void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
+    Job& job = *chunk.job;
+    Line& line = line_of(job);
+    bool& followed = job.followed[job.urgent() ? 1 : 0];
+    chunk.leg = Leg::device;
+    lock.unlock();
+    Copy made{&chunk, nullptr, nullptr, std::nullopt};
+    std::optional<PortError> error;
+    bool queued = false;
+    try {
+        device_->enter();
+        made.start = events_.take();
+        made.end = events_.take();
+        if (!followed) {
+            order_.follow(line.stream.get(), job.last_use, line.moves);
+            followed = true;
+        }
+        device_->record(made.start, line.stream.get());
+        queued = true;
+        try {
+            queue_copies(chunk, line.stream.get());
+        } catch (const PortFailure& failure) {
+            error = failure.error();
+        }
+        // Also after an error: some of the copies may have been queued, and they use the host's memory until they have ended.
+        device_->record(made.end, line.stream.get());
+    } catch (const PortFailure& failure) {
+        error = failure.error();
+        made.lost = failure.error();
+    }
+    lock.lock();
+    if (error) {
+        job.fail(std::move(*error));
+    }
+    if (queued) {
+        line.copies.push_back(std::move(made));
+        line.nbytes += chunk.nbytes;
+        line.wake.notify_one();
+        return;
+    }
+    for (const Event event : {made.start, made.end}) {
+        if (event != nullptr) {
+            events_.give(event);
+        }
+    }
+    end_chunk(chunk);
+}
+
+void DeviceQueue::queue_copies(const Chunk& chunk, Stream stream) {
+    const Job& job = *chunk.job;
+    std::vector<HostCopy> copies;
+    for (std::size_t index = 0; index < chunk.parts.size();) {
+        const Part& part = chunk.parts[index];
+        std::size_t nbytes = part.nbytes;
+        // Neighbours go in one copy, but not in a tier's memory: there a copy must not cross from one locked range into
+        // another.
+        while (++index < chunk.parts.size() && job.staged && chunk.parts[index].place == part.place + nbytes &&
+               chunk.parts[index].host == part.host + nbytes) {
+            nbytes += chunk.parts[index].nbytes;
+        }
+        copies.push_back({part.place, part.host, nbytes});
+    }
+    device_->copy_all(stream, job.fetch(), copies);
+}
+
+// Waits for the ends of copies, one after the other.
+void DeviceQueue::watch(Line& line) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        line.wake.wait(lock, [&] { return !line.copies.empty() || (closing_ && launcher_left_); });
+        if (line.copies.empty()) {
+            break;
+        }
+        const Copy oldest = line.copies.front();
+        lock.unlock();
+        std::optional<PortError> error = oldest.lost;
+        double start = 0;
+        double end = 0;
+        if (!error) {
+            try {
+                device_->enter();
+                device_->synchronize(oldest.end);
+            } catch (const PortFailure& failure) {
+                error = failure.error();
+            }
+        }
+        if (!error) {
+            try {
+                start = clock_.take_time(oldest.start);
+                end = std::max(start, clock_.take_time(oldest.end));
+            } catch (const PortFailure&) {  // the device was lost since then
+                start = end = monotonic_seconds();
+            }
+        }
+        lock.lock();
+        if (error) {
+            // We do not know if the copy has ended, so its memory stays taken. An access that waits for it gives up in time,
+            // with this error.
+            line.trouble = std::move(error);
+            if (closing_) {
+                break;
+            }
+            line.wake.wait_for(lock, std::chrono::duration<double>(trouble_seconds));
+            continue;
+        }
+        line.trouble.reset();
+        end_copy(line, start, end);
+        results_.wake();
+        lock.unlock();
+        wake_launcher();
+        lock.lock();
+    }
+}
+
+void DeviceQueue::end_copy(Line& line, double start, double end) {
+    Chunk& chunk = *line.copies.front().chunk;
+    Job& job = *chunk.job;
+    line.copies.pop_front();
+    line.nbytes -= chunk.nbytes;
+    // While copies follow each other without a gap, the next one's time on the link begins with the end of the one before.
+    const double alone = end - std::max(start, line.ended_at);
+    line.ended_at = end;
+    if (chunk.nbytes > 0 && alone > 0) {
+        line.seconds_per_byte += weight * (alone / static_cast<double>(chunk.nbytes) - line.seconds_per_byte);
+    }
+    job.note_times(start, end);
+    if (job.staged && !job.fetch() && !job.given_up()) {
+        chunk.leg = Leg::between;  // the launcher hands it to the tier
+    } else {
+        end_chunk(chunk);
+    }
+}
+
+}  // namespace farpool::device
