@@ -1711,7 +1711,7 @@ class DeviceQueue(TransferQueue):
         """Bytes of the pieces, from its start, in which a block that is not page-locked is written and read."""
 
     def streams(self) -> list[int]:
-        """All streams whose queued work may use the arena after `close`."""
+        """All streams whose queued work may use the arena; after a successful `close` the program's streams."""
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies, in the order in which tables show them."""
