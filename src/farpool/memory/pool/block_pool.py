@@ -522,7 +522,8 @@ class BlockPool:
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
-                ran = self.driver.take_ran() if self.pager.late else []
+                # After the close, or in a forked child, no thread of the queue looks at the device any more.
+                ran = self.driver.take_ran() if self.pager.late and not self.closed else []
                 used = self.pager.used
             self.account.transferred(ended)
             self.account.computed(ran, used)
