@@ -115,8 +115,7 @@ class BlockPool:
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
-        self._watch: Watch | None = device.watch(self.pager) if config.debug else None
-        """Checker of debug mode; None without it."""
+        self._watch: Watch | None = device.watch(self.pager) if config.debug else None  # debug mode's checker
         self.driver = Driver(
             self.pager,
             self._queue,
