@@ -152,11 +152,11 @@ def test_threads_with_streams_of_their_own_see_their_own_bytes(machine: FakeMach
 
 def test_operations_are_reported_at_the_times_when_the_device_computed(machine: FakeMachine) -> None:
     machine.fake.set("real_time_rate", 1e9)
-    seconds = 0.02
+    seconds, error = 0.1, 0.04  # a busy host may set the clock some milliseconds late
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         events: list[Event] = []
         end = pool.subscribe(events.append)
-        storages = [pool.allocate(BLOCK) for _ in range(4)]
+        storages = [pool.allocate(BLOCK) for _ in range(3)]
         began = time.monotonic()
         for number, storage in enumerate(storages):
             access = pool.acquire([Use(storage, 0, BLOCK, Mode.OVERWRITE)], f"op {number}")
@@ -170,18 +170,18 @@ def test_operations_are_reported_at_the_times_when_the_device_computed(machine: 
             pool.release(pool.acquire([look], "look"))
             return [event for event in events if event.kind == "compute" and event.op != "look"]
 
-        within(lambda: len(computed()) == 4, "the device's times are missing")
-        assert [event.op for event in computed()] == [f"op {number}" for number in range(4)]
+        within(lambda: len(computed()) == 3, "the device's times are missing")
+        assert [event.op for event in computed()] == [f"op {number}" for number in range(3)]
         before = began
         for number, event in enumerate(computed()):
             assert event.nbytes == BLOCK
-            assert event.duration >= 0.75 * seconds, "the host queues an operation much faster"
-            assert event.time >= before - 1e-3, "one operation after the other"
+            assert event.duration >= seconds - error, "the host queues an operation much faster"
+            assert event.time >= before - error, "one operation after the other"
             before = event.time + event.duration
-            assert before - began >= seconds * (number + 1) - 1e-3
+            assert before - began >= seconds * (number + 1) - error
         device = pool.stats().device
         assert device is not None
-        assert device.computing >= 4 * 0.75 * seconds
+        assert device.computing >= 3 * seconds - error
         assert device.computing <= device.seconds + 1e-9
         assert device.fetching == device.waiting == 0
         end()

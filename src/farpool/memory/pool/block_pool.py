@@ -115,8 +115,7 @@ class BlockPool:
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
-        self._watch: Watch | None = device.watch(self.pager) if config.debug else None
-        """Checker of debug mode; None without it."""
+        self._watch: Watch | None = device.watch(self.pager) if config.debug else None  # debug mode's checker
         self.driver = Driver(
             self.pager,
             self._queue,
@@ -559,7 +558,8 @@ class BlockPool:
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
-                ran = self.driver.take_ran() if self.pager.late else []
+                # After the close, or in a forked child, no thread of the queue looks at the device any more.
+                ran = self.driver.take_ran() if self.pager.late and not self.closed else []
                 used = self.pager.used
             self.account.transferred(ended)
             self.account.computed(ran, used)
