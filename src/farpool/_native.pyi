@@ -1691,7 +1691,7 @@ class DeviceQueue(TransferQueue):
         """
 
     def streams(self) -> list[int]:
-        """All streams whose queued work may use the arena after `close`."""
+        """All streams whose queued work may use the arena; after a successful `close` the program's streams."""
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies, in the order in which tables show them."""
