@@ -20,8 +20,7 @@ TEST("a forked child unmaps nothing that lies in the place of its parent's memor
     const pid_t child = fork();
     if (child == 0) {
         // What the child maps there is its own.
-        void* const own =
-            mmap(memory->data(), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+        void* const own = mmap(memory->data(), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
         if (own != memory->data() || memory->ours()) {
             _exit(1);
         }

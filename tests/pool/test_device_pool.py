@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, UnsupportedError
+from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierError, TierTimeoutError, UnsupportedError
 from farpool.ledger import Ledger
 from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
@@ -245,6 +245,30 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
     assert left is not None
     block_pools._LEFT_OPEN.remove(left)
     machine.ledger = Ledger()  # what is locked stays locked
+
+
+def test_after_an_error_that_leaves_the_bytes_in_doubt_accesses_fail_and_the_pool_can_be_closed(
+    machine: FakeMachine,
+) -> None:
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        storages = [pool.allocate(BLOCK) for _ in range(2)]
+        use_all(pool, storages, Mode.OVERWRITE)
+        access = pool.acquire([Use(storages[0], 0, BLOCK, Mode.OVERWRITE)])
+        machine.fake.fail_call("cuEventRecord", 1, 2)
+        with pytest.raises(TierError, match=r"cuEventRecord: .*close the pool, and make a new one"):
+            pool.release(access)
+        for mode in (Mode.READ, Mode.OVERWRITE):
+            with pytest.raises(TierError, match="the end of work on the device was not noted"):
+                use_all(pool, storages[1:], mode)
+        del storages, access
+    # The pool is closed, and nothing waits for it to be collected.
+    for taken, given in [
+        ("cuMemAlloc_v2", "cuMemFree_v2"),
+        ("cuStreamCreate", "cuStreamDestroy_v2"),
+        ("cuEventCreate", "cuEventDestroy_v2"),
+        ("cuMemHostRegister_v2", "cuMemHostUnregister"),
+    ]:
+        assert machine.fake.calls(taken) == machine.fake.calls(given) > 0, taken
 
 
 @pytest.mark.parametrize("call", ["cuMemHostRegister_v2", "cuStreamCreate", "cuMemAlloc_v2", "cuEventCreate"])
