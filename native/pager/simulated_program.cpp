@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <variant>
@@ -21,7 +22,7 @@ constexpr double link = 1e-6;         // virtual seconds that a block takes on t
 // A tier's bookkeeping without a tier.
 class SimulatedSpace : public Space {
 public:
-    explicit SimulatedSpace(std::int64_t capacity) : extents_(capacity, block_bytes) {}
+    SimulatedSpace(std::int64_t capacity, std::int64_t unit) : extents_(capacity, unit) {}
     std::int64_t reserve(std::int64_t nbytes, int) override { return extents_.alloc(nbytes); }
     void free(std::int64_t offset, std::int64_t, int) override { extents_.free(offset); }
 
@@ -29,14 +30,29 @@ private:
     ExtentAllocator extents_;
 };
 
+// Numbers of blocks of the storages that have so many blocks together.
+std::vector<std::int64_t> storages_of(std::int64_t blocks) {
+    std::vector<std::int64_t> storages;
+    for (std::int64_t start = 0; start < blocks; start += chunk) {
+        storages.push_back(std::min(chunk, blocks - start));
+    }
+    return storages;
+}
+
 }  // namespace
 
 SimulatedProgram::SimulatedProgram(std::int64_t blocks, std::int64_t history)
-    : blocks_(blocks),
-      pager_(blocks * block_bytes / share, {std::make_shared<SimulatedSpace>(blocks * block_bytes)}, 1, 64, history, true,
-             false) {
-    for (std::int64_t start = 0; start < blocks; start += chunk) {
-        pager_.create(std::vector<std::int64_t>(static_cast<std::size_t>(std::min(chunk, blocks - start)), block_bytes), 0);
+    : SimulatedProgram(blocks * block_bytes / share, storages_of(blocks), block_bytes, history,
+                       {link / static_cast<double>(block_bytes), link, 0.0, false}) {}
+
+SimulatedProgram::SimulatedProgram(std::int64_t capacity, std::span<const std::int64_t> storages, std::int64_t nbytes,
+                                   std::int64_t history, SimulatedHardware hardware)
+    : hardware_(hardware),
+      blocks_(std::accumulate(storages.begin(), storages.end(), std::int64_t{0})),
+      pager_(capacity, {std::make_shared<SimulatedSpace>(blocks_ * nbytes, nbytes)}, 1, 64, history, true,
+             hardware.computes_on_device) {
+    for (const std::int64_t blocks : storages) {
+        pager_.create(std::vector<std::int64_t>(static_cast<std::size_t>(blocks), nbytes), 0);
     }
 }
 
@@ -59,22 +75,33 @@ void SimulatedProgram::shuffled(std::int64_t accesses) {
     }
 }
 
-void SimulatedProgram::access(BlockId block, Mode mode) {
-    now_ += link;
+void SimulatedProgram::access(std::vector<Run> runs, double seconds) {
+    now_ += hardware_.access_seconds;
     complete();
-    const std::shared_ptr<Access> access = pager_.request({{block, 1, mode, -1}}, now_);
+    const std::shared_ptr<Access> access = pager_.request(std::move(runs), now_);
     start();
     while (!access->granted) {
         if (!std::holds_alternative<std::monostate>(access->refusal)) {
             throw std::logic_error("SimulatedProgram: an access was refused");
         }
-        now_ = next_end();
+        now_ = std::max(now_, next_end());
         complete();
         pager_.proceed(now_);
         start();
     }
+    if (hardware_.computes_on_device) {
+        const double begin = std::max(now_, computed_);
+        computed_ = begin + seconds;
+        computing_.push_back({access->ordinal, begin, computed_});
+    }
     pager_.release(*access, true);
     start();
+}
+
+// When the device has done all accesses up to this one; 0 if it has done so already.
+double SimulatedProgram::computed(std::int64_t ordinal) const {
+    const auto after = std::ranges::partition_point(computing_, [&](const Ran& ran) { return ran.ordinal <= ordinal; });
+    return after == computing_.begin() ? 0.0 : std::prev(after)->end;
 }
 
 void SimulatedProgram::start() {
@@ -85,13 +112,19 @@ void SimulatedProgram::start() {
         }
         const Transfer& transfer = **taken;
         const auto direction = static_cast<std::size_t>(transfer.kind);
-        double begin = std::max(now_, free_[direction]);
+        now_ += hardware_.transfer_seconds;
+        double begin = std::max({now_, free_[direction], computed(transfer.last_use)});
         for (const TransferId other : transfer.after) {
             if (const auto found = ends_.find(other); found != ends_.end()) {
                 begin = std::max(begin, found->second);
             }
         }
-        const double end = begin + (transfer.pieces.empty() ? 0.0 : link);
+        std::int64_t nbytes = 0;
+        for (const Piece& piece : transfer.pieces) {
+            nbytes += piece.nbytes;
+        }
+        const double end = begin + static_cast<double>(nbytes) * hardware_.seconds_per_byte;
+        moved_[direction] += nbytes;
         free_[direction] = ends_[transfer.id] = end;
         under_way_[direction].push_back({end, begin, transfer.id});
     }
@@ -99,6 +132,10 @@ void SimulatedProgram::start() {
 }
 
 void SimulatedProgram::complete() {
+    while (!computing_.empty() && computing_.front().end <= now_) {
+        pager_.ran(computing_.front().ordinal, computing_.front().start, computing_.front().end);
+        computing_.pop_front();
+    }
     std::vector<Ending> ended;
     for (auto& transfers : under_way_) {
         while (!transfers.empty() && transfers.front().end <= now_) {

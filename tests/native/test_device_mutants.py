@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("moves have no event", QUEUE, "    order_.moved(moving_.get());", ""),
     Mutant("late releases are forgotten", ORDER, "        use->low = ordinal;", ""),
     Mutant("the allocating stream is forgotten", ORDER, "        end(allocating, -1);", ""),
-    Mutant("a capture gets an event", ORDER, "if (!device_->capturing(first.stream)) {", "{"),
+    Mutant("a capture gets an event", ORDER, "if (!device_->capturing(stream)) {", "{"),
     Mutant("a capture is not refused", ORDER, "device_->capturing(reinterpret_cast<Stream>(stream))", "false"),
     Mutant("thinned events lose accesses", ORDER, "            next.low = use.low;", ""),
     Mutant("events are never thinned", ORDER, "        thin(own);", ""),
@@ -58,6 +58,11 @@ MUTANTS = [
     Mutant("tiers hear of no urgency", QUEUE, "tiers_->reprioritize(leg, priority);", ""),
     Mutant("a copy of unknown end is forgotten", QUEUE, "made.lost = failure.error();", ""),
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
+    Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
+    Mutant("a new stream replaces the destroyed one", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
+    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least_delay_,", "time + 0 * std::exchange(least_delay_,"),
+    Mutant("a clock is not set at once", CLOCK, "std::min(anchored_at_, now - seconds);", "anchored_at_;"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 // The functions of the CUDA driver, over a simulated device, with the errors that CUDA documents for them. Each may be called
-// from several threads at once. Handles are numbers that are never used twice, so a destroyed one is recognized.
+// from several threads at once. Handles are numbers that are used once, unless a test reuses one, so a destroyed one is recognized.
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -32,10 +32,12 @@ int refused(Simulation& device, const char* name, Needs needs) {
         current = 0;
         mode = global_mode;
     }
-    if (const auto plan = device.planned.find(name); plan != device.planned.end() && --plan->second.first == 0) {
-        const int result = plan->second.second;
-        device.planned.erase(plan);
-        return result;
+    if (!device.planned.empty()) {
+        if (const auto plan = device.planned.find(name); plan != device.planned.end() && --plan->second.first == 0) {
+            const int result = plan->second.second;
+            device.planned.erase(plan);
+            return result;
+        }
     }
     if (needs >= Needs::driver && !device.initialized) {
         return not_initialized;
@@ -206,10 +208,18 @@ int cuStreamCreate(void** stream, unsigned flags) {
         if (flags > 1) {
             return invalid_value;
         }
-        const Handle made = device.new_handle();
+        Handle made = std::exchange(device.next_stream, 0);
+        if (made == 0) {
+            made = device.new_handle();
+        } else if (const auto found = device.streams.find(made); found != device.streams.end() && !found->second.closed) {
+            device.violate("cuStreamCreate: the handle that it is to return is that of a stream that exists");
+            return invalid_value;
+        }
+        device.vacate(made);
         device.streams.try_emplace(made);
         device.streams[made].context = current;
         device.streams[made].blocking = flags == 0;
+        device.streams[made].id = device.new_handle();
         *stream = reinterpret_cast<void*>(made);
         return 0;
     });
@@ -249,6 +259,10 @@ int cuStreamIsCapturing(void* handle, int* status) {
         *status = stream.capturing ? (stream.spoiled ? 2 : 1) : 0;
         return 0;
     });
+}
+
+int cuStreamGetId(void* handle, unsigned long long* id) {
+    return call_stream("cuStreamGetId", handle, [&](Simulation&, Stream& stream) { return *id = stream.id, 0; });
 }
 
 int cuStreamSynchronize(void* stream) {
@@ -315,7 +329,7 @@ int cuEventElapsedTime(float* milliseconds, void* from, void* to) {
         if (!first->last->passed || !last->last->passed) {
             return not_ready;
         }
-        *milliseconds = static_cast<float>((last->last->time - first->last->time) * 1e3);
+        *milliseconds = static_cast<float>((last->last->time - first->last->time) * (1 + device.fast) * 1e3);
         return 0;
     });
 }
@@ -473,6 +487,12 @@ void fakeSet(int setting, double value) {
         case fake_host_time:
             device.host_time = value;
             break;
+        case fake_fast_clock:
+            device.fast = value;
+            break;
+        case fake_next_stream:
+            device.next_stream = static_cast<std::uint64_t>(value);
+            break;
         case fake_real_time_rate:
             device.rate = value, device.serve_in_real_time();
             break;
@@ -493,8 +513,11 @@ int fakeCapture(void* handle, int begin) {
 
 std::uint64_t fakeCalls(const char* name) {
     const std::lock_guard lock(simulation().mutex);
-    const auto found = simulation().calls.find(name);
-    return found == simulation().calls.end() ? 0 : found->second;
+    std::uint64_t sum = 0;
+    for (const auto& [called, count] : simulation().calls) {
+        sum += std::strcmp(called, name) == 0 ? count : 0;
+    }
+    return sum;
 }
 
 std::uint64_t fakeViolations(char* text, std::size_t size) {
