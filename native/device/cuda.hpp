@@ -4,8 +4,8 @@
 // be given to them. The context is retained until the end of this object.
 //
 // A thread of the program has the context of the device that it used last. `attach` asks for it, and changes it if need be.
-// `record`, `wait`, `capturing` and `stream_id` are on the program's hot path: they are one call of the driver each, without `enter`, and a
-// capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
+// `record`, `wait`, `capturing` and `stream_id` are on the program's hot path: they are one call of the driver each, without
+// `enter`, and a capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
 #pragma once
 
 #include <unistd.h>

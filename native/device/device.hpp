@@ -23,8 +23,8 @@ public:
     // Prepares the calling thread, once per thread, for the calls below. A capture of the program, which is in progress on
     // another thread, then neither fails nor makes these calls fail.
     virtual void enter() = 0;
-    // Prepares a thread of the program for `record`, `wait`, `capturing`, `stream_id` and copies, also if it uses another device at present.
-    // Give the result to `detach` after these calls.
+    // Prepares a thread of the program for `record`, `wait`, `capturing`, `stream_id` and copies, also if it uses another
+    // device at present. Give the result to `detach` after these calls.
     virtual void* attach() { return nullptr; }
     virtual void detach(void* /*before*/) noexcept {}
 

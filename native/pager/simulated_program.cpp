@@ -84,7 +84,9 @@ void SimulatedProgram::access(std::vector<Run> runs, double seconds) {
         if (!std::holds_alternative<std::monostate>(access->refusal)) {
             throw std::logic_error("SimulatedProgram: an access was refused");
         }
-        now_ = std::max(now_, next_end());
+        if (ended_.empty()) {
+            now_ = std::max(now_, next_end());
+        }
         complete();
         pager_.proceed(now_);
         start();
@@ -106,54 +108,98 @@ double SimulatedProgram::computed(std::int64_t ordinal) const {
 
 void SimulatedProgram::start() {
     for (const Command& command : pager_.take_commands()) {
-        const auto* taken = std::get_if<std::shared_ptr<const Transfer>>(&command);
-        if (taken == nullptr) {
-            continue;
+        if (const auto* transfer = std::get_if<std::shared_ptr<const Transfer>>(&command)) {
+            now_ += hardware_.transfer_seconds;
+            open_.insert((*transfer)->id);
+            waiting_[static_cast<std::size_t>((*transfer)->kind)].emplace_back(*transfer, (*transfer)->demand);
         }
-        const Transfer& transfer = **taken;
-        const auto direction = static_cast<std::size_t>(transfer.kind);
-        now_ += hardware_.transfer_seconds;
-        double begin = std::max({now_, free_[direction], computed(transfer.last_use)});
-        for (const TransferId other : transfer.after) {
-            if (const auto found = ends_.find(other); found != ends_.end()) {
-                begin = std::max(begin, found->second);
+    }
+    raise();
+    progress(now_);
+    dispatch(now_);
+}
+
+// Makes transfers urgent for which an access has begun to wait, and those that they wait for.
+void SimulatedProgram::raise() {
+    std::vector<TransferId> raised = pager_.take_raised();
+    while (!raised.empty()) {
+        const TransferId id = raised.back();
+        raised.pop_back();
+        for (auto& waiting : waiting_) {
+            for (auto& [transfer, urgent] : waiting) {
+                if (transfer->id == id && !std::exchange(urgent, true)) {
+                    raised.insert(raised.end(), transfer->after.begin(), transfer->after.end());
+                }
             }
         }
+    }
+}
+
+// The index of the transfer that the link moves next; the number of transfers if each waits for another one.
+std::size_t SimulatedProgram::most_urgent(const std::vector<Waiting>& waiting) const {
+    std::size_t best = waiting.size();
+    for (std::size_t index = 0; index < waiting.size(); ++index) {
+        const auto& [transfer, urgent] = waiting[index];
+        const bool ready = std::ranges::none_of(transfer->after, [&](TransferId other) { return open_.contains(other); });
+        if (ready && (best == waiting.size() || (urgent && !waiting[best].second))) {
+            best = index;
+        }
+    }
+    return best;
+}
+
+void SimulatedProgram::dispatch(double time) {
+    for (std::size_t direction = 0; direction < waiting_.size();) {
+        auto& waiting = waiting_[direction];
+        const std::size_t next = moving_[direction] ? waiting.size() : most_urgent(waiting);
+        if (next == waiting.size()) {
+            ++direction;
+            continue;
+        }
+        const std::shared_ptr<const Transfer> transfer = waiting[next].first;
+        waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(next));
         std::int64_t nbytes = 0;
-        for (const Piece& piece : transfer.pieces) {
+        for (const Piece& piece : transfer->pieces) {
             nbytes += piece.nbytes;
         }
-        const double end = begin + static_cast<double>(nbytes) * hardware_.seconds_per_byte;
+        if (nbytes == 0) {
+            ended_.push_back({time, time, transfer->id});
+            open_.erase(transfer->id);
+            direction = 0;  // others may have waited for it
+            continue;
+        }
+        const double begin = std::max(time, computed(transfer->last_use));
+        moving_[direction] = {begin + static_cast<double>(nbytes) * hardware_.seconds_per_byte, begin, transfer->id};
         moved_[direction] += nbytes;
-        free_[direction] = ends_[transfer.id] = end;
-        under_way_[direction].push_back({end, begin, transfer.id});
     }
-    pager_.take_raised();
+}
+
+// Lets the link work until a time.
+void SimulatedProgram::progress(double until) {
+    while (next_end() <= until) {
+        const bool second = !moving_[0] || (moving_[1] && moving_[1]->end < moving_[0]->end);
+        const Ending ending = *std::exchange(moving_[second ? 1 : 0], std::nullopt);
+        open_.erase(ending.transfer);
+        ended_.push_back(ending);
+        dispatch(ending.end);
+    }
 }
 
 void SimulatedProgram::complete() {
+    progress(now_);
     while (!computing_.empty() && computing_.front().end <= now_) {
         pager_.ran(computing_.front().ordinal, computing_.front().start, computing_.front().end);
         computing_.pop_front();
     }
-    std::vector<Ending> ended;
-    for (auto& transfers : under_way_) {
-        while (!transfers.empty() && transfers.front().end <= now_) {
-            ended.push_back(transfers.front());
-            transfers.pop_front();
-        }
-    }
-    std::ranges::sort(ended, {}, [](const Ending& ending) { return std::pair(ending.end, ending.transfer); });
-    for (const Ending& ending : ended) {
-        ends_.erase(ending.transfer);
+    for (const Ending& ending : std::exchange(ended_, {})) {
         pager_.completed(ending.transfer, ending.begin, ending.end);
     }
 }
 
 double SimulatedProgram::next_end() const {
     double next = std::numeric_limits<double>::infinity();
-    for (const auto& transfers : under_way_) {
-        next = transfers.empty() ? next : std::min(next, transfers.front().end);
+    for (const auto& moving : moving_) {
+        next = moving ? std::min(next, moving->end) : next;
     }
     return next;
 }

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <random>
 #include <span>
-#include <unordered_map>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "core/transfer_queue.hpp"
@@ -18,10 +20,10 @@ namespace farpool::pager {
 
 // What things cost, in virtual seconds.
 struct SimulatedHardware {
-    double seconds_per_byte;    // of the link, each way
-    double access_seconds;      // of the program's thread, for an access
-    double transfer_seconds;    // of the program's thread, for a transfer that it starts
-    bool computes_on_device;    // the program's thread goes on while the device computes, one access after the other
+    double seconds_per_byte;  // of the link, each way
+    double access_seconds;    // of the program's thread, for an access
+    double transfer_seconds;  // of the program's thread, for a transfer that it starts
+    bool computes_on_device;  // the program's thread goes on while the device computes, one access after the other
 };
 
 class SimulatedProgram {
@@ -54,9 +56,14 @@ private:
         double begin;
         TransferId transfer;
     };
+    using Waiting = std::pair<std::shared_ptr<const Transfer>, bool>;  // and whether an access waits for it
 
     void access(BlockId block, Mode mode) { access({{block, 1, mode, -1}}, 0.0); }
     void start();
+    void raise();
+    void dispatch(double time);
+    std::size_t most_urgent(const std::vector<Waiting>& waiting) const;
+    void progress(double until);
     void complete();
     double next_end() const;
     double computed(std::int64_t ordinal) const;
@@ -68,10 +75,11 @@ private:
     double computed_ = 0.0;  // when the device will have done all that it was given
     std::int64_t next_ = 0;
     std::mt19937_64 random_{0};
-    // By direction: the time at which the link is free, and the transfers under way in the order of their ends.
-    std::array<double, 2> free_{};
-    std::array<std::deque<Ending>, 2> under_way_;
-    std::unordered_map<TransferId, double> ends_;
+    // The link moves one transfer at a time in each direction, the most urgent of those that wait for no other one.
+    std::array<std::vector<Waiting>, 2> waiting_;
+    std::array<std::optional<Ending>, 2> moving_;
+    std::unordered_set<TransferId> open_;  // transfers that have not ended
+    std::vector<Ending> ended_;            // that the pager does not know yet
     std::array<std::int64_t, 2> moved_{};
     std::deque<Ran> computing_;  // on the device, as far as the host does not know yet that they have ended
 };

@@ -393,7 +393,8 @@ TEST("a stream that has the handle of a destroyed one waits for its work and for
         CHECK_EQUAL(right && moved, numbered);
         CHECK_EQUAL(rig.queue->streams().size(), 3U);  // one of them for moves
         // A copy waits for the work of both: the destroyed stream's events are known until they have passed.
-        rig.submit({{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}, .last_use = 3}});
+        rig.submit(
+            {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}, .last_use = 3}});
         CHECK(!rig.collect(1).at(1).error);
         CHECK(holds(rig.port.at(0), 512, 2));
         rig.close();

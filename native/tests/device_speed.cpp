@@ -16,8 +16,9 @@ namespace {
 constexpr std::int64_t block_bytes = 64 << 10;
 constexpr std::int64_t resident = 8;
 constexpr std::int64_t blocks = 4 * resident;
-constexpr int counted = 1000;
 constexpr double rate = 2e9;  // bytes per second of the link
+constexpr double computed_seconds = 3 * block_bytes / rate;
+constexpr int counted = 1000;
 
 double thread_seconds() {
     timespec now{};
@@ -54,8 +55,7 @@ public:
     void access(std::int64_t block, pager::Mode mode) {
         auto held = driver_.lock(pause_);
         const auto access = driver_.request({{static_cast<pager::BlockId>(block), 1, mode, -1}}, stream_);
-        if (!access->granted &&
-            driver_.await(held, *access, monotonic_seconds() + patience, pause_) != pager::Wait::granted) {
+        if (!access->granted && driver_.await(held, *access, monotonic_seconds() + patience, pause_) != pager::Wait::granted) {
             std::fprintf(stderr, "device_speed: an access was not granted\n");
             std::exit(1);
         }
@@ -66,6 +66,19 @@ public:
         for (int done = 0; done < accesses; ++done) {
             access(done % most, pager::Mode::read);
         }
+    }
+    // So many accesses to all blocks in turn, while a computation of a fixed time between them leaves the link the time that
+    // it needs. Returns what the accesses took of the thread's time.
+    double compute(int accesses) {
+        double seconds = 0;
+        for (int done = 0; done < accesses; ++done) {
+            const double begun = thread_seconds();
+            access(done % blocks, pager::Mode::read);
+            seconds += thread_seconds() - begun;
+            for (const double until = monotonic_seconds() + computed_seconds; monotonic_seconds() < until;) {
+            }
+        }
+        return seconds;
     }
     std::int64_t transfers() {
         auto held = driver_.lock(pause_);
@@ -111,12 +124,22 @@ std::uint64_t calls_of_accesses() {
     return sum;
 }
 
-void print(const char* name, const std::vector<Seconds>& samples) {
+void print(const char* name, const std::vector<double>& samples) {
     std::printf("\"%s\": [", name);
     for (std::size_t one = 0; one < samples.size(); ++one) {
-        std::printf("%s[%.4g, %.4g]", one == 0 ? "" : ", ", samples[one].passed, samples[one].of_thread);
+        std::printf("%s%.4g", one == 0 ? "" : ", ", samples[one]);
     }
     std::printf("],\n");
+}
+
+void print(const std::string& name, const std::vector<Seconds>& samples) {
+    std::vector<double> passed, of_thread;
+    for (const Seconds& one : samples) {
+        passed.push_back(one.passed);
+        of_thread.push_back(one.of_thread);
+    }
+    print((name + "_passed").c_str(), passed);
+    print(name.c_str(), of_thread);
 }
 
 }  // namespace
@@ -148,7 +171,8 @@ int main(int argc, char** argv) {
     host.add_port(&port);
     Program on_host(host, 0);
 
-    std::vector<Seconds> device_access, host_access, driver_calls, streamed;
+    std::vector<Seconds> device_access, host_access, driver_calls;
+    std::vector<double> computed, waited, host_computed;  // seconds of the thread for a transfer
     for (int round = 0; round < rounds; ++round) {
         for (auto& [program, samples] : {std::pair(&on_host, &host_access), std::pair(&on_device, &device_access)}) {
             program->loop(2 * resident, resident);
@@ -156,17 +180,28 @@ int main(int argc, char** argv) {
         }
         driver_calls.push_back(timed(accesses, [&] { call_driver(driver, world.streams[0], event, accesses); }));
         on_device.loop(3 * blocks, blocks);  // the pager learns the loop
-        const std::int64_t before = on_device.transfers();
-        const Seconds taken = timed(1, [&] { on_device.loop(wanted, blocks); });
-        const auto moved = static_cast<double>(on_device.transfers() - before);
-        // What remains if the accesses are taken off.
-        streamed.push_back({taken.passed / moved, (taken.of_thread - wanted * device_access.back().of_thread) / moved});
+        const double each = device_access.back().of_thread;
+        std::int64_t before = on_device.transfers();
+        double taken = timed(1, [&] { on_device.loop(wanted, blocks); }).of_thread;
+        auto moved = static_cast<double>(on_device.transfers() - before);
+        waited.push_back((taken - wanted * each) / moved);  // what remains if the accesses are taken off
+        before = on_device.transfers();
+        taken = on_device.compute(wanted);
+        moved = static_cast<double>(on_device.transfers() - before);
+        computed.push_back((taken - wanted * each) / moved);
+        on_host.loop(3 * blocks, blocks);
+        before = on_host.transfers();
+        taken = on_host.compute(wanted);
+        moved = static_cast<double>(on_host.transfers() - before);
+        host_computed.push_back((taken - wanted * host_access.back().of_thread) / moved);
     }
     std::printf("{\n");
-    print("host_access", host_access);
-    print("device_access", device_access);
-    print("driver_calls", driver_calls);
-    print("transfer", streamed);
+    print(std::string("host_access"), host_access);
+    print(std::string("device_access"), device_access);
+    print(std::string("driver_calls"), driver_calls);
+    print("transfer", computed);
+    print("waited_transfer", waited);
+    print("host_transfer", host_computed);
     on_device.loop(2 * resident, resident);
     const std::uint64_t before = calls_of_accesses();
     on_device.loop(counted, resident);

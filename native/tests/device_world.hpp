@@ -125,7 +125,7 @@ struct Setup {
     Policy policy = any_order;
     double real_time_rate = 0;  // bytes per second; 0: work runs when the host asks, by the policy
     std::size_t capacity = 16 << 10;
-    std::size_t page_locked = 0;  // bytes of a tier of page-locked memory, above the other one
+    std::size_t page_locked = 0;      // bytes of a tier of page-locked memory, above the other one
     std::size_t locked_chunk = page;  // that is page-locked at once
     std::size_t tier = 1 << 20;
     unsigned one_in = 0;  // transfers of the lower tier of which one fails
@@ -133,7 +133,7 @@ struct Setup {
     std::size_t chunk = 1 << 10;
     std::size_t bounce = 256;
     std::size_t streams = 1;
-    int version = 12040;  // of the driver
+    int version = 12040;                                                               // of the driver
     std::function<void(std::uintptr_t arena, device::Stream allocating)> before = {};  // the queue is made
 };
 

@@ -59,9 +59,9 @@ MUTANTS = [
     Mutant("a copy of unknown end is forgotten", QUEUE, "made.lost = failure.error();", ""),
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
-    Mutant("a new stream replaces the destroyed one", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
-    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least_delay_,", "time + 0 * std::exchange(least_delay_,"),
+    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least", "time + 0 * std::exchange(least"),
     Mutant("a clock is not set at once", CLOCK, "std::min(anchored_at_, now - seconds);", "anchored_at_;"),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 // The functions of the CUDA driver, over a simulated device, with the errors that CUDA documents for them. Each may be called
-// from several threads at once. Handles are numbers that are used once, unless a test reuses one, so a destroyed one is recognized.
+// from several threads at once. Handles are numbers that are used once, unless a test reuses one, so a destroyed one is
+// recognized.
 #include <cstdlib>
 #include <cstring>
 #include <utility>

@@ -73,9 +73,9 @@ public:
     std::mutex mutex;
     std::map<std::uint64_t, Stream> streams;
     std::map<std::uint64_t, Event> events;
-    std::map<int, Context> contexts;                 // by device
-    std::map<const char*, std::size_t> locked;       // page-locked ranges
-    std::map<std::uint64_t, std::size_t> allocated;  // of device memory
+    std::map<int, Context> contexts;                       // by device
+    std::map<const char*, std::size_t> locked;             // page-locked ranges
+    std::map<std::uint64_t, std::size_t> allocated;        // of device memory
     std::unordered_map<const char*, std::uint64_t> calls;  // by the text of the name: a call must not cost much
     std::vector<std::string> violations;
     std::map<std::string, std::pair<std::uint64_t, int>> planned;  // by function: calls until it fails, and its result
