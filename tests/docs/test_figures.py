@@ -199,7 +199,7 @@ def growth() -> list[str]:
 
 def device() -> list[str]:
     outcome = result("device")
-    thread, streaming = outcome["thread"], outcome["streaming"]
+    thread = outcome["thread"]
     micro = {name: statistics.median(thread[name]) * 1e6 for name in ("host_access", "device_access", "driver_calls")}
     transfers = [statistics.median(thread[name]) * 1e6 for name in ("transfer", "waited_transfer")]
     rows = [
@@ -207,7 +207,6 @@ def device() -> list[str]:
         f"{micro['host_access']:.2f}, {micro['device_access']:.2f}, {micro['driver_calls']:.2f} |",
         f"| µs of the thread for a transfer: while it computes, while it waits | "
         f"{transfers[0]:.1f}, {transfers[1]:.1f} |",
-        f"| streaming behind {outcome['rate'] / 1e9:g} GB/s, device over host | {streaming['ratio']:.2f} |",
     ]
     for kept in outcome["interpreter"]:
         assert kept["after"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import statistics
 import subprocess
 import threading
@@ -80,6 +81,7 @@ class _Device:
         library = ctypes.CDLL(self._path)
         library.fakeReset.argtypes = [ctypes.c_uint64, ctypes.c_int]
         library.fakeSet.argtypes = [ctypes.c_int, ctypes.c_double]
+        gc.collect()  # what is left of another part would give back the new device's context
         library.fakeReset(0, 0)
         library.fakeSet(_REAL_TIME, bench.rate)
         library.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
