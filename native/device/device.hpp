@@ -51,7 +51,7 @@ public:
     virtual void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) = 0;
     // True if work queued on this stream would become part of a graph instead of being done.
     virtual bool capturing(Stream stream) = 0;
-    // A number that no other stream has or had. 0 if the driver has no such numbers: then a stream whose handle is that of a
+    // A number that no other stream has or had. 0 if the driver has no such numbers: then a new stream with the handle of a
     // destroyed one cannot be told from it.
     virtual std::uint64_t stream_id(Stream /*stream*/) { return 0; }
 

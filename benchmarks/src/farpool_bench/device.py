@@ -5,7 +5,7 @@ events, and checks each call. `make test-native` builds it in a clone of farpool
 
 Thread: processor time of a program's thread for an access whose bytes are in place, on the host and on the simulated
 device, and for a transfer, in a process without Python. The driver's calls alone are measured next to them: their cost
-is the simulation's and not that of a real driver.
+is the simulation's; a real driver has other costs.
 
 Streaming: a program reads storages of four times the budget in a loop and computes nothing, over a link of a known
 rate: on the simulated device in real time, and on the host with a tier throttled to the same rate, in turn.
@@ -17,7 +17,7 @@ tier is page-locked, or its bytes go through staging memory, which our threads c
 Steps: the pager on simulated hardware in virtual time, where the thread's costs are those measured above: a forward
 pass again and again, and training steps whose optimizer updates a layer in the backward pass. The limit is the longer
 of two times: computing, and moving the fewest bytes (Belady's rule) over the link, which moves bytes both ways at once.
-By phases, the limit is the sum of those of the passes, each with the bytes that this rule moves in it.
+By phases, each pass has its own limit, with the bytes that this rule moves in it, and their sum counts.
 """
 
 from __future__ import annotations

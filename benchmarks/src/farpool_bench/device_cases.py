@@ -81,7 +81,7 @@ class _Device:
         library = ctypes.CDLL(self._path)
         library.fakeReset.argtypes = [ctypes.c_uint64, ctypes.c_int]
         library.fakeSet.argtypes = [ctypes.c_int, ctypes.c_double]
-        gc.collect()  # what is left of another part would give back the new device's context
+        gc.collect()  # an object left by another part would give back the new device's context
         library.fakeReset(0, 0)
         library.fakeSet(_REAL_TIME, bench.rate)
         library.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
@@ -103,7 +103,7 @@ class _Device:
         """Raise FarpoolError if a call was made that CUDA does not permit."""
         text = ctypes.create_string_buffer(4096)
         if self._violations(text, ctypes.c_size_t(len(text))):
-            raise FarpoolError(f"the simulated driver refuses what was done: {text.value.decode()}")
+            raise FarpoolError(f"calls that CUDA does not permit were made: {text.value.decode()}")
 
 
 # ---- streaming in real time -----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class _Loop:
         return (self.fetched() - before) / (time.perf_counter() - start)
 
     def check(self) -> bool:
-        """True if each storage still has what was written."""
+        """True if each storage still has the bytes that were written."""
         view = self._pool.arena.view()  # type: ignore[union-attr]
         numbers: list[int] = []
         for uses in self._uses:
@@ -184,7 +184,7 @@ def _streaming(bench: Any) -> Row:
         del loops
     device.check()
     if not equal:
-        raise FarpoolError("what was read while streaming is not what was written")
+        raise FarpoolError("the bytes that were read while streaming are not the written ones")
     return Row(host=tuple(host), device=tuple(devices), ratio=median_ratio(devices, host), equal=equal)
 
 
@@ -197,7 +197,7 @@ _BEGUN_S = 2e-3
 _KEPT = 20
 """A thread keeps the interpreter lock for so many times as long as the link needs for the bytes of an access."""
 _STAGED_RATE = 2
-"""Rate of a tier that is not page-locked, over that of the link."""
+"""Rate of a tier that is not page-locked, over the link's rate."""
 
 
 def _interpreter(bench: Any) -> list[Row]:

@@ -14,7 +14,7 @@ extern "C" {
 // parts; the copy after which the device is lost (1: the next); number of devices; version of the driver; bytes per second of
 // copies and fills; the host's time in seconds, negative for the real one; for all work queued from then on, real time at so
 // many bytes per second; seconds that the device's clock gains each second, negative if it loses some; and the handle that the
-// next stream gets, as a driver may use that of a destroyed one again.
+// next stream gets, as a driver may use a destroyed stream's handle again.
 enum FakeSetting : int {
     fake_device_limit,
     fake_locked_limit,

@@ -213,7 +213,7 @@ int cuStreamCreate(void** stream, unsigned flags) {
         if (made == 0) {
             made = device.new_handle();
         } else if (const auto found = device.streams.find(made); found != device.streams.end() && !found->second.closed) {
-            device.violate("cuStreamCreate: the handle that it is to return is that of a stream that exists");
+            device.violate("cuStreamCreate: a stream that exists has the handle that it is to return");
             return invalid_value;
         }
         device.vacate(made);
