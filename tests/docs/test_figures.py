@@ -201,12 +201,12 @@ def device() -> list[str]:
     outcome = result("device")
     thread = outcome["thread"]
     micro = {name: statistics.median(thread[name]) * 1e6 for name in ("host_access", "device_access", "driver_calls")}
-    transfers = [statistics.median(thread[name]) * 1e6 for name in ("transfer", "waited_transfer")]
+    transfers = [statistics.median(thread[name]) * 1e6 for name in ("host_transfer", "transfer", "waited_transfer")]
     rows = [
         f"| µs of the thread for a resident access: on the host, on the device, of these the simulated driver's | "
         f"{micro['host_access']:.2f}, {micro['device_access']:.2f}, {micro['driver_calls']:.2f} |",
-        f"| µs of the thread for a transfer: while it computes, while it waits | "
-        f"{transfers[0]:.1f}, {transfers[1]:.1f} |",
+        f"| µs of the thread for a transfer: on the host, on the device, there while it waits | "
+        f"{', '.join(f'{one:.1f}' for one in transfers)} |",
     ]
     for kept in outcome["interpreter"]:
         assert kept["after"] == 0

@@ -94,7 +94,8 @@ class Bench(harness.Benchmark):
         columns = "on the host {host_access:1e6*.2f}|on the device {device_access:1e6*.2f}"
         columns += "|the driver's calls alone {driver_calls:1e6*.2f}|calls {calls_per_access:.1f}"
         yield Grid.of("An access, everything resident: µs of the thread", columns, [outcome.thread])
-        columns = "while the program computes {transfer:1e6*.1f}|while it waits {waited_transfer:1e6*.1f}"
+        columns = "on the host {host_transfer:1e6*.1f}|on the device {transfer:1e6*.1f}"
+        columns += "|there while the program waits {waited_transfer:1e6*.1f}"
         yield Grid.of("A transfer: µs of the thread", columns, [outcome.thread])
         columns = "link {rate:rate}|host, GB/s {host:1e-9*.2f}|device, GB/s {device:1e-9*.2f}"
         columns += "|device / host {ratio:.3f}|same bytes {equal:yes}"
