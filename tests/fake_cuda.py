@@ -25,7 +25,7 @@ __all__ = ["FakeCuda", "FakeMachine"]
 _BUILT = Path(__file__).parents[1] / "build" / "native-tests" / "fake_cuda" / "libcuda.so.1"
 _SETTINGS = (
     "device_limit", "locked_limit", "split_bytes", "copies_until_failure", "devices", "version", "rate", "host_time",
-    "real_time_rate", "host_computes",
+    "real_time_rate", "host_computes", "fast_clock", "next_stream",
 )  # fmt: skip
 
 

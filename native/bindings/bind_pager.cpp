@@ -487,14 +487,29 @@ NoRoomError
 
     nb::class_<SimulatedProgram>(m, "SimulatedProgram", R"(A pager under a program on simulated hardware, to measure the pager.
 
-One tier behind a link in virtual time, a quarter of the blocks in the arena, no bytes.
-
-Parameters
-----------
-blocks : int
-history : int
-    Accesses that the tape remembers.)")
+One tier behind a link in virtual time, no bytes. Made of a number of ``blocks`` and a ``history``, the number of accesses
+that the tape remembers, it computes on the host, and a quarter of the blocks are in the arena.)")
         .def(nb::init<std::int64_t, std::int64_t>(), nb::arg("blocks"), nb::arg("history"))
+        .def(
+            "__init__",
+            [](SimulatedProgram* self, std::int64_t capacity, const std::vector<std::int64_t>& storages,
+               std::int64_t block_bytes, std::int64_t history, double seconds_per_byte, double access_seconds,
+               double transfer_seconds) {
+                new (self) SimulatedProgram(capacity, storages, block_bytes, history,
+                                            {seconds_per_byte, access_seconds, transfer_seconds, true});
+            },
+            nb::kw_only(), nb::arg("capacity"), nb::arg("storages"), nb::arg("block_bytes"), nb::arg("history"),
+            nb::arg("seconds_per_byte"), nb::arg("access_seconds"), nb::arg("transfer_seconds"),
+            R"(Make a program whose thread runs ahead of a device, on which it computes.
+
+The arena has ``capacity`` bytes, and each storage so many blocks of ``block_bytes``. A byte takes ``seconds_per_byte`` on
+the link, each way, and the thread needs the other seconds for each access and for each transfer that it starts.)")
+        .def("access", nb::overload_cast<std::vector<Run>, double>(&SimulatedProgram::access), nb::arg("runs"),
+             nb::arg("seconds"), "Make an access, for which the device computes this long.")
+        .def_prop_ro("finished", &SimulatedProgram::finished, "Virtual time at which everything begun so far has ended.")
+        .def_prop_ro(
+            "moved", [](const SimulatedProgram& self) { return nb::make_tuple(self.moved()[0], self.moved()[1]); },
+            nb::sig("def moved(self) -> tuple[int, int]"), "Bytes fetched and written back so far.")
         .def("fill", &SimulatedProgram::fill, "Write each block.")
         .def("loop", &SimulatedProgram::loop, nb::arg("accesses"),
              "Read this many blocks one after the other in a loop, from the place where the last call stopped.")

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int oldest_version = 11040;
 constexpr int batches_since = 12080;
+constexpr int stream_id_version = 12000;
 constexpr const char* update = "update the NVIDIA driver, or use device='cpu'";
 
 // Number of the Cuda object that this thread has last entered.
@@ -95,6 +96,9 @@ Cuda::Cuda(int index, const std::string& library) : driver_(library), number_(ne
         fail_tier("cuda", too_old(version, ""));
     }
     batches_ = version >= batches_since && driver_.copy_batch.function != nullptr;
+    if (version >= stream_id_version) {
+        stream_id_.emplace(driver_.library, "cuStreamGetId");
+    }
     run(driver_.init, 0U);
     int count = 0;
     run(driver_.device_count, &count);
@@ -251,6 +255,14 @@ bool Cuda::capturing(Stream stream) {
         refuse(driver_.stream_capturing.name, result);
     }
     return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+std::uint64_t Cuda::stream_id(Stream stream) {
+    unsigned long long id = 0;
+    if (stream_id_) {
+        run(*stream_id_, stream, &id);
+    }
+    return id;
 }
 
 void Cuda::lock_pages(void* memory, std::size_t nbytes) {

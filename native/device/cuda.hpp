@@ -4,13 +4,14 @@
 // be given to them. The context is retained until the end of this object.
 //
 // A thread of the program has the context of the device that it used last. `attach` asks for it, and changes it if need be.
-// `record`, `wait` and `capturing` are on the program's hot path: they are one call of the driver each, without `enter`, and a
-// capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
+// `record`, `wait`, `capturing` and `stream_id` are on the program's hot path: they are one call of the driver each, without
+// `enter`, and a capture permits them. All other calls on a thread of the program belong into the life of a Cuda::Entered.
 #pragma once
 
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "device/cuda_driver.hpp"
@@ -61,6 +62,7 @@ public:
     void copy_all(Stream stream, bool in, std::span<const HostCopy> copies) override;
     void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) override;
     bool capturing(Stream stream) override;
+    std::uint64_t stream_id(Stream stream) override;
 
     void lock_pages(void* memory, std::size_t nbytes) override;
     void unlock_pages(void* memory) noexcept override;
@@ -86,6 +88,7 @@ private:
     CudaDriver driver_;
     const pid_t owner_ = getpid();
     const std::uint64_t number_;  // of all Cuda objects of this process, so that a thread knows which one it has entered
+    std::optional<CudaCall<void*, unsigned long long*>> stream_id_;  // drivers of CUDA 12 and later have it
     int device_ = 0;
     bool batches_ = false;  // the driver queues several copies at once
     void* context_ = nullptr;

@@ -31,8 +31,8 @@ public:
     // Prepares the calling thread, once per thread, for the calls below. A capture of the program, which is in progress on
     // another thread, then neither fails nor makes these calls fail.
     virtual void enter() = 0;
-    // Prepares a thread of the program for `record`, `wait`, `capturing` and copies, also if it uses another device at present.
-    // Give the result to `detach` after these calls.
+    // Prepares a thread of the program for `record`, `wait`, `capturing`, `stream_id` and copies, also if it uses another
+    // device at present. Give the result to `detach` after these calls.
     virtual void* attach() { return nullptr; }
     virtual void detach(void* /*before*/) noexcept {}
 
@@ -69,6 +69,9 @@ public:
     virtual void fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) = 0;
     // True if work queued on this stream would become part of a graph instead of being done.
     virtual bool capturing(Stream stream) = 0;
+    // A number that no other stream has or had. 0 if the driver has no such numbers: then a new stream with the handle of a
+    // destroyed one cannot be told from it.
+    virtual std::uint64_t stream_id(Stream /*stream*/) { return 0; }
 
     // Page-locks host memory from a page boundary on, so that copies can use it.
     virtual void lock_pages(void* memory, std::size_t nbytes) = 0;

@@ -1,6 +1,7 @@
 #include "device/program_order.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "core/clock.hpp"
 #include "core/error.hpp"
@@ -20,22 +21,35 @@ constexpr ProgramStream per_thread_stream = 2;  // CU_STREAM_PER_THREAD
 
 ProgramOrder::ProgramOrder(std::shared_ptr<Device> device, EventPool& events, DeviceClock& clock, ProgramStream allocating)
     : device_(std::move(device)), events_(events), clock_(clock), moved_(events.take()) {
-    Program& first = program(allocating);
-    if (!device_->capturing(first.stream)) {
+    const auto stream = reinterpret_cast<Stream>(allocating);
+    note_stream(stream, device_->stream_id(stream));
+    if (!device_->capturing(stream)) {
         end(allocating, -1);
     }
 }
 
-ProgramOrder::Program& ProgramOrder::program(ProgramStream stream) {
-    const auto handle = reinterpret_cast<Stream>(stream);
+// Call with the lock, except in the constructor.
+void ProgramOrder::note_stream(Stream stream, std::uint64_t id) {
     for (const auto& known : programs_) {
-        if (known->stream == handle) {
-            return *known;
+        if (known->stream == stream && !known->destroyed) {
+            if (known->id == id) {
+                return;
+            }
+            known->destroyed = true;
         }
     }
     programs_.push_back(std::make_unique<Program>());
-    programs_.back()->stream = handle;
-    return *programs_.back();
+    programs_.back()->stream = stream;
+    programs_.back()->id = id;
+}
+
+ProgramOrder::Program& ProgramOrder::program(Stream stream) {
+    for (const auto& known : programs_) {
+        if (known->stream == stream && !known->destroyed) {
+            return *known;
+        }
+    }
+    throw std::logic_error("ProgramOrder: an access on a stream was not begun");
 }
 
 void ProgramOrder::begin(ProgramStream stream) {
@@ -56,13 +70,19 @@ void ProgramOrder::begin(ProgramStream stream) {
                            0,
                            {}});
     }
+    const std::uint64_t id = device_->stream_id(reinterpret_cast<Stream>(stream));
+    const std::lock_guard lock(mutex_);
+    note_stream(reinterpret_cast<Stream>(stream), id);
 }
 
 void ProgramOrder::order(ProgramStream stream, std::int64_t last_use) {
-    const Attached attached(*device_);
     const std::lock_guard lock(mutex_);
-    Program& own = program(stream);
+    Program& own = program(reinterpret_cast<Stream>(stream));
     own.queued_at = monotonic_seconds();
+    if (own.moves == moves_ && programs_.size() == 1) {
+        return;  // nothing to wait for, so the device need not be asked: this is how most accesses end
+    }
+    const Attached attached(*device_);
     wait_for_moves(own.stream, own.moves);
     // The first access of a stream also follows the work that was queued where the arena was allocated.
     if (last_use >= 0 || !std::exchange(own.began, true)) {
@@ -73,7 +93,7 @@ void ProgramOrder::order(ProgramStream stream, std::int64_t last_use) {
 bool ProgramOrder::end(ProgramStream stream, std::int64_t ordinal) {
     const Attached attached(*device_);
     const std::lock_guard lock(mutex_);
-    Program& own = program(stream);
+    Program& own = program(reinterpret_cast<Stream>(stream));
     if (own.uses.size() >= most_uses) {
         thin(own);
     }
@@ -142,19 +162,42 @@ void ProgramOrder::moved(Stream stream) {
 }
 
 void ProgramOrder::retire() {
-    const std::lock_guard lock(mutex_);
-    for (const auto& program : programs_) {
-        while (!program->uses.empty() && device_->passed(program->uses.front().event)) {
-            const Use use = program->uses.front();
-            program->uses.pop_front();
-            const double end = clock_.take_time(use.event);
-            const double start = std::min(std::max(program->ended_at, use.since), end);
-            program->ended_at = std::max(program->ended_at, end);
-            if (use.ordinal >= 0 && ran_.size() < most_ran) {
-                ran_.push_back({use.ordinal, start, end});
-            }
+    const std::lock_guard alone(retiring_);
+    for (std::size_t index = 0;; ++index) {
+        std::unique_lock lock(mutex_);
+        if (index >= programs_.size()) {
+            std::erase_if(programs_, [](const auto& one) { return one->destroyed && one->uses.empty(); });
+            return;
+        }
+        Program& program = *programs_[index];
+        const auto has_passed = [&](const Use& use) { return device_->passed(use.event); };
+        if (program.uses.empty() || !has_passed(program.uses.front())) {
+            continue;
+        }
+        // Events of a stream pass one after the other, so few of them are asked while the program's threads wait.
+        const auto waiting = std::ranges::partition_point(program.uses, has_passed);
+        const std::vector<Use> passed(program.uses.begin(), waiting);
+        program.uses.erase(program.uses.begin(), waiting);
+        lock.unlock();
+        std::vector<Ran> ran = times_of(program, passed);
+        lock.lock();
+        const std::size_t room = most_ran - std::min(most_ran, ran_.size());
+        ran_.insert(ran_.end(), ran.begin(), ran.begin() + static_cast<std::ptrdiff_t>(std::min(room, ran.size())));
+    }
+}
+
+// When the device computed for these uses, which have passed; gives their events back.
+std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<const Use> uses) {
+    std::vector<Ran> ran;
+    for (const Use& use : uses) {
+        const double end = clock_.take_time(use.event);
+        const double start = std::min(std::max(program.ended_at, use.since), end);
+        program.ended_at = std::max(program.ended_at, end);
+        if (use.ordinal >= 0) {
+            ran.push_back({use.ordinal, start, end});
         }
     }
+    return ran;
 }
 
 std::vector<Ran> ProgramOrder::take_ran() {
@@ -171,7 +214,9 @@ std::vector<ProgramStream> ProgramOrder::streams() const {
     const std::lock_guard lock(mutex_);
     std::vector<ProgramStream> streams;
     for (const auto& program : programs_) {
-        streams.push_back(reinterpret_cast<ProgramStream>(program->stream));
+        if (!program->destroyed) {
+            streams.push_back(reinterpret_cast<ProgramStream>(program->stream));
+        }
     }
     return streams;
 }

@@ -4,6 +4,10 @@
 // ordinal waits, on each stream, for the oldest event that is behind this work; later work may still run. The same events tell
 // when the device computed.
 //
+// A driver may give a new stream the handle of a destroyed one, whose work may still run. The two are told apart by their
+// numbers, if the driver has them (`Device::stream_id`); otherwise they count as one, so the new stream has not the waits that
+// it would need.
+//
 // A capture of a CUDA graph must not get events or waits into the graph, so a stream that is being captured can have no access.
 #pragma once
 
@@ -11,6 +15,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "core/transfer_queue.hpp"
@@ -26,7 +31,7 @@ public:
     ProgramOrder(const ProgramOrder&) = delete;
     ProgramOrder& operator=(const ProgramOrder&) = delete;
 
-    // Checks that a stream can have an access now. Throws if it is being captured.
+    // Notes which stream has this handle, and checks that it can have an access now. Throws if it is being captured.
     void begin(ProgramStream stream);
     // Makes later work on the stream wait for moves, and for accesses up to `last_use` on the program's other streams.
     void order(ProgramStream stream, std::int64_t last_use);
@@ -55,6 +60,8 @@ private:
     };
     struct Program {
         Stream stream;
+        std::uint64_t id;
+        bool destroyed = false;  // another stream has the handle
         std::deque<Use> uses;
         double queued_at = 0.0;   // when the host began to queue the latest access
         double ended_at = 0.0;    // when the device had done the latest work that is known to have ended
@@ -62,15 +69,18 @@ private:
         std::uint64_t moves = 0;  // that the stream has waited for
     };
 
-    Program& program(ProgramStream stream);
+    Program& program(Stream stream);
+    void note_stream(Stream stream, std::uint64_t id);
     void wait_for(Stream stream, std::int64_t last_use, const Program* except);
     void wait_for_moves(Stream stream, std::uint64_t& moves);
     void thin(Program& program);
+    std::vector<Ran> times_of(Program& program, std::span<const Use> uses);
 
     std::shared_ptr<Device> device_;
     EventPool& events_;
     DeviceClock& clock_;
     mutable std::mutex mutex_;
+    std::mutex retiring_;  // one thread retires at a time; locked before `mutex_`, and guards `Program::ended_at`
     std::vector<std::unique_ptr<Program>> programs_;
     Event moved_;
     std::uint64_t moves_ = 0;

@@ -149,12 +149,7 @@ TEST("the pieces of a chunk are copied with one call, if the driver is new enoug
     constexpr std::size_t count = 10;
     const char* const batch = "cuMemcpyBatchAsync";
     for (const int version : {12070, 12080}) {
-        Setup setup{.seed = 1, .policy = any_order, .chunk = chunk};
-        setup.open = [&] {
-            fake_cuda().set(fake_version, version);
-            return farpool::device::open_cuda(0, FAKE_CUDA_PATH);
-        };
-        Rig rig(setup);
+        Rig rig({.seed = 1, .policy = any_order, .chunk = chunk, .version = version});
         Order read{.id = 1, .port = &rig.port};
         Order write{.id = 2, .direction = Direction::write, .port = &rig.port, .after = {1}};
         for (std::size_t index = 0; index < count; ++index) {

@@ -1,6 +1,8 @@
 // The order between a program's work, moves and copies: no copy comes too early, and none waits for work that it does not need.
 // A kernel that waits at a gate shows both.
+#include <cmath>
 #include <numeric>
+#include <random>
 
 #include "tests/device_world.hpp"
 
@@ -207,6 +209,7 @@ TEST("the default stream of each thread is refused: it is one number for several
 TEST("an access waits for accesses on other streams whose bytes it overwrites, although no bytes move") {
     Rig rig(in_real_time(2));
     Gate& gate = rig.gate();
+    rig.use(1, -1, [] {});  // now both streams are known
     rig.use(0, 0, [&] { gate.pass(), set(rig.at(0), 64, 1); });
     const auto waits = calls("cuStreamWaitEvent");
     rig.use(0, 1, [] {}, 0);  // its own stream is in order anyway
@@ -317,6 +320,85 @@ TEST("the first anchor of a clock has passed, also if nothing else makes the dev
     CHECK(clock.take_time(event) <= farpool::monotonic_seconds());
     cuda->end_stream(anchored);
     cuda->end_stream(other);
+}
+
+// Time that a test passes, on the host and on the device.
+double host_now = 0;
+
+void pass(double seconds) {
+    host_now += seconds;
+    fake_cuda().set(fake_host_time, host_now);
+}
+
+TEST("a clock that gains or loses is never wrong by more than it gains in two seconds and the smallest delay") {
+    constexpr double hours = 2;
+    for (const double gain : {1e-4, -1e-4, 0.0}) {
+        fake_cuda().reset(1, copies_first);
+        fake_cuda().set(fake_fast_clock, gain);
+        host_now = 0;
+        pass(1000);
+        const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+        cuda->enter();
+        farpool::device::EventPool events(cuda);
+        const Stream stream = cuda->make_stream();
+        farpool::device::DeviceClock clock(cuda, events, stream, [] { return host_now; });
+        std::mt19937_64 random(3);
+        double worst = 0;
+        while (host_now < 1000 + hours * 3600) {
+            // Now and then nothing happens for up to ten minutes.
+            pass(random() % 1000 == 0 ? static_cast<double>(random() % 600) : static_cast<double>(random() % 1000) * 1e-3);
+            const double truth = host_now;
+            const farpool::device::Event event = events.take();
+            cuda->record(event, stream);
+            cuda->synchronize(event);
+            const double delay = 20e-6 + static_cast<double>(random() % 100) * 1e-6;  // until a thread has seen it
+            pass(delay);
+            const double time = clock.take_time(event);
+            CHECK(time <= host_now);
+            worst = std::max(worst, std::abs(time - truth));
+        }
+        CHECK(worst < 350e-6);  // twice 100 us of drift, a delay of up to 120 us, and the digits of a float
+        CHECK(gain == 0 || worst > 20e-6);
+        cuda->end_stream(stream);
+    }
+}
+
+TEST("a stream that has the handle of a destroyed one waits for its work and for moves like any other") {
+    for (const bool numbered : {true, false}) {
+        Setup setup = in_real_time(2);
+        setup.version = numbered ? 12000 : 11080;
+        Rig rig(setup);
+        Gate& gate = rig.gate();
+        std::atomic<bool> right = false;
+        std::atomic<bool> moved = false;
+        set(rig.at(0), 512, 1);
+        rig.use(0, 0, [] {});
+        rig.use(1, 1, [&] { gate.pass(), set(rig.at(0), 512, 2); });
+        rig.queue->move(rig.arena + 1024, rig.arena, 64, 1);
+        rig.use(1, 2, [] {});  // has waited for the move
+        rig.cuda->end_stream(rig.streams[1]);
+        fake_cuda().set(fake_next_stream, static_cast<double>(rig.handle(1)));
+        CHECK(rig.cuda->make_stream() == rig.streams[1]);
+        const auto waits = calls("cuStreamWaitEvent");
+        rig.use(1, 3, [&] { right = holds(rig.at(0), 512, 2), moved = holds(rig.at(1024), 64, 2); }, 1);
+        // For the move and the destroyed stream's work; at most one for the other stream's.
+        CHECK_EQUAL(calls("cuStreamWaitEvent") - waits >= 2, numbered);
+        CHECK_EQUAL(calls("cuStreamGetId") > 0, numbered);
+        if (!numbered) {
+            rig.finish(rig.streams[1]);  // it waits for nothing
+        }
+        linger();
+        gate.open();
+        rig.finish(rig.streams[1]);
+        CHECK_EQUAL(right && moved, numbered);
+        CHECK_EQUAL(rig.queue->streams().size(), 3U);  // one of them for moves
+        // A copy waits for the work of both: the destroyed stream's events are known until they have passed.
+        rig.submit(
+            {{.id = 1, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(0, 0, 512)}, .last_use = 3}});
+        CHECK(!rig.collect(1).at(1).error);
+        CHECK(holds(rig.port.at(0), 512, 2));
+        rig.close();
+    }
 }
 
 TEST("accesses have the times of the device, in the order of their ends") {

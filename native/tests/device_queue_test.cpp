@@ -153,10 +153,7 @@ void run_program(std::uint64_t seed) {
     setup.chunk = 256 << sizes() % 4;
     setup.staging = setup.chunk * (1 + sizes() % 8);
     setup.bounce = 64 << sizes() % 5;
-    setup.open = [seed] {
-        fake_cuda().set(fake_version, seed % 5 == 0 ? 12080 : 12040);  // with batches of copies, and without
-        return farpool::device::open_cuda(0, FAKE_CUDA_PATH);
-    };
+    setup.version = seed % 5 == 0 ? 12080 : 12040;  // with batches of copies, and without
     World world(setup);
     int wrong = 0;
     {

@@ -171,13 +171,15 @@ struct Setup {
     Policy policy = any_order;
     double real_time_rate = 0;  // bytes per second; 0: work runs when the host asks, by the policy
     std::size_t capacity = 16 << 10;
-    std::size_t page_locked = 0;  // bytes of a tier of page-locked memory, above the other one
+    std::size_t page_locked = 0;      // bytes of a tier of page-locked memory, above the other one
+    std::size_t locked_chunk = page;  // that is page-locked at once
     std::size_t tier = 1 << 20;
     unsigned one_in = 0;  // transfers of the lower tier of which one fails
     std::size_t staging = 8 << 10;
     std::size_t chunk = 1 << 10;
     std::size_t bounce = 256;
     std::size_t streams = 1;
+    int version = 12040;                                                               // of the driver
     std::function<void(std::uintptr_t arena, device::Stream allocating)> before = {};  // the queue is made
     std::function<std::shared_ptr<device::Cuda>()> open = [] { return device::open_cuda(0, FAKE_CUDA_PATH); };
 };
@@ -196,7 +198,7 @@ struct Order {
 // A device and its queue.
 struct Rig {
     explicit Rig(const Setup& setup)
-        : cuda((fake_cuda().reset(setup.seed, setup.policy), setup.open())),
+        : cuda((fake_cuda().reset(setup.seed, setup.policy), fake_cuda().set(fake_version, setup.version), setup.open())),
           capacity(setup.capacity),
           locked(std::max<std::size_t>(setup.page_locked, 1)),
           mapped(locked),
@@ -217,7 +219,7 @@ struct Rig {
         config.allocating = handle(0);
         config.bounce = setup.bounce;
         if (setup.page_locked > 0) {
-            locks = std::make_unique<device::PageLocks>(cuda, page, std::size_t{1} << 40);
+            locks = std::make_unique<device::PageLocks>(cuda, setup.locked_chunk, std::size_t{1} << 40);
             locks->add(&mapped, reinterpret_cast<std::uintptr_t>(locked.data()), locked.nbytes(), "mapped");
         }
         queue = std::make_shared<device::DeviceQueue>(cuda, config, locks.get());

@@ -3,7 +3,7 @@
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import torch
 
@@ -1229,16 +1229,41 @@ class Pager:
 class SimulatedProgram:
     """A pager under a program on simulated hardware, to measure the pager.
 
-    One tier behind a link in virtual time, a quarter of the blocks in the arena, no bytes.
-
-    Parameters
-    ----------
-    blocks : int
-    history : int
-        Accesses that the tape remembers.
+    One tier behind a link in virtual time, no bytes. Made of a number of ``blocks`` and a ``history``, the number of accesses
+    that the tape remembers, it computes on the host, and a quarter of the blocks are in the arena.
     """
 
+    @overload
     def __init__(self, blocks: int, history: int) -> None: ...
+    @overload
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        storages: Sequence[int],
+        block_bytes: int,
+        history: int,
+        seconds_per_byte: float,
+        access_seconds: float,
+        transfer_seconds: float,
+    ) -> None:
+        """Make a program whose thread runs ahead of a device, on which it computes.
+
+        The arena has ``capacity`` bytes, and each storage so many blocks of ``block_bytes``. A byte takes ``seconds_per_byte`` on
+        the link, each way, and the thread needs the other seconds for each access and for each transfer that it starts.
+        """
+
+    def access(self, runs: Sequence[Run], seconds: float) -> None:
+        """Make an access, for which the device computes this long."""
+
+    @property
+    def finished(self) -> float:
+        """Virtual time at which everything begun so far has ended."""
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes fetched and written back so far."""
+
     def fill(self) -> None:
         """Write each block."""
 

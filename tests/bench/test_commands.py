@@ -23,6 +23,8 @@ from farpool_bench.prefetch import KINDS
 from farpool_bench.turns_flood import KINDS as FLOODS
 from tests.bench.pages import check_page
 
+BUILT = Path(__file__).parents[2] / "build" / "native-tests"
+
 
 def bench(*arguments: str) -> str:
     """What ``farpool bench`` prints on stdout."""
@@ -123,6 +125,25 @@ def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
     assert outcome.resize.smaller * 2 == outcome.resize.fast
     assert outcome.resize.given_back > 0.9
     assert check_page(report.read_text()).counts["figure"] == 2
+
+
+@pytest.mark.slow
+def test_the_device_is_measured_in_real_and_in_virtual_time() -> None:
+    if not (BUILT / "device_speed").exists():
+        pytest.skip(f"the simulated CUDA driver is not built ({BUILT}): run make test-native")
+    outcome = result_of("device", bench("device", "--quick", "--build", str(BUILT), "--json"))
+    thread = outcome.thread
+    assert all(len(thread[name]) == 1 and thread[name][0] > 0 for name in ("host_access", "device_access"))
+    assert 5 <= thread.calls_per_access < 5.5
+    assert outcome.streaming.equal
+    for kept in outcome.interpreter:
+        assert kept.transfers == kept.before + kept.meanwhile + kept.after > 0
+    assert [(step.program, step.ratio) for step in outcome.steps] == [
+        (program, ratio) for program in ("forward pass", "training step") for ratio in (0.5, 1.0, 2.0)
+    ]
+    for step in outcome.steps:
+        assert 0.3 < step.efficiency <= step.efficiency_by_phases <= 1.001
+        assert 0.99 < step.excess < 1.3
 
 
 @pytest.mark.slow
@@ -251,6 +272,7 @@ def test_results_are_put_on_one_page(tmp_path: Path) -> None:
         (lambda folder: ("growth", "--report", str(folder / "no" / "r.html")), "r.html"),
         (lambda folder: ("growth", "--report", str(folder)), "cannot be written"),
         (lambda folder: ("nvme", "--folder", str(folder / "no")), "no folder"),
+        (lambda folder: ("device", "--build", str(folder)), r"no fake_cuda/libcuda.so.1; run `make test-native`"),
         (lambda folder: ("policies", "--trace", str(folder / "none.csv")), r"none\.csv cannot be read"),
         (lambda folder: ("policies", "--quick", "--policy", "fifo"), "'fifo' is not known; expected one of lru"),
         (lambda folder: ("policies", "--quick", "--size", "much"), "size is 'much'"),

@@ -197,6 +197,30 @@ def growth() -> list[str]:
     ]
 
 
+def device() -> list[str]:
+    outcome = result("device")
+    thread = outcome["thread"]
+    micro = {name: statistics.median(thread[name]) * 1e6 for name in ("host_access", "device_access", "driver_calls")}
+    transfers = [statistics.median(thread[name]) * 1e6 for name in ("host_transfer", "transfer", "waited_transfer")]
+    rows = [
+        f"| µs of the thread for a resident access: on the host, on the device, of these the simulated driver's | "
+        f"{micro['host_access']:.2f}, {micro['device_access']:.2f}, {micro['driver_calls']:.2f} |",
+        f"| µs of the thread for a transfer: on the host, on the device, there while it waits | "
+        f"{', '.join(f'{one:.1f}' for one in transfers)} |",
+    ]
+    for kept in outcome["interpreter"]:
+        assert kept["after"] == 0
+        rows.append(
+            f"| transfers that ended while a thread kept the interpreter lock, after it, {kept['way']} | "
+            f"{kept['meanwhile']}, {kept['after']} |"
+        )
+    return rows + [
+        f"| {step['program']}, compute / link {step['ratio']:g} | {step['efficiency']:.2f} of the limit, "
+        f"{step['efficiency_by_phases']:.2f} by phases |"
+        for step in outcome["steps"]
+    ]
+
+
 def policies() -> list[str]:
     runs: dict[str, list[Any]] = {}
     for run in result("policies")["runs"]:
@@ -302,7 +326,22 @@ def shared_pool() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch, stranding, shared_pool]
+    "rows",
+    [
+        remote,
+        demo,
+        streaming,
+        training,
+        gpu,
+        overhead,
+        nvme,
+        growth,
+        policies,
+        prefetch,
+        stranding,
+        shared_pool,
+        device,
+    ],
 )
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()

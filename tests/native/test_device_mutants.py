@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant("moves have no event", MOVES, "    order.moved(stream());", ""),
     Mutant("late releases are forgotten", ORDER, "        use->low = ordinal;", ""),
     Mutant("the allocating stream is forgotten", ORDER, "        end(allocating, -1);", ""),
-    Mutant("a capture gets an event", ORDER, "if (!device_->capturing(first.stream)) {", "{"),
+    Mutant("a capture gets an event", ORDER, "if (!device_->capturing(stream)) {", "{"),
     Mutant("a capture is not refused", ORDER, "device_->capturing(reinterpret_cast<Stream>(stream))", "false"),
     Mutant("thinned events lose accesses", ORDER, "            next.low = use.low;", ""),
     Mutant("events are never thinned", ORDER, "        thin(own);", ""),
@@ -67,6 +67,11 @@ MUTANTS = [
     Mutant("tiers hear of no urgency", QUEUE, "tiers_->reprioritize(leg, priority);", ""),
     Mutant("a copy of unknown end is forgotten", COPIES, "made.lost = failure.error();", ""),
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
+    Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
+    Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
+    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least", "time + 0 * std::exchange(least"),
+    Mutant("a clock is not set at once", CLOCK, "std::min(anchored_at_, now - seconds);", "anchored_at_;"),
 ]  # fmt: skip
 
 

@@ -13,8 +13,9 @@ extern "C" {
 // Settings: memory that cuMemAlloc gives in all, and memory that may be page-locked in all; copies of more bytes run in two
 // parts; the copy after which the device is lost (1: the next); number of devices; version of the driver; bytes per second of
 // copies and fills; the host's time in seconds, negative for the real one; for all work queued from then on, real time at so
-// many bytes per second; and 1 if the host itself does what a program would queue on its default stream, so that it waits
-// wherever that stream is told to wait.
+// many bytes per second; 1 if the host itself does what a program would queue on its default stream, so that it waits wherever
+// that stream is told to wait; seconds that the device's clock gains each second, negative if it loses some; and the handle
+// that the next stream gets, as a driver may use a destroyed stream's handle again.
 enum FakeSetting : int {
     fake_device_limit,
     fake_locked_limit,
@@ -26,6 +27,8 @@ enum FakeSetting : int {
     fake_host_time,
     fake_real_time_rate,
     fake_host_computes,
+    fake_fast_clock,
+    fake_next_stream,
 };
 
 // Forgets everything, and runs all work from then on by a policy: copies_first 0, compute_first 1, latest_possible 2

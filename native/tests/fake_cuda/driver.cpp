@@ -1,5 +1,6 @@
 // The functions of the CUDA driver, over a simulated device, with the errors that CUDA documents for them. Each may be called
-// from several threads at once. Handles are numbers that are never used twice, so a destroyed one is recognized.
+// from several threads at once. Handles are numbers that are used once, unless a test reuses one, so a destroyed one is
+// recognized.
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -32,10 +33,12 @@ int refused(Simulation& device, const char* name, Needs needs) {
         current = 0;
         mode = global_mode;
     }
-    if (const auto plan = device.planned.find(name); plan != device.planned.end() && --plan->second.first == 0) {
-        const int result = plan->second.second;
-        device.planned.erase(plan);
-        return result;
+    if (!device.planned.empty()) {
+        if (const auto plan = device.planned.find(name); plan != device.planned.end() && --plan->second.first == 0) {
+            const int result = plan->second.second;
+            device.planned.erase(plan);
+            return result;
+        }
     }
     if (needs >= Needs::driver && !device.initialized) {
         return not_initialized;
@@ -206,10 +209,18 @@ int cuStreamCreate(void** stream, unsigned flags) {
         if (flags > 1) {
             return invalid_value;
         }
-        const Handle made = device.new_handle();
+        Handle made = std::exchange(device.next_stream, 0);
+        if (made == 0) {
+            made = device.new_handle();
+        } else if (const auto found = device.streams.find(made); found != device.streams.end() && !found->second.closed) {
+            device.violate("cuStreamCreate: a stream that exists has the handle that it is to return");
+            return invalid_value;
+        }
+        device.vacate(made);
         device.streams.try_emplace(made);
         device.streams[made].context = current;
         device.streams[made].blocking = flags == 0;
+        device.streams[made].id = device.new_handle();
         *stream = reinterpret_cast<void*>(made);
         return 0;
     });
@@ -250,6 +261,10 @@ int cuStreamIsCapturing(void* handle, int* status) {
         *status = stream.capturing ? (stream.spoiled ? 2 : 1) : 0;
         return 0;
     });
+}
+
+int cuStreamGetId(void* handle, unsigned long long* id) {
+    return call_stream("cuStreamGetId", handle, [&](Simulation&, Stream& stream) { return *id = stream.id, 0; });
 }
 
 int cuStreamSynchronize(void* stream) {
@@ -316,7 +331,7 @@ int cuEventElapsedTime(float* milliseconds, void* from, void* to) {
         if (!first->last->passed || !last->last->passed) {
             return not_ready;
         }
-        *milliseconds = static_cast<float>((last->last->time - first->last->time) * 1e3);
+        *milliseconds = static_cast<float>((last->last->time - first->last->time) * (1 + device.fast) * 1e3);
         return 0;
     });
 }
@@ -497,6 +512,12 @@ void fakeSet(int setting, double value) {
         case fake_host_computes:
             device.host_computes = value != 0;
             break;
+        case fake_fast_clock:
+            device.fast = value;
+            break;
+        case fake_next_stream:
+            device.next_stream = static_cast<std::uint64_t>(value);
+            break;
         case fake_real_time_rate:
             device.rate = value, device.serve_in_real_time();
             break;
@@ -517,8 +538,11 @@ int fakeCapture(void* handle, int begin) {
 
 std::uint64_t fakeCalls(const char* name) {
     const std::lock_guard lock(simulation().mutex);
-    const auto found = simulation().calls.find(name);
-    return found == simulation().calls.end() ? 0 : found->second;
+    std::uint64_t sum = 0;
+    for (const auto& [called, count] : simulation().calls) {
+        sum += std::strcmp(called, name) == 0 ? count : 0;
+    }
+    return sum;
 }
 
 std::uint64_t fakeViolations(char* text, std::size_t size) {

@@ -69,6 +69,8 @@ void Simulation::start(std::uint64_t seed, Policy order) {
     rate = 2e9;
     host_time = -1;
     host_computes = false;
+    fast = 0;
+    next_stream = 0;
     random_.seed(seed);
     real_time_ = stopping_ = false;
 }
@@ -105,6 +107,20 @@ Stream* Simulation::find_stream(void* handle, const char* call) {
     return &found->second;
 }
 
+void Simulation::vacate(std::uint64_t handle) {
+    auto node = streams.extract(handle);
+    if (node.empty()) {
+        return;
+    }
+    node.key() = new_handle();
+    for (const Operation& operation : node.mapped().queue) {
+        if (operation.kind == Kind::record) {
+            operation.mark->stream = node.key();
+        }
+    }
+    streams.insert(std::move(node));
+}
+
 Event* Simulation::find_event(void* handle, const char* call) {
     const auto found = events.find(reinterpret_cast<std::uint64_t>(handle));
     if (found == events.end()) {
@@ -133,13 +149,19 @@ int Simulation::queue(const char* call, void* handle, std::uint64_t context, Ope
         operation.mark->stream = reinterpret_cast<std::uint64_t>(handle);
     }
     operation.enqueued = now();
+    const bool takes_time = operation.kind != Kind::record && operation.kind != Kind::wait;
     stream->queue.push_back(std::move(operation));
-    if (real_time_) {
-        if (!stream->worker.joinable()) {
-            stream->worker = std::thread([this, stream] { serve(*stream); });
-        }
-        changed_.notify_all();
+    if (!real_time_ || stream->queue.size() > 1) {
+        return 0;
     }
+    if (!takes_time && runnable(*stream)) {
+        finish(*stream);  // nobody can wait for it yet, so no thread is woken
+        return 0;
+    }
+    if (!stream->worker.joinable()) {
+        stream->worker = std::thread([this, stream] { serve(*stream); });
+    }
+    changed_.notify_all();
     return 0;
 }
 

@@ -12,6 +12,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace farpool::fake {
@@ -50,6 +51,7 @@ struct Stream {
     double end = 0;        // time at which its last operation ended
     std::deque<Operation> queue = {};
     std::thread worker = {};
+    std::uint64_t id = 0;  // of all streams, also of destroyed ones
 };
 
 struct Event {
@@ -71,10 +73,10 @@ public:
     std::mutex mutex;
     std::map<std::uint64_t, Stream> streams;
     std::map<std::uint64_t, Event> events;
-    std::map<int, Context> contexts;                 // by device
-    std::map<const char*, std::size_t> locked;       // page-locked ranges
-    std::map<std::uint64_t, std::size_t> allocated;  // of device memory
-    std::map<std::string, std::uint64_t> calls;
+    std::map<int, Context> contexts;                       // by device
+    std::map<const char*, std::size_t> locked;             // page-locked ranges
+    std::map<std::uint64_t, std::size_t> allocated;        // of device memory
+    std::unordered_map<const char*, std::uint64_t> calls;  // by the text of the name: a call must not cost much
     std::vector<std::string> violations;
     std::map<std::string, std::pair<std::uint64_t, int>> planned;  // by function: calls until it fails, and its result
     std::size_t device_limit, locked_limit, split_bytes;
@@ -87,6 +89,8 @@ public:
     double rate;
     double host_time;  // negative: real time
     bool host_computes;
+    double fast;                // seconds that the device's clock gains each second
+    std::uint64_t next_stream;  // handle of the next stream that is made; 0: a new one
 
     Simulation() { start(0, Policy::random); }
     // Ends all work, and begins with a new device. The mutex must not be locked.
@@ -97,6 +101,8 @@ public:
     void violate(const std::string& what) { violations.push_back(what); }
     // The stream or event of a handle; null, and a violation, if it does not exist or was destroyed.
     Stream* find_stream(void* handle, const char* call);
+    // Gives a destroyed stream, whose work may still be queued, another handle, so that a new stream can have its own.
+    void vacate(std::uint64_t handle);
     Event* find_event(void* handle, const char* call);
     // Queues an operation on a stream of the context, and returns a result of the driver.
     int queue(const char* call, void* stream, std::uint64_t context, Operation operation);
