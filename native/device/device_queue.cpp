@@ -239,7 +239,7 @@ void DeviceQueue::require_not_released() const {
 
 void DeviceQueue::end_use(ProgramStream stream, std::int64_t ordinal) {
     if (released_ || broken_) {
-        return;  // nobody is given the range
+        return;  // no other block gets the range
     }
     bool full = false;
     // Without an event, the ranges could be given away while the work still uses them.

@@ -237,7 +237,7 @@ TEST("after a move that the device refuses, every access fails with that error")
     }
 }
 
-TEST("a range whose work has no event at its end is given to nobody") {
+TEST("a range whose work has no event at its end is not given to another block") {
     World world({.policy = any_order});
     const BlockId first = world.driver->pager().create(std::vector<std::int64_t>{10 << 10}, 0);
     const BlockId second = world.driver->pager().create(std::vector<std::int64_t>{10 << 10}, 0);

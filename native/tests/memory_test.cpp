@@ -11,7 +11,7 @@
 
 using farpool::Memory;
 
-TEST("a forked child unmaps nothing that lies in the place of its parent's memory") {
+TEST("a forked child keeps what it has mapped in the place of its parent's memory") {
     constexpr std::size_t nbytes = 1 << 20;
     auto* const memory = new Memory(nbytes);
     std::memset(memory->data(), 1, nbytes);

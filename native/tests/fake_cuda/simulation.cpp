@@ -155,7 +155,7 @@ int Simulation::queue(const char* call, void* handle, std::uint64_t context, Ope
         return 0;
     }
     if (!takes_time && runnable(*stream)) {
-        finish(*stream);  // nobody can wait for it yet, so no thread is woken
+        finish(*stream);  // no thread can wait for it yet, so none is woken
         return 0;
     }
     if (!stream->worker.joinable()) {
