@@ -329,6 +329,9 @@ bool DeviceQueue::close(double seconds) {
     std::unique_lock lock(mutex_);
     if (!std::exchange(closing_, true)) {
         drop_all();
+        for (Line& line : lines_) {
+            line.wake.notify_all();  // if the launcher has failed, it wakes them no more
+        }
     }
     lock.unlock();
     wake_launcher();

@@ -279,6 +279,7 @@ TEST("if a thread of the queue fails, the process goes on, accesses fail, and th
         (launcher ? (*cuda)->at_copy : (*cuda)->at_end) = true;
         world.submit({transfer(world, 1, Direction::read, 2)});
         until("the queue is broken", [&] { return world.queue->broken(); });
+        until("the other threads have nothing to do", others_sleep);
         CHECK(mentions(world.queue->trouble(), "a thread of the device's queue has ended: std::bad_alloc"));
         CHECK(error_of([&] { use(world, block); }).find("bad_alloc") != std::string::npos);
         CHECK(!world.queue->close(patience));
