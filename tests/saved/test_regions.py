@@ -194,7 +194,12 @@ def test_the_peak_of_plain_memory_is_small_whatever_is_chosen(pool: Pool, monkey
     assert again_peak < plain - 6 * ACTIVATION
 
 
-@pytest.mark.parametrize("how", ["module", "method", "closure", "partial"])
+def call(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module(value)
+    return result
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "partial", "bound", "default", "argument"])
 def test_a_part_that_changes_buffers_is_kept_from_the_first_step_on(how: str, pool: Pool) -> None:
     def run(inside: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -204,15 +209,58 @@ def test_a_part_that_changes_buffers_is_kept_from_the_first_step_on(how: str, po
             "method": module.forward,
             "closure": lambda value: module(value),
             "partial": partial(module),
+            "bound": partial(call, module),
+            "default": lambda value, block=module: block(value),
+            "argument": call,
         }
+        before = [module] if how == "argument" else []
         for _ in range(3):
             with farpool.saved_tensors(pool) if inside else torch.enable_grad():
-                result = farpool.checkpoint(calls[how], rows(512, 128)) if inside else module(rows(512, 128))
+                result = farpool.checkpoint(calls[how], *before, rows(512, 128)) if inside else module(rows(512, 128))
             result.square().mean().backward()
         return [*(one.grad for one in module.parameters()), *module.buffers()]
 
     assert_same(run(True), run(False))
     assert "kept, as it changes buffers" in farpool.saved_tensors(pool).explain()
+
+
+def test_a_part_inside_a_module_begins_to_change_buffers(pool: Pool) -> None:
+    def run(inside: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU())
+        for step in range(4):
+            module[1].train(step > 1)
+            with farpool.saved_tensors(pool) if inside else torch.enable_grad():
+                result = farpool.checkpoint(module, rows(512, 128)) if inside else module(rows(512, 128))
+            result.square().mean().backward()
+        return [*(one.grad for one in module.parameters()), *module.buffers()]
+
+    assert_same(run(True), run(False))
+
+
+def test_a_part_whose_first_call_fails_is_looked_at_again(pool: Pool) -> None:
+    class Failing(nn.Module):
+        fails = True
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                raise RuntimeError("no room")
+            return value
+
+    def run(inside: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(128, 128), Failing(), nn.BatchNorm1d(128))
+        for step in range(4):
+            module[1].fails = step == 0
+            try:
+                with farpool.saved_tensors(pool) if inside else torch.enable_grad():
+                    result = farpool.checkpoint(module, rows(512, 128)) if inside else module(rows(512, 128))
+            except RuntimeError:
+                continue
+            result.square().mean().backward()
+        return [*(one.grad for one in module.parameters()), *module.buffers()]
+
+    assert_same(run(True), run(False))
 
 
 def test_buffers_that_do_not_change_do_not_decide(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

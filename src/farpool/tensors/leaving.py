@@ -108,11 +108,12 @@ def take_along(pool: StorageOwner) -> str:
     parameters = sum(isinstance(tensor, torch.nn.Parameter) for tensor in leaves)
     what = f"{len(leaves)} live tensors ({parameters} of them parameters, {format_size(needed)} altogether)"
     if needed > limit:
+        on_host = "" if leaves[0].device.type == "cpu" else "farpool.restore(model, device='cpu'), or "
         raise BudgetError(
             f"the pool cannot be left: it holds {what}, and as plain tensors they do not fit into 80 % of the "
             f"{format_size(available)} that are available ({format_size(limit)}). It stays open and nothing is lost: "
-            "save them (torch.save(model.state_dict(), path)), drop those that you do not need (del model, optimizer), "
-            "then pool.close()",
+            f"{on_host}save them (torch.save(model.state_dict(), path)), drop those that you do not need (del model, "
+            "optimizer), then pool.close()",
             op="leaving the pool",
             needed=needed,
             budget=limit,

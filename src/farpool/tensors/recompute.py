@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,10 +26,11 @@ def checkpoint(function: Callable[..., _Result], /, *args: Any, use_reentrant: b
     """Call a function, and keep its saved tensors in a pool or compute them again in the backward pass: what is faster.
 
     Use it as `torch.utils.checkpoint.checkpoint`, around a part of the model, inside `farpool.saved_tensors`. The first
-    step computes each part again and measures: the time of its forward pass, the bytes that it saves, and the speed of
-    the pool and of its links. Later steps keep a part if copies, and waiting for links that are full, take less time
-    than its forward pass. `explain()` of the context manager shows the costs and the choices. A choice changes only if
-    the other one costs a fifth less. A part is computed again if most of what it saves would stay in plain memory.
+    step computes each part again, except parts of modules with buffers, which it keeps. It measures the time of each
+    forward pass, the bytes that it saves, and the speed of the pool and of its links. Later steps keep a part if its
+    copies, and waiting for links that are full, take less time than its forward pass. `explain()` of the context
+    manager shows the costs and the choices. A choice changes only if the other one costs a fifth less. A part is
+    computed again if most of what it saves would stay in plain memory.
 
     Losses and gradients have the bits of a plain call, whatever is chosen. Dropout gets the same random numbers, and
     autocast is as it was. A part is known by its function (code, and modules that it is, belongs to or refers to) and
@@ -76,11 +77,16 @@ def checkpoint(function: Callable[..., _Result], /, *args: Any, use_reentrant: b
     if saver is None or step is None or not torch.is_grad_enabled():
         return cast("_Result", _again(function, args, kwargs))
     saver.plan.measure(step, saver.pool)
-    region, new = saver.plan.region(function, (args, kwargs))
-    if new and (buffers := _buffers(function)):
-        # Whether it may be computed again is known only afterwards.
-        result = function(*args, **kwargs)
-        region.always = region.kept = _changed(function, buffers)
+    modules = modules_of(function, (args, kwargs))
+    region, new = saver.plan.region(function, modules, (args, kwargs))
+    if new and (buffers := _buffers(modules)):
+        # Whether it may be computed again is known only afterwards; until then it is kept in all threads.
+        try:
+            result = function(*args, **kwargs)
+            region.always = region.kept = _changed(modules, buffers)
+        except BaseException:
+            saver.plan.forget(region)
+            raise
     elif region.kept:
         begin = step.begin_region()
         result = function(*args, **kwargs)
@@ -143,18 +149,14 @@ def _check(function: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _buffers(function: Callable[..., Any]) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Buffers of the function's modules, their versions and copies of them."""
-    return [
-        (buffer, buffer._version, buffer.detach().clone())
-        for module in modules_of(function)
-        for buffer in module.buffers()
-    ]
+def _buffers(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Buffers of modules, their versions and copies of them."""
+    return [(buffer, buffer._version, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
 
 
-def _changed(function: Callable[..., Any], before: list[tuple[torch.Tensor, int, torch.Tensor]]) -> bool:
+def _changed(modules: Sequence[torch.nn.Module], before: list[tuple[torch.Tensor, int, torch.Tensor]]) -> bool:
     """Return True if a buffer was exchanged or has other bits than before."""
-    after = [buffer for module in modules_of(function) for buffer in module.buffers()]
+    after = [buffer for module in modules for buffer in module.buffers()]
     if len(after) != len(before):
         return True
     return any(

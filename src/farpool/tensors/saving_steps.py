@@ -12,7 +12,7 @@ import time
 import types
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -189,11 +189,13 @@ class Plan:
                 self._choose(one)
             self._pending = [*self._pending[1 - _PENDING_MAX :], step]
 
-    def region(self, function: Callable[..., Any], arguments: Any) -> tuple[Region, bool]:
-        """The region of a call, and True if it is new."""
-        modules = modules_of(function)
+    def region(
+        self, function: Callable[..., Any], modules: Sequence[torch.nn.Module], arguments: Any
+    ) -> tuple[Region, bool]:
+        """The region of a call, and True if it is new. A new one is kept if its modules have buffers."""
         sizes = tuple((leaf.size(), leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-        key = (_code(function), tuple((id(one), one.training) for one in modules), sizes)
+        training = tuple((id(one), tuple(part.training for part in one.modules())) for one in modules)
+        key = (_code(function), training, sizes)
         with self._lock:
             found = self._regions.get(key)
             new = found is None or any(ref() is not one for ref, one in zip(found[1], modules, strict=True))
@@ -201,12 +203,22 @@ class Plan:
                 name = getattr(modules[0] if modules else function, "__qualname__", None)
                 name = name or type(modules[0] if modules else function).__qualname__
                 largest = max((size for size, _ in sizes), key=lambda size: size.numel(), default=torch.Size())
-                found = Region(f"{name} {list(largest)}"), [weakref.ref(one) for one in modules]
+                kept = any(True for one in modules for _ in one.buffers())
+                found = (
+                    Region(f"{name} {list(largest)}", always=kept, kept=kept),
+                    [weakref.ref(one) for one in modules],
+                )
                 self._regions[key] = found
                 if len(self._regions) > _REGIONS_MAX:
                     self._regions.popitem(last=False)
             self._regions.move_to_end(key)
             return found[0], new
+
+    def forget(self, region: Region) -> None:
+        """Forget a region, so that its next call is the first one."""
+        with self._lock:
+            for key in [key for key, (one, _) in self._regions.items() if one is region]:
+                del self._regions[key]
 
     def report(self) -> str:
         """The costs and choices as text."""
@@ -265,13 +277,16 @@ def plan_of(pool: BlockPool, device: torch.device) -> Plan:
         return plan
 
 
-def modules_of(function: Any) -> list[torch.nn.Module]:
-    """Modules that a function is, belongs to, or has from the code around it."""
+def modules_of(function: Any, arguments: Any) -> list[torch.nn.Module]:
+    """Modules that a function is, belongs to, gets as arguments or defaults, or has from the code around it."""
+    given = [arguments]
     while isinstance(function, partial):
+        given.append((function.args, function.keywords))
         function = function.func
-    if isinstance(function, torch.nn.Module):
-        return [function]
-    found = [getattr(function, "__self__", None)]
+    found = [function, getattr(function, "__self__", None)]
+    function = getattr(function, "__func__", function)
+    given += [getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__")]
+    found += tree_leaves(given)
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(cell.cell_contents)

@@ -283,7 +283,7 @@ class BlockPool:
     def __del__(self) -> None:
         # A pool without transfers on the host may go. Else a transfer, or work that the program has queued on the
         # device, may still use memory that the collector is about to free.
-        if getattr(self, "closed", True) or not (self.pager.late or self._queue.pending):
+        if getattr(self, "closed", True) or not (self.pager.late or self._queue.pending or self._entry.busy):
             return
         # Nothing is closed here: the collector may run in a thread that holds a lock which that needs.
         _DROPPED.append((os.getpid(), self))
@@ -544,7 +544,8 @@ class BlockPool:
             seconds = time.monotonic() - heard.since
             nbytes = sum(self.pager.run_bytes(run) for run in grant.access.runs)
             if self.pager.late:  # the operation may not have begun yet
-                self.account.queued(grant.access.ordinal, heard.op, nbytes)
+                with self.driver:
+                    self.account.queued(grant.access.ordinal, heard.op, nbytes)
             else:
                 event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
                 self.account.note(event)

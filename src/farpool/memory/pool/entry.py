@@ -64,6 +64,11 @@ class Entry:
         self._queues: dict[Queue, Any] = {}
         """Queues that write to tiers now, each with the owner of the memory that it reads."""
 
+    @property
+    def busy(self) -> bool:
+        """True if a transfer still reads host memory; also of a storage that was given up."""
+        return bool(self._queues)
+
     def close(self, timeout: float) -> bool:
         """Let transfers end that are under way. Return False if one still runs after `timeout` seconds."""
         return all([queue.close(timeout) for queue in list(self._queues)])
