@@ -161,7 +161,7 @@ def test_wrong_arguments_are_refused_with_what_is_expected() -> None:
 
 
 FIGURES = {
-    "tests": {"training in a small pool", "tests"},
+    "tests": {"training in a small pool", "module from host memory", "weights from a file", "tests"},
     "copies": {"copies", "pool"},
     "streaming": {"forward pass"},
     "decode": {"resident", "offload", "farpool"},
