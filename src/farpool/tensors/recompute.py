@@ -80,13 +80,9 @@ def checkpoint(function: Callable[..., _Result], /, *args: Any, use_reentrant: b
     modules = modules_of(function, (args, kwargs))
     region, new = saver.plan.region(function, modules, (args, kwargs))
     if new and (buffers := _buffers(modules)):
-        # Whether it may be computed again is known only afterwards; until then it is kept in all threads.
-        try:
+        with saver.plan.first_call(region):
             result = function(*args, **kwargs)
             region.always = region.kept = _changed(modules, buffers)
-        except BaseException:
-            saver.plan.forget(region)
-            raise
     elif region.kept:
         begin = step.begin_region()
         result = function(*args, **kwargs)

@@ -12,7 +12,8 @@ import time
 import types
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -214,11 +215,16 @@ class Plan:
             self._regions.move_to_end(key)
             return found[0], new
 
-    def forget(self, region: Region) -> None:
-        """Forget a region, so that its next call is the first one."""
-        with self._lock:
-            for key in [key for key, (one, _) in self._regions.items() if one is region]:
-                del self._regions[key]
+    @contextmanager
+    def first_call(self, region: Region) -> Iterator[None]:
+        """A context in which a new region is kept in all threads. If it fails, the next call is the first one."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                for key in [key for key, (one, _) in self._regions.items() if one is region]:
+                    del self._regions[key]
+            raise
 
     def report(self) -> str:
         """The costs and choices as text."""
