@@ -34,7 +34,9 @@ double DeviceClock::take_time(Event event) {
     }
     events_.give(std::exchange(anchor_, event));
     latest_ = 0.0;
-    anchored_at_ = time + std::exchange(least_delay_, std::numeric_limits<double>::infinity());
+    // If all were seen late, the clocks have still not drifted more than this.
+    anchored_at_ = time + std::min(least_delay_, drift * seconds);
+    least_delay_ = std::numeric_limits<double>::infinity();
     return anchored_at_;
 }
 

@@ -363,6 +363,33 @@ TEST("a clock that gains or loses is never wrong by more than it gains in two se
     }
 }
 
+TEST("events that are seen long after they have passed keep their times") {
+    fake_cuda().reset(1, copies_first);
+    host_now = 0;
+    pass(1000);
+    const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+    cuda->enter();
+    farpool::device::EventPool events(cuda);
+    const Stream stream = cuda->make_stream();
+    farpool::device::DeviceClock clock(cuda, events, stream, [] { return host_now; });
+    for (int batch = 0; batch < 20; ++batch) {
+        std::vector<std::pair<double, farpool::device::Event>> recorded;
+        for (int index = 0; index < 3; ++index) {
+            pass(10);
+            recorded.emplace_back(host_now, events.take());
+            cuda->record(recorded.back().second, stream);
+            cuda->synchronize(recorded.back().second);
+        }
+        pass(10);
+        for (const auto& [truth, event] : recorded) {
+            const double time = clock.take_time(event);
+            CHECK(std::abs(time - truth) <
+                  1e-4 * (40 * batch + 50));  // what the clocks may have drifted since the first anchor
+        }
+    }
+    cuda->end_stream(stream);
+}
+
 TEST("a stream that has the handle of a destroyed one waits for its work and for moves like any other") {
     for (const bool numbered : {true, false}) {
         Setup setup = in_real_time(2);
