@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Dram, Nvme, Pool
-from tests.fake_cuda import FakeMachine
+from tests.fake_cuda import SIMULATED, FakeMachine
 from tests.tensors.evil_pool import EvilPool
 
 
@@ -25,7 +25,7 @@ def tight() -> EvilPool:
     return EvilPool(fast=4096, largest=256)
 
 
-@pytest.fixture(params=["cpu", pytest.param("simulated-gpu", marks=pytest.mark.slow)])
+@pytest.fixture(params=["cpu", "simulated-gpu"] if SIMULATED else ["cpu"])
 def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     """A real pool with three tiers and a budget that the tests' modules exceed.
 
