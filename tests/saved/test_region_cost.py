@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
+import torch
 
 from farpool.tensors.region_cost import Direction, Region, Traffic, decide, report
+from farpool.tensors.saving_steps import Step
 
 MB = 10**6
 FREE = Direction(-(10**12), 0.0, 1.0)
@@ -95,3 +99,16 @@ def test_the_report_has_costs_and_choices() -> None:
     assert "954 MiB/s" in lines[3]
     assert lines[4] == "to lower tiers: 954 MiB/s, behind 20.00 ms of computing; 1 MiB fit without"
     assert lines[5] == "back: not measured, behind 40.00 ms of computing; 1 MiB move anyway"
+
+
+def test_a_graph_that_is_gone_through_again_and_again_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr("farpool.tensors.saving_steps.time.perf_counter", lambda: float(next(clock)))
+    step = Step(torch.device("cpu"))
+    for _ in range(3):
+        step.saved(step.mark())
+    step.end_forward()
+    for _ in range(100):
+        step.read(step.mark())
+    # Each copy takes one second: three into the pool, and three out of it.
+    assert step.times()[0] == 6.0

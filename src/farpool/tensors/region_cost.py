@@ -3,9 +3,9 @@
 A region that is computed again costs the seconds of its forward pass. A region that is kept costs the seconds in which
 its saved tensors are copied into the pool and out of it, and those for which the step waits for the links to the lower
 tiers. Transfers run behind the computing, so it waits for little until they take longer than the computing: then the
-links are full, and each byte costs its whole time. So regions are taken in the
-order of seconds of computing for each byte, and each is kept as long as that costs less and the tiers have room. A
-speed that was not measured yet counts as no cost, so that it is measured.
+links are full, and each byte costs its whole time. So regions are taken in the order of seconds of computing for each
+byte, and each is kept as long as that costs less and the tiers have room. A speed that was not measured yet counts as
+no cost, so that it is measured.
 
 All times are the shortest that were measured, so that waiting and other programs do not count, and so that choices come
 to rest.

@@ -98,10 +98,14 @@ class Step:
         self._saves.append((start, self.mark()))
 
     def read(self, start: _Mark) -> None:
-        """Note that a tensor was copied out of the pool since a mark."""
+        """Note that a tensor was copied out of the pool since a mark.
+
+        A graph that is kept may be gone through again without end, so no more copies are noted than tensors were saved.
+        """
         if self._forward_end is None:
             self._forward_end = start
-        self._reads.append((start, self.mark()))
+        if len(self._reads) < len(self._saves):
+            self._reads.append((start, self.mark()))
 
     def called(self, region: Region) -> None:
         """Note a call of a region."""
