@@ -7,14 +7,14 @@ from itertools import count
 import pytest
 import torch
 
-from farpool.tensors.region_cost import Direction, Region, Traffic, decide, report
+from farpool.tensors.region_cost import Choice, Direction, Region, Traffic, decide, report
 from farpool.tensors.saving_steps import Step
 
 MB = 10**6
 FREE = Direction(-(10**12), 0.0, 1.0)
 
 
-def region(name: str, seconds: float, nbytes: int, calls: int = 1, **more: bool) -> Region:
+def region(name: str, seconds: float, nbytes: int, calls: int = 1, **more: Choice) -> Region:
     return Region(name, seconds=seconds, nbytes=nbytes, calls=calls, **more)
 
 
@@ -81,9 +81,9 @@ def test_a_choice_changes_only_if_the_other_one_costs_much_less() -> None:
 
 
 def test_a_region_that_was_not_measured_stays_and_one_that_changes_buffers_is_kept() -> None:
-    buffers, unknown = region("buffers", 0.0, 0, always=True, kept=True), Region("unknown", calls=1)
+    buffers, unknown = region("buffers", 0.0, 0, choice=Choice.ALWAYS), Region("unknown", calls=1)
     assert choices([buffers, unknown], traffic(1.0)) == [True, False]
-    assert not unknown.decided
+    assert unknown.choice is Choice.MEASURE
     told = report([buffers, unknown], None).splitlines()
     assert told[1].endswith("kept, as it changes buffers")
     assert told[2].endswith("computed again, to measure it")

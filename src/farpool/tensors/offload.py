@@ -402,7 +402,7 @@ def _move_group_out(group: list[PagedTensor], plain_copy: Callable[[PagedTensor]
 def _plain_gradient(
     gradient: torch.Tensor | None, device: torch.device, plain_copy: Callable[[PagedTensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a gradient becomes whose leaf becomes plain on a device; None if it stays as it is."""
+    """The plain gradient of a leaf that becomes plain on a device; None if the gradient can stay as it is."""
     if type(gradient) is PagedTensor:
         return plain_copy(gradient)
     if gradient is None or gradient.device == device:
