@@ -137,9 +137,15 @@ void DeviceQueue::watch(Line& line) {
         }
         line.trouble.reset();
         end_copy(line, start, end);
-        results_.wake();
+        const bool awaited = results_.settle();
+        const bool more = !open_.empty();
         lock.unlock();
-        wake_launcher();
+        if (awaited) {
+            results_.notify_all();
+        }
+        if (more) {
+            wake_launcher();
+        }
         lock.lock();
     }
 }

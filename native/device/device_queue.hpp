@@ -111,6 +111,7 @@ private:
     std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }
     void run();
+    void retire();
     bool note_tier_ends();
     bool advance(std::unique_lock<std::mutex>& lock);
     bool advance(std::unique_lock<std::mutex>& lock, Job& job);

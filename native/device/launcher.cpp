@@ -18,19 +18,25 @@ void DeviceQueue::run() {
     while (!closing_) {
         const Seen seen = tiers_->seen();
         const bool progressed = note_tier_ends() | advance(lock);
-        results_.wake();
-        if (progressed) {
-            continue;
-        }
+        const bool awaited = results_.settle();
         lock.unlock();
-        try {
-            device_->enter();
-            order_.retire();
-        } catch (const PortFailure&) {
-            // A device that does not answer is reported by the threads that wait for copies.
+        if (awaited) {
+            results_.notify_all();
         }
-        tiers_->wait_past(seen, 1, idle_seconds);
+        if (!progressed) {
+            retire();
+            tiers_->wait_past(seen, 1, idle_seconds);
+        }
         lock.lock();
+    }
+}
+
+void DeviceQueue::retire() {
+    try {
+        device_->enter();
+        order_.retire();
+    } catch (const PortFailure&) {
+        // A device that does not answer is reported by the threads that wait for copies.
     }
 }
 

@@ -63,10 +63,11 @@ private:
         std::uint64_t id;
         bool destroyed = false;  // another stream has the handle
         std::deque<Use> uses;
-        double queued_at = 0.0;   // when the host began to queue the latest access
-        double ended_at = 0.0;    // when the device had done the latest work that is known to have ended
-        bool began = false;       // the stream has had an access
-        std::uint64_t moves = 0;  // that the stream has waited for
+        std::uint64_t thinned = 0;  // how often events were given back that may not have passed
+        double queued_at = 0.0;     // when the host began to queue the latest access
+        double ended_at = 0.0;      // when the device had done the latest work that is known to have ended
+        bool began = false;         // the stream has had an access
+        std::uint64_t moves = 0;    // that the stream has waited for
     };
 
     Program& program(Stream stream);
