@@ -308,7 +308,7 @@ _ENDING = """
 """
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("fork", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
     FakeCuda()  # skips if it is not built
     program = textwrap.dedent(_ENDING.format(root=str(Path(__file__).parents[2]), fork=fork))
@@ -434,8 +434,15 @@ _DROPPING = """
 """
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["exit", "another pool"])
-@pytest.mark.parametrize("cuda", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("cuda", "again"),
+    [
+        pytest.param(True, False, id="device-exit"),
+        pytest.param(False, True, id="host-another pool"),
+        pytest.param(False, False, id="host-exit", marks=pytest.mark.slow),
+        pytest.param(True, True, id="device-another pool", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pool_that_is_dropped_in_the_middle_of_its_copies_frees_nothing_under_them(cuda: bool, again: bool) -> None:
     FakeCuda()  # skips if it is not built
     program = textwrap.dedent(_DROPPING.format(root=str(Path(__file__).parents[2]), cuda=cuda, again=again))
