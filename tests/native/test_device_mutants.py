@@ -70,15 +70,22 @@ MUTANTS = [
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
     Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
-    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least", "time + 0 * std::exchange(least"),
+    Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
+    Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),
     Mutant("a clock is not set at once", CLOCK, "std::min(anchored_at_, now - seconds);", "anchored_at_;"),
 ]  # fmt: skip
 
 
-def killed(mutant: Mutant, folder: Path, compiler: str) -> str | None:
-    """Return the test that fails, or null if none does."""
+def source_of(mutant: Mutant) -> str:
+    """Return the file's text, which has the text that is replaced once."""
     source = (ROOT / "native" / "device" / mutant.file).read_text()
     assert source.count(mutant.old) == 1, f"{mutant.name}: not exactly once in {mutant.file}: {mutant.old}"
+    return source
+
+
+def killed(mutant: Mutant, folder: Path, compiler: str) -> str | None:
+    """Return the test that fails, or null if none does."""
+    source = source_of(mutant)
     changed = folder / mutant.file
     changed.write_text(source.replace(mutant.old, mutant.new))
     made = folder / "mutant.o"
@@ -102,6 +109,11 @@ def fails(program: Path) -> bool:
         )
     except subprocess.TimeoutExpired:
         return True
+
+
+def test_each_text_to_replace_stands_once_in_its_file() -> None:
+    for mutant in MUTANTS:
+        assert source_of(mutant) != source_of(mutant).replace(mutant.old, mutant.new), mutant.name
 
 
 @pytest.mark.slow
