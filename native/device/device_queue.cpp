@@ -362,11 +362,11 @@ bool DeviceQueue::give_back(double deadline) {
     const std::lock_guard one_at_a_time(ending_);
     if (!released_) {
         try {
-            if (!moves_.close(events_, deadline)) {
+            if (!moves_.close(order_, events_, deadline)) {
                 return false;
             }
         } catch (const PortFailure&) {
-            return false;  // we do not know if the moves have ended
+            return false;  // we do not know if that work has ended
         }
         released_ = true;
         for (Line& line : lines_) {

@@ -57,7 +57,8 @@ public:
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
     std::size_t pending() const override;
-    // If it succeeds, the moves have ended, too, and all memory, streams and events have been given back.
+    // If it succeeds, the moves and the work on destroyed streams have ended, too, and all memory, streams and events have been
+    // given back.
     bool close(double seconds) override;
 
     void begin_use(ProgramStream stream) override { order_.begin(stream); }

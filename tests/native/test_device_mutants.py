@@ -69,6 +69,7 @@ MUTANTS = [
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
     Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("work of destroyed streams is not awaited", MOVES, "        order.follow_destroyed(stream());", ""),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
     Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
     Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),
