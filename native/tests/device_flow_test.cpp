@@ -5,6 +5,7 @@
 
 using namespace farpool::testing;
 using farpool::Direction;
+using farpool::Piece;
 
 namespace {
 
@@ -168,6 +169,30 @@ TEST("the pieces of a chunk are copied with one call, if the driver is new enoug
         CHECK_EQUAL(calls(copy_in), batched ? 0 : count);
         rig.close();
     }
+}
+
+TEST("a device that supports no batches copies the pieces one by one from then on") {
+    constexpr std::size_t count = 10;
+    Rig rig({.seed = 1, .policy = any_order, .chunk = chunk, .version = 12080});
+    fake_cuda().fail_call("cuMemcpyBatchAsync", 1, 801);
+    for (std::int64_t id = 1; id <= 3; ++id) {
+        Order read{.id = id, .port = &rig.port};
+        for (std::size_t index = 0; index < count; ++index) {
+            std::memset(rig.port.at(index * 100), static_cast<int>(10 * static_cast<std::size_t>(id) + index), 64);
+            read.pieces.push_back(rig.piece(index * 100, index * 128, 64));
+        }
+        rig.submit({read});
+        CHECK(!rig.collect(static_cast<std::size_t>(id)).at(id).error);
+        for (const Piece& piece : read.pieces) {
+            CHECK(std::memcmp(reinterpret_cast<const void*>(piece.address), rig.port.at(piece.offset), 64) == 0);
+        }
+    }
+    CHECK_EQUAL(calls("cuMemcpyBatchAsync"), 1U);
+    CHECK_EQUAL(calls(copy_in), 3 * count);
+    fake_cuda().fail_call(copy_in, 1, 801);  // no other call may be unsupported
+    rig.submit({{.id = 4, .port = &rig.port, .pieces = {rig.piece(0, 0, 64)}}});
+    CHECK(rig.collect(4).at(4).error.has_value());
+    rig.close();
 }
 
 TEST("an urgent copy does not wait behind others that wait for the program's work") {

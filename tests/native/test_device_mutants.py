@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 
 
 QUEUE, LAUNCHER, COPIES, MOVES = "device_queue.cpp", "launcher.cpp", "copies.cpp", "moves.cpp"
-STAGING, ORDER, CLOCK = "staging.cpp", "program_order.cpp", "device_clock.cpp"
+STAGING, ORDER, CLOCK, CUDA = "staging.cpp", "program_order.cpp", "device_clock.cpp", "cuda.cpp"
 FOLLOW = "    wait_for_moves(stream, moves);\n    wait_for(stream, last_use, nullptr);"
 MUTANTS = [
     Mutant("copies follow nothing", COPIES, "order_.follow(line.stream.get(), job.last_use, line.moves);", "(void)0;"),
@@ -70,6 +70,7 @@ MUTANTS = [
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
     Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
     Mutant("work of destroyed streams is not awaited", MOVES, "        order.follow_destroyed(stream());", ""),
+    Mutant("unsupported batches are tried again", CUDA, "        batches_ = false;", ""),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
     Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
     Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),
