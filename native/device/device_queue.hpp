@@ -8,8 +8,9 @@
 // One thread starts all legs, in order of urgency. The device has streams for each direction, on which at least two copies are
 // queued, and otherwise as many as take a few milliseconds: enough to keep the link busy, and few enough for an urgent copy to
 // have its turn soon. Urgent copies have streams of their own: a copy may wait for the program's work, and all that is queued
-// behind it on its stream waits with it. A thread for each stream sleeps until the oldest copy there has ended. No thread needs
-// an interpreter.
+// behind it on its stream waits with it. While an urgent copy runs, no other one of its direction is queued; while it waits for
+// the program's work, others use the link. A thread for each stream sleeps until the oldest copy there has ended. No thread
+// needs an interpreter.
 //
 // The target of a fetch may still hold bytes that other transfers write to their tiers (`Submission::after`). Only the device's
 // leg of the fetch waits for these transfers, until they have ended on their tiers: the bytes must still be in the arena if a
@@ -82,6 +83,7 @@ private:
         Event start;
         Event end;
         std::optional<PortError> lost;  // why the device cannot tell when it has ended
+        bool has_begun = false;         // if it is known
     };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
@@ -119,6 +121,7 @@ private:
     bool take_staging(Chunk& chunk);
     void submit_tier_leg(Chunk& chunk);
     bool may_copy(const Job& job);
+    bool urgent_copy_runs(Direction direction);
     void copy(std::unique_lock<std::mutex>& lock, Chunk& chunk);
     void queue_copies(const Chunk& chunk, Stream stream);
     void watch(Line& line);

@@ -232,28 +232,40 @@ TEST("an urgent copy does not wait behind others that wait for the program's wor
     }
 }
 
-TEST("no copy is queued while an urgent one of its direction is under way") {
-    Rig rig({.real_time_rate = 1e12, .staging = 8 * chunk, .chunk = chunk});
-    Gate& gate = rig.gate();
-    rig.use(0, 0, [&] { gate.pass(); });
-    rig.submit({{.id = 1,
-                 .port = &rig.port,
-                 .pieces = {rig.piece(0, 0, chunk)},
-                 .priority = farpool::urgent_priority,
-                 .last_use = 0}});
-    until("it waits for the work", [] { return calls(copy_in) == 1; });
-    rig.submit(
-        {{.id = 2, .port = &rig.port, .pieces = {rig.piece(chunk, chunk, chunk)}, .priority = 1},
-         {.id = 3, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(2 * chunk, 2 * chunk, chunk)}}});
-    rig.collect(1);  // the other direction goes on
-    CHECK_EQUAL(rig.place(3), 0);
-    until("the other one is read", [&] { return rig.port.calls() == 3; });
-    linger();
-    CHECK_EQUAL(calls(copy_in), 1U);
-    gate.open();
-    rig.collect(3);
-    CHECK(rig.place(1) < rig.place(2));
-    rig.close();
+TEST("while an urgent copy waits for the program's work, others of its direction use the link, and none once it runs") {
+    for (const Direction direction : {Direction::read, Direction::write}) {
+        constexpr double rate = 5e4;  // bytes per second: a chunk takes 20 ms
+        const char* const copy = direction == Direction::read ? copy_in : "cuMemcpyDtoHAsync_v2";
+        Rig rig({.real_time_rate = rate, .capacity = 64 << 10, .page_locked = 64 << 10, .chunk = chunk});
+        std::vector<farpool::device::HostPart> parts;
+        until("the memory is page-locked", [&] { return rig.locks->parts(&rig.mapped, 0, rig.locked.nbytes(), parts); });
+        const auto order = [&](std::int64_t id, Direction to, std::size_t at, std::size_t chunks, std::int64_t priority) {
+            return Order{.id = id,
+                         .direction = to,
+                         .port = &rig.mapped,
+                         .pieces = {rig.piece(at * chunk, at * chunk, chunks * chunk)},
+                         .priority = priority};
+        };
+        Gate& gate = rig.gate();
+        rig.use(0, 0, [&] { gate.pass(); });
+        Order urgent = order(1, direction, 0, 12, farpool::urgent_priority);
+        urgent.last_use = 0;
+        rig.submit({urgent});
+        until("it waits for the work", [&] { return calls(copy) >= 2; });
+        rig.submit({order(2, direction, 16, 5, 1), order(3, direction, 24, 1, 0)});
+        CHECK(!rig.collect(2).at(2).error && !rig.results.at(3).error);
+        // Now the urgent copies run, and the next one of their direction is queued behind them.
+        gate.open();
+        rig.finish(rig.streams[0]);
+        const Direction other = direction == Direction::read ? Direction::write : Direction::read;
+        rig.submit({order(4, direction, 32, 1, 1), order(5, other, 40, 1, 0)});
+        CHECK(!rig.collect(5).at(1).error);
+        CHECK(rig.place(5) < rig.place(1) && rig.place(1) < rig.place(4));
+        const double alone = static_cast<double>(12 * chunk) / rate;
+        CHECK(rig.results.at(1).end - rig.results.at(1).start >= 0.8 * alone);
+        CHECK(rig.results.at(4).start - rig.results.at(1).start >= 0.8 * alone);
+        rig.close();
+    }
 }
 
 TEST("transfers at a slow tier leave staging memory for an urgent one") {
