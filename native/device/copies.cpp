@@ -70,8 +70,8 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
         queued = true;
         try {
             queue_copies(chunk, line.stream.get());
-        } catch (const PortFailure& failure) {
-            error = failure.error();
+        } catch (const std::exception&) {
+            error = handled_error();
         }
         // Also after an error: some of the copies may have been queued, and they use the host's memory until they have ended.
         device_->record(made.end, line.stream.get());

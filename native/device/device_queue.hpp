@@ -110,6 +110,7 @@ private:
     void require_not_released() const;
     template <typename Work>
     void guard(const char* what, Work work);
+    static PortError handled_error() noexcept;
     void note_broken(const char* what) noexcept;
     std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }

@@ -72,6 +72,8 @@ MUTANTS = [
     Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
     Mutant("work of destroyed streams is not awaited", MOVES, "        order.follow_destroyed(stream());", ""),
     Mutant("unsupported batches are tried again", CUDA, "        batches_ = false;", ""),
+    Mutant("a transfer that is not cut stays", LAUNCHER, "            complete(job, false);", "open_.erase(&job);"),
+    Mutant("a leg that is not submitted stays", LAUNCHER, "        refused();\n        return;", "        return;"),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
     Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
     Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),
