@@ -156,6 +156,15 @@ void ProgramOrder::follow(Stream stream, std::int64_t last_use, std::uint64_t& m
     wait_for(stream, last_use, nullptr);
 }
 
+void ProgramOrder::follow_destroyed(Stream stream) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& program : programs_) {
+        if (program->destroyed && !program->uses.empty()) {
+            device_->wait(stream, program->uses.back().event);
+        }
+    }
+}
+
 void ProgramOrder::moved(Stream stream) {
     const std::lock_guard lock(mutex_);
     device_->record(moved_, stream);

@@ -41,6 +41,8 @@ public:
     // Makes a stream of copies wait for accesses up to `last_use`, and for moves up to now. `moves`: count of the moves that
     // the stream has waited for, which the caller keeps.
     void follow(Stream stream, std::int64_t last_use, std::uint64_t& moves);
+    // Makes a stream wait for the work of destroyed streams, which `streams` leaves out.
+    void follow_destroyed(Stream stream);
     // Makes all later work wait for the work that is queued on this stream, where moves are made: copies at once, accesses
     // before they begin.
     void moved(Stream stream);
