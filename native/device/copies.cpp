@@ -55,7 +55,7 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     bool& followed = job.followed[job.urgent() ? 1 : 0];
     chunk.leg = Leg::device;
     lock.unlock();
-    Copy made{&chunk, nullptr, nullptr, std::nullopt};
+    Copy made{&chunk, nullptr, nullptr, std::nullopt, followed};
     std::optional<PortError> error;
     bool queued = false;
     try {

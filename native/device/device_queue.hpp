@@ -83,7 +83,7 @@ private:
         Event start;
         Event end;
         std::optional<PortError> lost;  // why the device cannot tell when it has ended
-        bool has_begun = false;         // if it is known
+        bool has_begun;                 // or waits for the copies before it alone
     };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
