@@ -48,7 +48,7 @@ void Moves::move(ProgramOrder& order, std::uintptr_t target, std::uintptr_t sour
 bool Moves::close(ProgramOrder& order, EventPool& events, double deadline) {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
-        // Nobody else can wait for work on streams that are no more, and it may use what is given back next.
+        // Work of destroyed streams may still use the memory that is given back next, and no other place waits for it.
         order.follow_destroyed(stream());
         const Event last = events.take();
         device_->record(last, stream());

@@ -183,7 +183,7 @@ void ProgramOrder::retire() {
         std::vector<Use> passed(program.uses.begin(), program.uses.end());
         const std::uint64_t thinned = program.thinned;
         lock.unlock();
-        // The program's threads do not wait meanwhile. Events of a stream pass one after the other, so few of them are asked.
+        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, so few are asked.
         passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
                      passed.end());
         lock.lock();

@@ -16,7 +16,7 @@ constexpr std::int64_t accesses_per_aging = 256;  // after this many the largest
 constexpr std::int64_t large_divisor = 8;         // an operation is large if it exceeds the others by this part of the arena
 constexpr double stretches_divisor = 4;        // the longest stretches without an access: together this part of the computing
 constexpr std::int64_t arriving_divisor = 8;   // room for bytes that arrive in such a stretch: at most this part of the arena
-constexpr std::int64_t reserve_divisor = 128;  // room for one more operation: at most this part of what has to be fetched
+constexpr std::int64_t reserve_divisor = 128;  // room for one more operation: at most this part of the bytes to fetch
 constexpr std::int64_t window_divisor = 8;     // the window is this part of the arena, or
 constexpr std::int64_t min_window_per_pinned = 4;  // this many times what one operation pins; prefetch only if that can pay
 
@@ -126,8 +126,8 @@ void LookAhead::survey() {
     }
     arriving_ = std::max(std::int64_t{0}, std::min(arriving_bytes(), capacity / arriving_divisor) - largest_);
     if (tape_.volume(tape_.pointer(), tape_.now()) - capacity >= reserve_divisor * largest_) {
-        // A range that was used a moment ago on a device is not free yet. With room for one more operation the link goes on
-        // meanwhile; that costs as many bytes more each turn.
+        // A device still uses a range for a moment after the program has released it. With room for one more operation the
+        // link does not stop until then. This costs as many bytes more each turn.
         arriving_ = std::max(arriving_, largest_);
     }
     set_largest(largest_);

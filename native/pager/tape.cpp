@@ -64,7 +64,7 @@ std::int64_t Tape::record_table(std::int32_t name, double busy) {
 }
 
 void Tape::add_times(std::span<const Late> times) {
-    // The clock of an access has the seconds of all accesses before it. So one pass over the accesses sums up what is added.
+    // The clock of an access has the seconds of all accesses before it. So one pass over the accesses adds up the new seconds.
     std::int64_t first = now_ + 1;
     const auto next = [&](const Late& late) { return std::max(late.position, now_ - length_) + 1; };
     for (const Late& late : times) {
