@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t most_uses = 512;
 constexpr std::size_t worth_retiring = 64;
 constexpr std::size_t most_ran = 4096;          // times that are kept until `take_ran`
+constexpr double brief_seconds = 50e-6;         // of accesses whose times are not asked for one by one
 constexpr ProgramStream per_thread_stream = 2;  // CU_STREAM_PER_THREAD
 
 }  // namespace
@@ -183,9 +184,11 @@ void ProgramOrder::retire() {
         std::vector<Use> passed(program.uses.begin(), program.uses.end());
         const std::uint64_t thinned = program.thinned;
         lock.unlock();
-        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, so few are asked.
-        passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
-                     passed.end());
+        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, and most often all have.
+        if (!passed.empty() && !device_->passed(passed.back().event)) {
+            passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
+                         passed.end());
+        }
         lock.lock();
         if (passed.empty() || program.thinned != thinned) {
             continue;  // an event that was given back tells of other work
@@ -199,17 +202,36 @@ void ProgramOrder::retire() {
     }
 }
 
+// Writes down when each of these uses ended. The last end is known, and nothing ended before `began`. The device is asked for as
+// few of the others as will do: a question takes longer than a short access.
+void ProgramOrder::note_ends(std::span<Use> uses, double began) {
+    const double last = uses.back().ended;
+    began = std::max(began, uses.front().since);
+    if (last - began <= brief_seconds) {  // in equal parts
+        const double each = (last - began) / static_cast<double>(uses.size());
+        for (std::size_t index = 0; index + 1 < uses.size(); ++index) {
+            uses[index].ended = std::min(last, began + each * static_cast<double>(index + 1));
+        }
+    } else if (uses.size() > 1) {
+        const std::span<Use> first = uses.first(uses.size() / 2);
+        first.back().ended = std::min(last, clock_.exchange_time(first.back().event));
+        note_ends(first, began);
+        note_ends(uses.subspan(first.size()), first.back().ended);
+    }
+}
+
 // When the device computed for these uses, which have passed; gives their events back.
-std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<const Use> uses) {
+std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<Use> uses) {
+    uses.back().ended = clock_.exchange_time(uses.back().event);
+    note_ends(uses, program.ended_at);
     std::vector<Ran> ran;
     std::vector<Event> spare;
     for (const Use& use : uses) {
         spare.push_back(use.event);
-        const double end = clock_.exchange_time(spare.back());
-        const double start = std::min(std::max(program.ended_at, use.since), end);
-        program.ended_at = std::max(program.ended_at, end);
+        const double start = std::min(std::max(program.ended_at, use.since), use.ended);
+        program.ended_at = std::max(program.ended_at, use.ended);
         if (use.ordinal >= 0) {
-            ran.push_back({use.ordinal, start, end});
+            ran.push_back({use.ordinal, start, use.ended});
         }
     }
     events_.give(spare);

@@ -59,6 +59,7 @@ private:
         std::int64_t ordinal;  // highest ordinal of this use, and of uses before it whose events were given back
         double since;          // when the host queued the work
         Event event;
+        double ended = 0.0;  // when the device had done the work
     };
     struct Program {
         Stream stream;
@@ -77,7 +78,8 @@ private:
     void wait_for(Stream stream, std::int64_t last_use, const Program* except);
     void wait_for_moves(Stream stream, std::uint64_t& moves);
     void thin(Program& program);
-    std::vector<Ran> times_of(Program& program, std::span<const Use> uses);
+    void note_ends(std::span<Use> uses, double began);
+    std::vector<Ran> times_of(Program& program, std::span<Use> uses);
 
     std::shared_ptr<Device> device_;
     EventPool& events_;
