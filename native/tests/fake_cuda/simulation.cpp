@@ -1,5 +1,7 @@
 #include "tests/fake_cuda/simulation.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -269,6 +271,7 @@ std::uint64_t Simulation::advance(std::uint64_t count, const Mark* wanted) {
 }
 
 void Simulation::serve(Stream& stream) {
+    prctl(PR_SET_TIMERSLACK, 1);  // nanoseconds: a sleep ends when the operation does
     std::unique_lock lock(mutex);
     while (true) {
         changed_.wait(lock, [&] { return stopping_ || (lost == 0 && runnable(stream)); });
