@@ -184,7 +184,7 @@ void ProgramOrder::retire() {
         std::vector<Use> passed(program.uses.begin(), program.uses.end());
         const std::uint64_t thinned = program.thinned;
         lock.unlock();
-        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, and most often all have.
+        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, most often all have.
         if (!passed.empty() && !device_->passed(passed.back().event)) {
             passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
                          passed.end());
@@ -202,8 +202,8 @@ void ProgramOrder::retire() {
     }
 }
 
-// Writes down when each of these uses ended. The last end is known, and nothing ended before `began`. The device is asked for as
-// few of the others as will do: a question takes longer than a short access.
+// Writes down when each of these uses ended. The last end is known, and nothing ended before `began`. We ask the device for few
+// of the others: a question takes longer than a short access.
 void ProgramOrder::note_ends(std::span<Use> uses, double began) {
     const double last = uses.back().ended;
     began = std::max(began, uses.front().since);

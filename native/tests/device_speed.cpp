@@ -231,7 +231,7 @@ int main(int argc, char** argv) {
         double taken = timed(1, [&] { on_device.loop(wanted, blocks); }).of_thread;
         auto moved = static_cast<double>(on_device.transfers() - before);
         waited.push_back((taken - wanted * each) / moved);  // what remains if the accesses are taken off
-        on_device.compute(3 * blocks);  // and how long the device computes
+        on_device.compute(3 * blocks);                      // and how long the device computes
         before = on_device.transfers();
         taken = on_device.compute(wanted);
         moved = static_cast<double>(on_device.transfers() - before);
