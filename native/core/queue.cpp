@@ -92,11 +92,13 @@ struct QueueCore::Lane {
     std::size_t idle = 0;  // workers that will check for an entry
 };
 
-// Workers to wake. A worker locks the queue's mutex first, so it is best woken when the mutex is free: at the end of this
-// object.
+// Threads to wake: workers, and those that wait for results. Each locks the queue's mutex first, so it is best woken when the
+// mutex is free: at the end of this object.
 class QueueCore::Wakes {
 public:
     ~Wakes() { run(); }
+    bool empty() const { return count_ == 0 && results_ == nullptr; }
+    void add(Results& results) { results_ = &results; }
     void add(Lane& lane, std::size_t count) {
         if (count_ == lanes_.size()) {
             run();
@@ -109,11 +111,15 @@ public:
                 lane->wake.notify_one();
             }
         }
+        if (Results* const results = std::exchange(results_, nullptr)) {
+            results->notify_all();
+        }
     }
 
 private:
     std::array<std::pair<Lane*, std::size_t>, 8> lanes_;
     std::size_t count_ = 0;
+    Results* results_ = nullptr;
 };
 
 QueueCore::QueueCore() = default;
@@ -160,10 +166,10 @@ void QueueCore::submit(std::span<Submission> batch, bool waits) {
             submission.keepalive = nullptr;
         }
     } catch (...) {
-        wake_all_workers(false, wakes);
+        wake_all(false, wakes);
         throw;
     }
-    wake_all_workers(waits, wakes);
+    wake_all(waits, wakes);
 }
 
 void QueueCore::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t) {
@@ -269,8 +275,12 @@ void QueueCore::wake_workers(Lane& lane, Wakes& wakes) {
     }
 }
 
-// Wakes workers of all lanes. `but_small`: except for small copies, which the caller makes.
-void QueueCore::wake_all_workers(bool but_small, Wakes& wakes) {
+// Wakes threads that wait for the results so far, and workers of all lanes. `but_small`: except for small copies, which the
+// caller makes.
+void QueueCore::wake_all(bool but_small, Wakes& wakes) {
+    if (results_.settle()) {
+        wakes.add(results_);
+    }
     for (const auto& [key, lane] : lanes_) {
         if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
             wake_workers(*lane, wakes);
@@ -278,7 +288,7 @@ void QueueCore::wake_all_workers(bool but_small, Wakes& wakes) {
     }
 }
 
-// Completes an entry; the caller wakes workers.
+// Completes an entry; the caller wakes threads.
 void QueueCore::complete(Outcome ended) {
     outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
     while (!outcomes_.empty()) {
@@ -311,7 +321,6 @@ void QueueCore::complete(Outcome ended) {
         }
         results_.add({outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
     }
-    results_.wake();
 }
 
 void QueueCore::work(Lane& lane, Worker& worker) {
@@ -364,7 +373,12 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
     for (std::size_t index = 0; index < count; ++index) {
         complete(std::move(outcomes[index]));
     }
-    wake_all_workers(false, wakes);  // for entries that waited for these
+    wake_all(false, wakes);  // for these results, and for entries that waited for them
+    if (!wakes.empty()) {
+        lock.unlock();
+        wakes.run();
+        lock.lock();
+    }
 }
 
 // Makes small copies that are ready, a few of the most urgent lane; false if there are none.
@@ -425,7 +439,7 @@ void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double second
     while (!ready() && monotonic_seconds() < deadline && help(lock)) {
     }
     Wakes wakes;
-    wake_all_workers(false, wakes);  // for copies that were left to this thread and that it does not wait for
+    wake_all(false, wakes);  // for copies that were left to this thread and that it does not wait for
     wakes.run();
     results_.wait(lock, seen.results + results, deadline - monotonic_seconds(), ready);
 }

@@ -47,7 +47,7 @@ private:
     void set_ready(Entry& entry);
     void complete(Outcome ended);
     void wake_workers(Lane& lane, Wakes& wakes);
-    void wake_all_workers(bool but_small, Wakes& wakes);
+    void wake_all(bool but_small, Wakes& wakes);
     void start_worker(Lane& lane);
 
     std::unordered_map<std::int64_t, Entry*> entries_;

@@ -22,13 +22,8 @@ public:
     bool has_failure(std::int64_t id) const { return failures_.contains(id); }
     void forget_failure(std::int64_t id) { failures_.erase(id); }
     // Call after each group of `add`. True if there are enough results for a thread that waits, or one is a failure: then call
-    // `notify_all`.
+    // `notify_all`, best without the queue's mutex.
     [[nodiscard]] bool settle();
-    void wake() {
-        if (settle()) {
-            notify_all();
-        }
-    }
     std::vector<Result> poll();
     bool empty() const { return results_.empty(); }
     // The results left behind, without their memory being given back; see `~QueueCore`.
@@ -61,7 +56,7 @@ private:
     TransferQueue::Seen seen_{0, 0};
     std::multiset<std::uint64_t> targets_;       // counts of results that threads wait for
     std::unordered_set<std::int64_t> failures_;  // failed entries whose results have not been polled yet
-    bool failed_ = false;                        // since the last `wake`
+    bool failed_ = false;                        // since the last `settle`
 };
 
 }  // namespace farpool

@@ -85,6 +85,7 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
         return;
     }
     std::exception_ptr refused;
+    bool awaited = false;
     {
         const std::lock_guard lock(mutex_);
         require_open();
@@ -99,7 +100,10 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
         } catch (...) {
             refused = std::current_exception();  // those before it are submitted
         }
-        results_.wake();
+        awaited = results_.settle();
+    }
+    if (awaited) {
+        results_.notify_all();
     }
     wake_launcher();
     if (refused) {

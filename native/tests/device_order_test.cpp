@@ -387,6 +387,71 @@ TEST("events that are seen long after they have passed keep their times") {
     }
 }
 
+// A device that does something else when it is asked for the first time whether an event has passed.
+struct InterruptedCuda : farpool::device::Cuda {
+    using Cuda::Cuda;
+    bool passed(farpool::device::Event event) override {
+        const bool answer = Cuda::passed(event);
+        if (const auto call = std::exchange(meanwhile, nullptr)) {
+            call();
+        }
+        return answer;
+    }
+    std::function<void()> meanwhile;
+};
+
+TEST("a copy waits for work whose event was given back while the device was asked about the events before it") {
+    fake_cuda().reset(1, copies_first);
+    fake_cuda().set(fake_real_time_rate, fast);
+    const auto cuda = std::make_shared<InterruptedCuda>(0, FAKE_CUDA_PATH);
+    cuda->enter();
+    farpool::device::EventPool events(cuda);
+    const farpool::device::OwnedStream program(cuda), copies(cuda);
+    const auto handle = reinterpret_cast<farpool::ProgramStream>(program.get());
+    farpool::device::DeviceClock clock(cuda, events, copies.get());
+    farpool::device::ProgramOrder order(cuda, events, clock, handle);
+
+    Gate gate;
+    constexpr std::int64_t passed = 10;  // accesses; the others wait at the gate
+    std::int64_t ordinal = 0;
+    const auto access = [&] {
+        order.begin(handle);
+        order.order(handle, -1);
+        order.end(handle, ordinal++);
+    };
+    while (ordinal < passed) {
+        access();
+    }
+    const farpool::device::Event last = events.take();
+    cuda->record(last, program.get());
+    cuda->synchronize(last);
+    const auto wait_at_gate = [](void* at) { static_cast<const Gate*>(at)->pass(); };
+    CHECK_EQUAL(fake_cuda().launch(program.get(), wait_at_gate, &gate, 0), 0);
+    while (ordinal < 500) {
+        access();
+    }
+    cuda->meanwhile = [&] {
+        while (ordinal < 600) {  // more than have an event each
+            access();
+        }
+    };
+    order.retire();
+
+    std::uint64_t moves = 0;
+    const auto waits = calls("cuStreamWaitEvent");
+    order.follow(copies.get(), 2 * passed - 1, moves);
+    const auto waited = calls("cuStreamWaitEvent") - waits;
+    const farpool::device::Event followed = events.take();
+    cuda->record(followed, copies.get());
+    linger();
+    const bool early = cuda->passed(followed);
+    gate.open();
+    cuda->synchronize(followed);
+    CHECK_EQUAL(waited, 1U);
+    CHECK(!early);
+    CHECK_EQUAL(fake_cuda().violations(), std::string{});
+}
+
 TEST("a stream that has the handle of a destroyed one waits for its work and for moves like any other") {
     for (const bool numbered : {true, false}) {
         Setup setup = in_real_time(2);
