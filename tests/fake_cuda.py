@@ -136,4 +136,4 @@ class FakeMachine:
             return Watch(pager, DeviceMemory(arena.address, queue))
 
         booked = {"page_locked": staging}
-        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream)
+        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream, bounce=lambda: queue.bounce)

@@ -74,6 +74,8 @@ public:
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
     // Bytes of the pieces, from its start, in which a block that is not page-locked is written to its tier and read again.
     std::size_t chunk() const noexcept { return config_.chunk; }
+    // Bytes of device memory that the queue holds for moves between ranges that overlap; 0 after `close` has succeeded.
+    std::size_t bounce() const noexcept { return released_ ? 0 : config_.bounce; }
     // All streams whose queued work may use the arena: the program's, and until `close` has succeeded the one of moves.
     std::vector<ProgramStream> streams() const;
 
