@@ -102,6 +102,14 @@ public:
         }
         return seconds;
     }
+    // What a transfer takes of the thread's time, if `work` makes so many accesses and returns its time: the accesses alone
+    // take `each`.
+    template <typename Work>
+    double transfer_seconds(int accesses, double each, Work work) {
+        const std::int64_t before = transfers();
+        const double taken = work();
+        return (taken - accesses * each) / static_cast<double>(transfers() - before);
+    }
     std::int64_t transfers() {
         auto held = driver_.lock(pause_);
         std::int64_t sum = 0;
@@ -227,20 +235,13 @@ int main(int argc, char** argv) {
         wakes.push_back(wake_seconds(counted));
         on_device.loop(3 * blocks, blocks);  // the pager learns the loop
         const double each = device_access.back().of_thread;
-        std::int64_t before = on_device.transfers();
-        double taken = timed(1, [&] { on_device.loop(wanted, blocks); }).of_thread;
-        auto moved = static_cast<double>(on_device.transfers() - before);
-        waited.push_back((taken - wanted * each) / moved);  // what remains if the accesses are taken off
-        on_device.compute(3 * blocks);                      // and how long the device computes
-        before = on_device.transfers();
-        taken = on_device.compute(wanted);
-        moved = static_cast<double>(on_device.transfers() - before);
-        computed.push_back((taken - wanted * each) / moved);
+        waited.push_back(on_device.transfer_seconds(
+            wanted, each, [&] { return timed(1, [&] { on_device.loop(wanted, blocks); }).of_thread; }));
+        on_device.compute(3 * blocks);  // and how long the device computes
+        computed.push_back(on_device.transfer_seconds(wanted, each, [&] { return on_device.compute(wanted); }));
         on_host.loop(3 * blocks, blocks);
-        before = on_host.transfers();
-        taken = on_host.compute(wanted);
-        moved = static_cast<double>(on_host.transfers() - before);
-        host_computed.push_back((taken - wanted * host_access.back().of_thread) / moved);
+        host_computed.push_back(
+            on_host.transfer_seconds(wanted, host_access.back().of_thread, [&] { return on_host.compute(wanted); }));
     }
     std::printf("{\n");
     print(std::string("host_access"), host_access);
