@@ -16,6 +16,19 @@ namespace {
 
 constexpr double fast = 1e12;  // bytes per second
 
+// The times of so many accesses.
+std::vector<farpool::Ran> all_ran(Rig& rig, std::size_t count) {
+    std::vector<farpool::Ran> ran;
+    std::int64_t barrier = 0;
+    until("all accesses are reported", [&] {
+        rig.submit({{.id = ++barrier}});  // wakes the launcher
+        const auto more = rig.queue->take_ran();
+        ran.insert(ran.end(), more.begin(), more.end());
+        return ran.size() == count;
+    });
+    return ran;
+}
+
 Setup in_real_time(std::size_t streams) { return {.real_time_rate = fast, .streams = streams}; }
 
 void opened_after_copy(Gate& gate, const char* copy, std::uint64_t count) {
@@ -519,14 +532,7 @@ TEST("accesses have the times of the device, in the order of their ends") {
         rig.queue->end_use(rig.handle(0), ordinal);
     }
     rig.use(1, 3, [] {});
-    std::vector<farpool::Ran> ran;
-    std::int64_t barrier = 0;
-    until("all accesses are reported", [&] {
-        rig.submit({{.id = ++barrier}});  // wakes the launcher
-        const auto more = rig.queue->take_ran();
-        ran.insert(ran.end(), more.begin(), more.end());
-        return ran.size() == 4;
-    });
+    std::vector<farpool::Ran> ran = all_ran(rig, 4);
     std::ranges::sort(ran, {}, &farpool::Ran::end);
     CHECK_EQUAL(std::erase_if(ran, [](const farpool::Ran& one) { return one.ordinal == 3; }), 1U);
     for (const int ordinal : {0, 1, 2}) {
@@ -556,14 +562,7 @@ TEST("short accesses share the time between two events, and long ones have their
     // Otherwise the device waits for the host between them, so that they take longer.
     const bool queued_at_once = farpool::monotonic_seconds() - begun < blocked_seconds;
     until("the work is done", [&] { return done.load(); });
-    std::vector<farpool::Ran> ran;
-    std::int64_t barrier = 0;
-    until("all accesses are reported", [&] {
-        rig.submit({{.id = ++barrier}});  // wakes the launcher
-        const auto more = rig.queue->take_ran();
-        ran.insert(ran.end(), more.begin(), more.end());
-        return ran.size() == all;
-    });
+    std::vector<farpool::Ran> ran = all_ran(rig, all);
     CHECK(!queued_at_once || calls("cuEventElapsedTime") - asked <= all / 2);
     double seconds = 0;
     for (int ordinal = 1; ordinal < all - 1; ++ordinal) {
