@@ -5,6 +5,7 @@
 
 #include "core/clock.hpp"
 #include "core/error.hpp"
+#include "core/room.hpp"
 
 namespace farpool::device {
 
@@ -31,17 +32,24 @@ ProgramOrder::ProgramOrder(std::shared_ptr<Device> device, EventPool& events, De
 
 // Call with the lock, except in the constructor.
 void ProgramOrder::note_stream(Stream stream, std::uint64_t id) {
+    Program* earlier = nullptr;  // with the same handle
     for (const auto& known : programs_) {
         if (known->stream == stream && !known->destroyed) {
             if (known->id == id) {
                 return;
             }
-            known->destroyed = true;
+            earlier = known.get();
         }
     }
-    programs_.push_back(std::make_unique<Program>());
-    programs_.back()->stream = stream;
-    programs_.back()->id = id;
+    auto made = std::make_unique<Program>();
+    made->stream = stream;
+    made->id = id;
+    made->uses.reserve(most_uses);
+    make_room(programs_, programs_.size() + 1);
+    if (earlier != nullptr) {
+        earlier->destroyed = true;
+    }
+    programs_.push_back(std::move(made));
 }
 
 ProgramOrder::Program& ProgramOrder::program(Stream stream) {
@@ -114,7 +122,7 @@ bool ProgramOrder::end(ProgramStream stream, std::int64_t ordinal) {
 }
 
 void ProgramOrder::thin(Program& program) {
-    std::deque<Use> kept;
+    std::size_t kept = 0;
     for (std::size_t index = 0; index < program.uses.size(); ++index) {
         Use& use = program.uses[index];
         if (index % 2 == 0 && index + 1 < program.uses.size()) {
@@ -124,10 +132,10 @@ void ProgramOrder::thin(Program& program) {
             next.ordinal = std::max(next.ordinal, use.ordinal);
             events_.give(use.event);
         } else {
-            kept.push_back(use);
+            program.uses[kept++] = use;
         }
     }
-    program.uses = std::move(kept);
+    program.uses.resize(kept);
     ++program.thinned;
 }
 
@@ -193,9 +201,12 @@ void ProgramOrder::retire() {
         if (passed.empty() || program.thinned != thinned) {
             continue;  // an event that was given back tells of other work
         }
+        std::vector<Ran> ran;
+        ran.reserve(passed.size());
+        make_room(ran_, std::min(most_ran, ran_.size() + passed.size()));
         program.uses.erase(program.uses.begin(), program.uses.begin() + static_cast<std::ptrdiff_t>(passed.size()));
         lock.unlock();
-        std::vector<Ran> ran = times_of(program, passed);
+        take_times(program, passed, ran);
         lock.lock();
         const std::size_t room = most_ran - std::min(most_ran, ran_.size());
         ran_.insert(ran_.end(), ran.begin(), ran.begin() + static_cast<std::ptrdiff_t>(std::min(room, ran.size())));
@@ -220,22 +231,18 @@ void ProgramOrder::note_ends(std::span<Use> uses, double began) {
     }
 }
 
-// When the device computed for these uses, which have passed; gives their events back.
-std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<Use> uses) {
+// Appends when the device computed for these uses, which have passed, to `ran`, which has room for it. Gives their events back.
+void ProgramOrder::take_times(Program& program, std::span<Use> uses, std::vector<Ran>& ran) {
     uses.back().ended = clock_.exchange_time(uses.back().event);
     note_ends(uses, program.ended_at);
-    std::vector<Ran> ran;
-    std::vector<Event> spare;
     for (const Use& use : uses) {
-        spare.push_back(use.event);
         const double start = std::min(std::max(program.ended_at, use.since), use.ended);
         program.ended_at = std::max(program.ended_at, use.ended);
+        events_.give(use.event);
         if (use.ordinal >= 0) {
             ran.push_back({use.ordinal, start, use.ended});
         }
     }
-    events_.give(spare);
-    return ran;
 }
 
 std::vector<Ran> ProgramOrder::take_ran() {

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -64,8 +63,8 @@ private:
     struct Program {
         Stream stream;
         std::uint64_t id;
-        bool destroyed = false;  // another stream has the handle
-        std::deque<Use> uses;
+        bool destroyed = false;     // another stream has the handle
+        std::vector<Use> uses;      // has room for as many as are kept
         std::uint64_t thinned = 0;  // how often events were given back that may not have passed
         double queued_at = 0.0;     // when the host began to queue the latest access
         double ended_at = 0.0;      // when the device had done the latest work that is known to have ended
@@ -79,7 +78,7 @@ private:
     void wait_for_moves(Stream stream, std::uint64_t& moves);
     void thin(Program& program);
     void note_ends(std::span<Use> uses, double began);
-    std::vector<Ran> times_of(Program& program, std::span<Use> uses);
+    void take_times(Program& program, std::span<Use> uses, std::vector<Ran>& ran);
 
     std::shared_ptr<Device> device_;
     EventPool& events_;
