@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <mutex>
+#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -41,9 +42,13 @@ public:
         spare_.clear();
     }
     // Gives an event back, which may be recorded again at once: waits that are queued already stay with its earlier record.
-    void give(Event event) noexcept {
+    void give(Event event) noexcept { give_all(std::views::single(event)); }
+    template <std::ranges::input_range Events>
+    void give_all(Events&& events) noexcept {
         const std::lock_guard lock(mutex_);
-        spare_.push_back(event);
+        for (const Event event : events) {
+            spare_.push_back(event);
+        }
     }
 
 private:

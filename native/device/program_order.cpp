@@ -1,6 +1,7 @@
 #include "device/program_order.hpp"
 
 #include <algorithm>
+#include <ranges>
 #include <stdexcept>
 
 #include "core/clock.hpp"
@@ -238,11 +239,11 @@ void ProgramOrder::take_times(Program& program, std::span<Use> uses, std::vector
     for (const Use& use : uses) {
         const double start = std::min(std::max(program.ended_at, use.since), use.ended);
         program.ended_at = std::max(program.ended_at, use.ended);
-        events_.give(use.event);
         if (use.ordinal >= 0) {
             ran.push_back({use.ordinal, start, use.ended});
         }
     }
+    events_.give_all(std::views::transform(uses, &Use::event));
 }
 
 std::vector<Ran> ProgramOrder::take_ran() {
