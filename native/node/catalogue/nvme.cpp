@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "core/signals_blocked.hpp"
+#include "node/files.hpp"
 
 namespace farpool {
 
@@ -31,15 +31,6 @@ constexpr unsigned reads_ahead_max = 8;  // that a waiting write lets pass
 int open_direct(const std::string& path) {
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
     return fd >= 0 || errno != EINVAL ? fd : open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-}
-
-// True if the file system may have room for so many bytes in this file. Asked before they are taken: an attempt that fails has
-// taken all that is left for a moment, and other programs then find the file system full.
-bool may_fit(int fd, const struct stat& status, std::uint64_t nbytes) {
-    struct statvfs state{};
-    const bool is_known = fstatvfs(fd, &state) == 0 && state.f_blocks > 0;
-    return !is_known ||
-           nbytes <= std::uint64_t{state.f_bavail} * state.f_frsize + static_cast<std::uint64_t>(status.st_blocks) * 512;
 }
 
 // Repeats a read or a write until all bytes have moved; false after an error or at the end of the file.
@@ -87,7 +78,11 @@ Nvme::Nvme(const std::string& path, std::uint64_t nbytes, bool fresh, std::funct
         throw std::runtime_error(path + " is not empty and not a file of a node; it was not touched, choose another path");
     }
     if (found == 0 || fresh || header.capacity != capacity_ || segment_fault(header, found, SegmentKind::shelf) != nullptr) {
-        if (!may_fit(file_.fd(), status, segment_header_nbytes + capacity_)) {
+        // Asked before anything is taken: an attempt that fails has taken all that is left for a moment, and other programs
+        // then find the file system full.
+        const std::uint64_t needed = segment_header_nbytes + capacity_;
+        const std::uint64_t has = std::min(needed, static_cast<std::uint64_t>(status.st_blocks) * 512);
+        if (needed - has > left_in(path)) {
             errno = ENOSPC;
             fail(path);
         }
