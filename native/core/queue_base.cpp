@@ -16,6 +16,9 @@ void QueueBase::require_open() const {
 }
 
 std::vector<Result> QueueBase::poll() {
+    if (results_.looks_empty()) {
+        return {};
+    }
     const std::lock_guard lock(mutex_);
     return results_.poll();
 }

@@ -26,6 +26,7 @@ void Results::add(Result result) noexcept {
     }
     ++seen_.results;
     results_.push_back(std::move(result));
+    some_.store(true, std::memory_order_release);
 }
 
 bool Results::has_failure(std::int64_t id) const {
@@ -52,6 +53,7 @@ std::vector<Result> Results::poll() {
     polled.reserve(results_.size());
     std::ranges::move(results_, std::back_inserter(polled));
     results_.clear();  // and keeps its room
+    some_.store(false, std::memory_order_release);
     failures_ = 0;
     return polled;
 }

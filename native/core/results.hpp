@@ -2,6 +2,7 @@
 // the queue's own mutex guards.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -26,6 +27,8 @@ public:
     [[nodiscard]] bool settle();
     std::vector<Result> poll();
     bool empty() const { return results_.empty(); }
+    // The same without the queue's mutex. A result that `seen` has counted is not missed.
+    bool looks_empty() const { return !some_.load(std::memory_order_acquire); }
     // The results left behind, without their memory being given back; see `~QueueCore`.
     std::vector<Result> leave() { return std::move(results_); }
 
@@ -78,6 +81,7 @@ private:
     Target* targets_ = nullptr;
     std::size_t failures_ = 0;  // among `results_`
     bool failed_ = false;       // since the last `settle`
+    std::atomic<bool> some_ = false;
 };
 
 }  // namespace farpool

@@ -169,6 +169,7 @@ void DeviceQueue::link(std::unique_ptr<Job> made, std::span<const std::int64_t> 
 }
 
 void DeviceQueue::reprioritize(std::int64_t id, std::int64_t priority) {
+    bool to_launch = false;
     {
         const std::lock_guard lock(mutex_);
         std::vector<std::int64_t> todo{id};
@@ -180,6 +181,7 @@ void DeviceQueue::reprioritize(std::int64_t id, std::int64_t priority) {
             }
             Job& job = *found->second;
             const bool raised = priority > job.priority;
+            to_launch = to_launch || job.to_launch();
             auto place = open_.extract(&job);
             job.priority = priority;
             if (!place.empty()) {
@@ -195,7 +197,9 @@ void DeviceQueue::reprioritize(std::int64_t id, std::int64_t priority) {
             }
         }
     }
-    wake_launcher();
+    if (to_launch) {
+        wake_launcher();
+    }
 }
 
 std::size_t DeviceQueue::pending() const {

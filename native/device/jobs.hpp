@@ -76,6 +76,11 @@ struct Job {
     bool fetch() const { return direction == Direction::read; }
     std::size_t under_way() const { return begun - ended; }
     bool given_up() const { return dropped || error.has_value(); }
+    // True if a leg is left for the launcher to start, now or when something has ended.
+    bool to_launch() const {
+        return !barrier() && (chunks.empty() || begun < chunks.size() ||
+                              std::ranges::find(chunks, Leg::between, &Chunk::leg) != chunks.end());
+    }
     bool all_begun() const { return barrier() ? waiting_for == 0 : !chunks.empty() && begun == chunks.size(); }
 };
 

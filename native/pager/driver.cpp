@@ -14,6 +14,7 @@ constexpr std::int64_t write_back_priority = 0;
 constexpr std::int64_t prefetch_priority = 1;
 constexpr std::int64_t demand_priority = urgent_priority;
 constexpr int ran_after = 256;  // releases after which a device's times are taken; a queue keeps some thousands of them
+constexpr int ran_sooner = 16;  // for how many releases a look for ended transfers counts: decisions about them need the times
 constexpr std::size_t ran_kept = 65536;  // for a caller that listens and does not take them
 constexpr double slice = 0.1;            // seconds that a wait may leave a signal unanswered
 
@@ -164,6 +165,13 @@ void Driver::submit(bool waits) {
     batch_.clear();
 }
 
+void Driver::count_towards_ran(int releases) {
+    since_ran_ += releases;
+    if (since_ran_ >= ran_after) {
+        note_ran();
+    }
+}
+
 // Notes when a device has computed.
 void Driver::note_ran() {
     since_ran_ = 0;
@@ -181,7 +189,7 @@ void Driver::note_ran() {
 }
 
 bool Driver::note_ends() {
-    note_ran();
+    count_towards_ran(ran_sooner);
     std::vector<Result> results = queue_->poll();
     for (const Result& result : results) {
         if (result.keepalive != nullptr) {
@@ -374,8 +382,8 @@ void Driver::release(Access& access) {
     --granted_;
     if (!pager_->residency().transfers().empty()) {
         note_ends();
-    } else if (++since_ran_ >= ran_after) {
-        note_ran();
+    } else {
+        count_towards_ran(1);
     }
     start();
     if (others) {

@@ -145,6 +145,7 @@ public:
 private:
     void check_queue() const;
     void announce();
+    void count_towards_ran(int releases);
     void note_ran();
     void add(const Transfer& transfer);
     void submit(bool waits);
