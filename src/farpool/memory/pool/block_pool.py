@@ -35,6 +35,7 @@ from farpool.memory.pool.device import open_device
 from farpool.memory.pool.entry import Entry
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
+from farpool.memory.pool.guests import Guests
 from farpool.memory.pool.lower_tiers import LowerTiers
 from farpool.memory.pool.packing import Packing
 from farpool.memory.pool.recording import Note, Recorder, Recording, metadata
@@ -147,6 +148,15 @@ class BlockPool:
             lower.tiers,
             config.timeout,
         )
+        self._guests = Guests(
+            self.driver,
+            self.spaces,
+            ledger,
+            self._change_budget,
+            lambda: self.pager.capacity,
+            lower.tiers,
+            self._check_open,
+        )
         self.closed = False
         # We register last, so that neither the exit handler nor a forked child finds a pool that is half made.
         _POOLS.add(self)
@@ -182,6 +192,11 @@ class BlockPool:
         return self.pager.capacity
 
     @property
+    def guests(self) -> Guests:
+        """The objects, such as regions, that use a part of the fast tier and of the lower tiers without blocks."""
+        return self._guests
+
+    @property
     def small(self) -> int:
         """Largest size in bytes of storages that share a block."""
         return self.allocation.sizes.small
@@ -214,7 +229,7 @@ class BlockPool:
         Raises
         ------
         PoolClosedError
-            Storages are still in use; nothing was changed.
+            Storages or regions are still in use; nothing was changed.
 
         Warns
         -----
@@ -226,7 +241,9 @@ class BlockPool:
         self.force_close()
 
     def check_unused(self) -> None:
-        """Raise `PoolClosedError` if an open pool holds storages that are in use."""
+        """Raise `PoolClosedError` if an open pool holds storages or regions that are in use."""
+        if not self.closed and (guests := self._guests.names()):
+            raise PoolClosedError(f"the pool is still used by {', '.join(guests)}: call close() of each of them first")
         if not self.closed and self.live:
             used = self.allocation
             raise PoolClosedError(
@@ -243,6 +260,8 @@ class BlockPool:
             Seconds to wait for transfers instead of the pool's timeout.
         """
         timeout = self.config.timeout if timeout is None else timeout
+        # Before the lock: what a guest waits for may need it.
+        left = [] if self.closed else self._guests.end_all()
         with self.driver:
             if self.closed:
                 return
@@ -254,7 +273,7 @@ class BlockPool:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
         # We wait for transfers without the lock: a thread that ends its access now needs the lock.
-        ended = all([self._queue.close(timeout), self._entry.close(timeout)])
+        ended = all([self._queue.close(timeout), self._entry.close(timeout)]) and not left
         watch, self._watch = self._watch, None
         # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
@@ -267,7 +286,14 @@ class BlockPool:
             self._device.release()
         self.account.deliver()
         self.recorder.end()
-        if not ended:
+        if left:
+            warnings.warn(
+                f"the pool is closed, but the program still uses memory of {', '.join(left)}: this memory, and the "
+                "memory and files of the lower tiers, stay as they are until the process ends",
+                FarpoolWarning,
+                stacklevel=3,
+            )
+        elif not ended:
             trouble = self._queue.trouble
             warnings.warn(
                 f"the pool is closed, but transfers have not ended within {timeout:g} s"
@@ -579,9 +605,12 @@ class BlockPool:
         budget = parse_size(fast, "fast")
         with self.driver:
             self._check_open()
-            self._collect_dropped()
-            self.driver.note_ends()
-            self._budget.change(budget, self._watch)
+            self._change_budget(budget)
+
+    def _change_budget(self, budget: int) -> None:
+        self._collect_dropped()
+        self.driver.note_ends()
+        self._budget.change(budget, self._watch)
 
     def demote(self, storage: Storage) -> bool:
         """Move a storage out of the fast tier before the pager would evict it; return False if some blocks stay.

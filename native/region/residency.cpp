@@ -1,0 +1,141 @@
+#include "region/residency.hpp"
+
+#include "policy/policies.hpp"
+
+namespace farpool::region {
+
+using policy::Leaving;
+
+Residency::Residency(Page budget, std::string_view policy) : budget_(budget), policy_(policy::make(policy, budget)) {}
+
+void Residency::resize(Page pages) { table_.resize(pages); }
+
+void Residency::begin_load(Page page) {
+    table_[page].state = State::loading;
+    ++resident_;
+}
+
+void Residency::end_load(Page page, bool mapped, bool ahead) {
+    Entry& entry = table_[page];
+    if (mapped) {
+        entry.state = State::mapped;
+        if (!entry.pinned) {
+            policy_->insert(page, {.key = page});
+        }
+        return;
+    }
+    entry.state = State::resting;
+    entry.ahead = ahead;
+    list_of(entry).push(page);
+}
+
+void Residency::drop_load(Page page) {
+    table_[page].state = State::absent;
+    --resident_;
+}
+
+void Residency::map(Page page) {
+    Entry& entry = table_[page];
+    list_of(entry).remove(page);
+    entry.state = State::mapped;
+    if (!entry.pinned) {
+        policy_->insert(page, {.key = page});
+        if (!entry.ahead) {
+            policy_->touch(page);  // it has been used again
+        }
+    }
+    entry.ahead = false;
+}
+
+void Residency::rest(Page page) {
+    Entry& entry = table_[page];
+    policy_->remove(page, Leaving::evicted);
+    entry.state = State::resting;
+    list_of(entry).push(page);
+}
+
+Page Residency::victim(bool keep_dirty) {
+    return policy_->victim({}, [&](Page page) { return keep_dirty && table_[page].dirty; });
+}
+
+Page Residency::evict() {
+    const Page page = clean_.oldest();
+    if (page != policy::no_slot) {
+        leave(page);
+    }
+    return page;
+}
+
+bool Residency::evict(Page page) {
+    const Entry& entry = table_[page];
+    if (entry.state != State::resting || entry.dirty || entry.saving || entry.pinned) {
+        return false;
+    }
+    leave(page);
+    return true;
+}
+
+void Residency::leave(Page page) {
+    clean_.remove(page);
+    table_[page].state = State::absent;
+    wasted_ += table_[page].ahead ? 1 : 0;
+    table_[page].ahead = false;
+    --resident_;
+}
+
+void Residency::begin_save(Page page) {
+    Entry& entry = table_[page];
+    entry.dirty = false;
+    entry.saving = true;
+    ++saving_;
+}
+
+void Residency::end_save(Page page, bool ok) {
+    Entry& entry = table_[page];
+    const bool rests = entry.state == State::resting;
+    if (rests) {
+        unsaved_.remove(page);
+    }
+    entry.saving = false;
+    --saving_;
+    entry.stored = entry.stored || ok;
+    entry.dirty = entry.dirty || !ok;
+    if (rests) {
+        list_of(entry).push(page);
+    }
+}
+
+void Residency::forget(Page page) {
+    pin(page, false);
+    Entry& entry = table_[page];
+    if (entry.state == State::mapped) {
+        policy_->remove(page, Leaving::deleted);
+    } else if (entry.state == State::resting) {
+        list_of(entry).remove(page);
+    }
+    resident_ -= entry.state == State::absent ? 0 : 1;
+    entry = Entry{};
+}
+
+void Residency::pin(Page page, bool on) {
+    Entry& entry = table_[page];
+    if (entry.pinned == on) {
+        return;
+    }
+    if (entry.state == State::resting) {
+        list_of(entry).remove(page);
+    }
+    entry.pinned = on;
+    pinned_ += on ? 1 : -1;
+    if (entry.state == State::resting) {
+        list_of(entry).push(page);
+    } else if (entry.state == State::mapped) {
+        if (on) {
+            policy_->remove(page, Leaving::deleted);
+        } else {
+            policy_->insert(page, {.key = page});
+        }
+    }
+}
+
+}  // namespace farpool::region

@@ -1,0 +1,107 @@
+// Which pages of a region are in memory, in what state, and which leave it next. No system calls, no locks, no clock.
+//
+// The program uses mapped pages without telling us. So a page does not leave at once: it *rests* first, in memory but unmapped.
+// If the program uses it, that is one short fault, by which the policy learns of the use; if not, it leaves when it is the one
+// that has rested longest. Dirty pages are saved while they rest, so that pages that leave are clean. (The idea is that of the
+// free and modified page lists of VAX/VMS: Levy and Lipman, "Virtual Memory Management in the VAX/VMS Operating System",
+// Computer 1982.)
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "policy/policy.hpp"
+#include "policy/slot_list.hpp"
+#include "region/mapping.hpp"
+
+namespace farpool::region {
+
+enum class State : std::uint8_t { absent, loading, mapped, resting };
+
+class Residency {
+public:
+    // `budget`: pages that may be in memory.
+    Residency(Page budget, std::string_view policy);
+
+    void resize(Page pages);
+    Page pages() const noexcept { return static_cast<Page>(table_.size()); }
+    Page budget() const noexcept { return budget_; }
+    void set_budget(Page budget) noexcept { budget_ = budget; }
+    // Pages in memory, those that are loading included.
+    Page resident() const noexcept { return resident_; }
+    Page room() const noexcept { return resident_ < budget_ ? budget_ - resident_ : 0; }
+    Page resting() const noexcept { return static_cast<Page>(clean_.size() + unsaved_.size()); }
+    // Resting pages that may leave at once.
+    Page clean() const noexcept { return static_cast<Page>(clean_.size()); }
+    Page pinned() const noexcept { return pinned_; }
+    Page saving() const noexcept { return saving_; }
+
+    State state(Page page) const { return table_[page].state; }
+    bool is_dirty(Page page) const { return table_[page].dirty; }
+    bool is_saving(Page page) const { return table_[page].saving; }
+    bool is_stored(Page page) const { return table_[page].stored; }  // the lower tiers have bytes of it
+    bool is_lost(Page page) const { return table_[page].lost; }
+    bool is_pinned(Page page) const { return table_[page].pinned; }
+    bool is_ahead(Page page) const { return table_[page].ahead; }  // loaded ahead of use, and not used yet
+
+    // absent -> loading -> mapped, resting or absent
+    void begin_load(Page page);
+    void end_load(Page page, bool mapped, bool ahead);
+    void drop_load(Page page);
+    // resting -> mapped: the program uses the page.
+    void map(Page page);
+    // mapped -> resting
+    void rest(Page page);
+    // The page that rests next, of those that are not kept; `policy::no_slot` if there is none.
+    Page victim(bool keep_dirty);
+    // Of the clean resting pages, the one that has rested longest; `policy::no_slot` if there is none. It becomes absent.
+    Page evict();
+    // A given clean resting page becomes absent. False if it is something else.
+    bool evict(Page page);
+
+    // Of a mapped page.
+    void set_dirty(Page page) { table_[page].dirty = true; }
+    // The page's bytes as they are now will be written below. It must be dirty and not being saved.
+    void begin_save(Page page);
+    void end_save(Page page, bool ok);
+    void set_lost(Page page) { table_[page].lost = true; }
+    void pin(Page page, bool on);
+    // Any state but loading, and not being saved -> absent, as if the page had never been used.
+    void forget(Page page);
+    // Pages loaded ahead that have left unused since the last call.
+    Page take_wasted() noexcept { return std::exchange(wasted_, 0); }
+
+private:
+    struct Entry {
+        State state : 2 = State::absent;
+        bool dirty : 1 = false;
+        bool saving : 1 = false;
+        bool stored : 1 = false;
+        bool lost : 1 = false;
+        bool pinned : 1 = false;
+        bool ahead : 1 = false;
+    };
+    static_assert(sizeof(Entry) == 1);
+
+    policy::SlotList& list_of(const Entry& entry) {
+        return entry.dirty || entry.saving ? unsaved_ : entry.pinned ? pinned_clean_ : clean_;
+    }
+    void leave(Page page);
+
+    Page budget_;
+    Page resident_ = 0;
+    Page pinned_ = 0;
+    Page saving_ = 0;
+    Page wasted_ = 0;
+    std::vector<Entry> table_;
+    std::unique_ptr<policy::Policy> policy_;  // of the mapped pages that are not pinned
+    policy::Links links_;
+    policy::SlotList clean_{links_};    // resting pages that may leave
+    policy::SlotList unsaved_{links_};  // resting pages that are dirty or being saved
+    policy::SlotList pinned_clean_{links_};
+};
+
+}  // namespace farpool::region

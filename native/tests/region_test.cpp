@@ -1,0 +1,461 @@
+// Regions: threads that read, write and advise, tiers that fail, and what the operating system counts.
+#include "region/region.hpp"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <random>
+
+#include "core/memory_port.hpp"
+#include "tests/testing.hpp"
+
+using namespace farpool;
+using farpool::region::Advice;
+using farpool::region::Counters;
+using farpool::region::Page;
+using farpool::region::page_nbytes;
+using farpool::region::Region;
+using farpool::region::Settings;
+
+namespace {
+
+// A tier in memory, which may wait, fail and change bytes.
+class TestPort : public Port {
+public:
+    TestPort(std::size_t nbytes, bool waits) : memory(nbytes), inner_(memory), waits_(waits) {}
+    void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
+        if (fails_reads) {
+            fail_tier("test", "reads fail");
+        }
+        inner_.read(offset, into, nbytes);
+        if (damages) {
+            static_cast<char*>(into)[nbytes / 2] ^= 1;
+        }
+    }
+    void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
+        if (fails_writes) {
+            fail_tier("test", "writes fail");
+        }
+        inner_.write(offset, from, nbytes);
+    }
+    unsigned concurrency() const noexcept override { return 2; }
+    bool copies() const noexcept override { return !waits_; }
+
+    Memory memory;
+    std::atomic<bool> fails_reads = false;
+    std::atomic<bool> fails_writes = false;
+    std::atomic<bool> damages = false;
+
+private:
+    MemoryPort inner_;
+    bool waits_;
+};
+
+struct World {
+    explicit World(
+        Page pages, Page budget, bool waits = false, std::function<void(Settings&)> change = [](Settings&) {})
+        : port(std::size_t{pages} * 2 * page_nbytes, waits), region([&] {
+              Settings settings{.name = "region 'test'", .most = 2 * pages, .budget = budget, .longest = 32, .timeout = 20};
+              change(settings);
+              return settings;
+          }()) {
+        region.grow(pages, {{&port, 0, pages, "test", true}});
+        bytes = reinterpret_cast<unsigned char*>(region.data());
+    }
+    ~World() { region.close(); }
+
+    TestPort port;
+    Region region;
+    unsigned char* bytes;
+};
+
+bool is_allowed() {
+    static const bool allowed = [] {
+        try {
+            const Region region({.name = "trial", .most = 16, .budget = 16});
+            return true;
+        } catch (const PortFailure& failure) {
+            std::cout << "skipped: " << failure.what() << "\n";
+            return false;
+        }
+    }();
+    return allowed;
+}
+
+unsigned char value_at(std::size_t index) { return static_cast<unsigned char>((index * 2654435761u) >> 13); }
+
+void fill(World& world, std::size_t nbytes) {
+    for (std::size_t at = 0; at < nbytes; ++at) {
+        world.bytes[at] = value_at(at);
+    }
+}
+
+std::size_t wrong(const World& world, std::size_t nbytes) {
+    std::size_t count = 0;
+    for (std::size_t at = 0; at < nbytes; ++at) {
+        count += world.bytes[at] != value_at(at) ? 1 : 0;
+    }
+    return count;
+}
+
+// Waits until `holds`, at most 20 s.
+bool eventually(const std::function<bool()>& holds) {
+    for (int attempt = 0; attempt < 2000; ++attempt) {
+        if (holds()) {
+            return true;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return false;
+}
+
+// Runs `body` in a child process, in which SIGBUS ends the process with status 42; its status, and what it wrote to stderr.
+std::pair<int, std::string> in_child(const std::function<void()>& body) {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    std::cout.flush();
+    const pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        alarm(60);
+        signal(SIGBUS, [](int) { _exit(42); });
+        try {
+            body();
+        } catch (const std::exception& error) {
+            dprintf(STDERR_FILENO, "%s", error.what());
+            _exit(1);
+        }
+        _exit(0);
+    }
+    close(ends[1]);
+    std::string text;
+    char part[512];
+    for (ssize_t got; (got = read(ends[0], part, sizeof part)) > 0;) {
+        text.append(part, static_cast<std::size_t>(got));
+    }
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), text};
+}
+
+// Threads read, write and advise, each in pages of its own that lie between those of the others.
+void play(unsigned seed, bool waits, std::string policy, int steps) {
+    constexpr Page pages = 512;
+    constexpr unsigned threads = 3;
+    World world(pages, 64, waits, [&](Settings& settings) { settings.policy = policy; });
+    std::vector<unsigned char> plain(pages * page_nbytes);
+    std::atomic<int> differences = 0;
+    std::vector<std::thread> players;
+    for (unsigned index = 0; index < threads; ++index) {
+        players.emplace_back([&, index] {
+            std::mt19937 dice(seed * 31 + index);
+            Page walk = index;
+            for (int step = 0; step < steps; ++step) {
+                const unsigned what = dice() % 100;
+                walk = what < 60 ? (walk + threads) % (pages - threads) / threads * threads + index
+                                 : dice() % (pages / threads) * threads + index;
+                const std::size_t begin = std::size_t{walk} * page_nbytes + dice() % 4000;
+                const std::size_t nbytes = 1 + dice() % 90;
+                if (what % 2 == 0) {
+                    for (std::size_t at = begin; at < begin + nbytes; ++at) {
+                        plain[at] = world.bytes[at] = static_cast<unsigned char>(dice());
+                    }
+                } else {
+                    differences += std::memcmp(&plain[begin], &world.bytes[begin], nbytes) != 0 ? 1 : 0;
+                }
+            }
+        });
+    }
+    std::atomic<bool> done = false;
+    std::thread adviser([&] {
+        std::mt19937 dice(seed);
+        while (!done) {
+            const Page first = dice() % pages;
+            const Page count = 1 + dice() % std::min<Page>(pages - first, 40);
+            switch (dice() % 6) {
+                case 0:
+                    world.region.sync(first, count);
+                    break;
+                case 1:
+                    world.region.will_need(first, count);
+                    break;
+                case 2:
+                    world.region.dont_need(first, count);
+                    break;
+                case 3:
+                    world.region.advise(first, count, static_cast<Advice>(dice() % 3));
+                    break;
+                case 4:
+                    world.region.pin(first, std::min<Page>(count, 8));
+                    break;
+                case 5:
+                    world.region.unpin(0, pages);
+                    break;
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
+        }
+    });
+    for (std::thread& player : players) {
+        player.join();
+    }
+    done = true;
+    adviser.join();
+    CHECK_EQUAL(differences.load(), 0);
+    CHECK(std::memcmp(plain.data(), world.bytes, plain.size()) == 0);
+    world.region.sync(0, pages);
+    CHECK(std::memcmp(plain.data(), world.port.memory.data(), plain.size()) == 0);
+    CHECK(world.region.counters().peak_pages <= 64);
+    CHECK_EQUAL(world.region.counters().lost_pages, 0U);
+}
+
+}  // namespace
+
+TEST("a region four times its budget gives all bytes back, and its memory stays within the budget") {
+    for (const bool waits : {false, true}) {
+        if (!is_allowed()) {
+            return;
+        }
+        World world(512, 128, waits);
+        for (std::size_t page = 0; page < 512; ++page) {
+            for (std::size_t at = page * page_nbytes; at < (page + 1) * page_nbytes; ++at) {
+                world.bytes[at] = value_at(at);
+            }
+            CHECK(world.region.counters().backed_bytes <= 128 * page_nbytes);
+        }
+        for (int pass = 0; pass < 2; ++pass) {
+            CHECK_EQUAL(wrong(world, 512 * page_nbytes), 0U);
+        }
+        const Counters counters = world.region.counters();
+        CHECK(counters.backed_bytes <= 128 * page_nbytes);
+        CHECK(counters.peak_pages <= 128);
+        CHECK(counters.evicted_pages >= 384);
+    }
+}
+
+TEST("fresh memory reads as zeros, and zeros that were only read are not written below") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(256, 64);
+    std::memset(world.port.memory.data(), 7, 256 * page_nbytes);
+    for (std::size_t at = 0; at < 256 * page_nbytes; at += 64) {
+        CHECK_EQUAL(static_cast<int>(world.bytes[at]), 0);
+    }
+    CHECK_EQUAL(world.region.counters().written_bytes, 0U);
+}
+
+TEST("sync writes every byte below, also bytes written again while they are being saved") {
+    if (!is_allowed()) {
+        return;
+    }
+    for (const bool waits : {false, true}) {
+        World world(64, 64, waits);
+        for (unsigned round = 0; round < 200; ++round) {
+            for (std::size_t page = 0; page < 64; ++page) {
+                world.bytes[page * page_nbytes + round] = static_cast<unsigned char>(round + page);
+            }
+            world.region.sync(0, 64);
+            CHECK(std::memcmp(world.port.memory.data(), world.bytes, 64 * page_nbytes) == 0);
+        }
+    }
+}
+
+TEST("threads that read, write and are advised see what a plain array holds") {
+    if (!is_allowed()) {
+        return;
+    }
+    unsigned seed = 0;
+    for (const char* const policy : {"sieve", "lru", "s3-fifo"}) {
+        for (const bool waits : {false, true}) {
+            play(++seed, waits, policy, 4000);
+        }
+    }
+}
+
+TEST("a walk through a region is loaded ahead, and random accesses are not") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(1024, 128);
+    fill(world, 1024 * page_nbytes);
+    world.region.sync(0, 1024);
+    const Counters before = world.region.counters();
+    for (int pass = 0; pass < 2; ++pass) {
+        CHECK_EQUAL(wrong(world, 1024 * page_nbytes), 0U);
+    }
+    const Counters walked = world.region.counters();
+    CHECK(walked.ahead_used - before.ahead_used > 1024);
+    CHECK(walked.faults - before.faults < 1024);
+    std::mt19937 dice(5);
+    unsigned sum = 0;
+    for (int step = 0; step < 2000; ++step) {
+        sum += world.bytes[dice() % 1024 * page_nbytes];
+    }
+    CHECK(sum > 0);
+    CHECK(world.region.counters().ahead_pages - walked.ahead_pages < 200);
+}
+
+TEST("a system call reads into pages that are not in memory, and writes from them") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(256, 64);
+    fill(world, 256 * page_nbytes);
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    for (std::size_t page = 0; page < 128; ++page) {
+        CHECK_EQUAL(write(ends[1], world.bytes + page * page_nbytes, page_nbytes), static_cast<ssize_t>(page_nbytes));
+        CHECK_EQUAL(read(ends[0], world.bytes + (page + 128) * page_nbytes, page_nbytes), static_cast<ssize_t>(page_nbytes));
+    }
+    close(ends[0]);
+    close(ends[1]);
+    CHECK(std::memcmp(world.bytes, world.bytes + 128 * page_nbytes, 128 * page_nbytes) == 0);
+}
+
+TEST("pinned pages stay in memory, and not more than half of the budget can be pinned") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(256, 64);
+    fill(world, 256 * page_nbytes);
+    CHECK(!world.region.pin(0, 33));
+    CHECK(world.region.pin(8, 16));
+    CHECK_EQUAL(wrong(world, 256 * page_nbytes), 0U);
+    const std::uint64_t faults = world.region.counters().demand_pages;
+    for (std::size_t page = 8; page < 24; ++page) {
+        CHECK_EQUAL(world.bytes[page * page_nbytes], value_at(page * page_nbytes));
+    }
+    CHECK_EQUAL(world.region.counters().demand_pages, faults);
+    world.region.unpin(0, 256);
+    CHECK(world.region.pin(100, 32));
+}
+
+TEST("pages of no more need leave memory, and come back when they are used") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(64, 64);
+    fill(world, 64 * page_nbytes);
+    world.region.dont_need(0, 64);
+    CHECK(eventually([&] {
+        world.region.dont_need(0, 64);
+        return world.region.counters().backed_bytes == 0;
+    }));
+    CHECK_EQUAL(wrong(world, 64 * page_nbytes), 0U);
+    world.region.sync(0, 64);
+    world.region.dont_need(0, 64);
+    world.region.will_need(0, 32);
+    CHECK(eventually([&] { return world.region.counters().resident_pages == 32; }));
+}
+
+TEST("a region that has become smaller and larger again has zeros in its new pages") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(128, 32);
+    fill(world, 128 * page_nbytes);
+    CHECK_EQUAL(world.region.shrink(40), 128U);  // the only extent is still in use
+    CHECK_EQUAL(wrong(world, 40 * page_nbytes), 0U);
+    world.region.grow(200, {{&world.port, 128 * page_nbytes, 100, "test", true}});
+    CHECK_EQUAL(wrong(world, 40 * page_nbytes), 0U);
+    for (std::size_t at = 40 * page_nbytes; at < 200 * page_nbytes; at += 512) {
+        CHECK_EQUAL(static_cast<int>(world.bytes[at]), 0);
+    }
+    fill(world, 200 * page_nbytes);
+    CHECK_EQUAL(wrong(world, 200 * page_nbytes), 0U);
+}
+
+TEST("bytes that a tier does not give back are answered with SIGBUS and a message") {
+    if (!is_allowed()) {
+        return;
+    }
+    for (const bool waits : {false, true}) {
+        const auto [status, text] = in_child([&] {
+            World world(256, 64, waits);
+            fill(world, 256 * page_nbytes);
+            world.port.fails_reads = true;
+            wrong(world, 256 * page_nbytes);
+        });
+        CHECK_EQUAL(status, 42);
+        CHECK(text.find("farpool: region 'test': bytes 0 to 4096 cannot be read: test: reads fail") != std::string::npos);
+    }
+}
+
+TEST("bytes that come back damaged are answered with SIGBUS and a message") {
+    if (!is_allowed()) {
+        return;
+    }
+    const auto [status, text] = in_child([&] {
+        World world(256, 64);
+        fill(world, 256 * page_nbytes);
+        world.port.damages = true;
+        wrong(world, 256 * page_nbytes);
+    });
+    CHECK_EQUAL(status, 42);
+    CHECK(text.find("are not those that were written") != std::string::npos);
+}
+
+TEST("a tier that refuses writes loses nothing: sync raises, and what is written goes on when the tier does") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(256, 64);
+    fill(world, 128 * page_nbytes);
+    world.region.sync(0, 128);
+    world.port.fails_writes = true;
+    fill(world, 8 * page_nbytes);
+    CHECK_THROWS(PortFailure, world.region.sync(0, 8));
+    // Clean pages still come and go.
+    for (int pass = 0; pass < 3; ++pass) {
+        CHECK_EQUAL(wrong(world, 128 * page_nbytes), 0U);
+    }
+    std::atomic<bool> filled = false;
+    std::thread writer([&] {
+        fill(world, 256 * page_nbytes);
+        filled = true;
+    });
+    CHECK(eventually([&] { return world.region.counters().waits_for_room > 0; }));
+    CHECK(!filled);
+    world.port.fails_writes = false;
+    writer.join();
+    CHECK_EQUAL(wrong(world, 256 * page_nbytes), 0U);
+    world.region.sync(0, 256);
+    CHECK(std::memcmp(world.port.memory.data(), world.bytes, 256 * page_nbytes) == 0);
+}
+
+TEST("memory full of bytes that no tier takes ends the access with SIGBUS, not with a hang") {
+    if (!is_allowed()) {
+        return;
+    }
+    const auto [status, text] = in_child([&] {
+        World world(256, 64, false, [](Settings& settings) { settings.timeout = 0.2; });
+        world.port.fails_writes = true;
+        fill(world, 256 * page_nbytes);
+    });
+    CHECK_EQUAL(status, 42);
+    CHECK(text.find("writes fail") != std::string::npos);
+}
+
+TEST("a forked child has no such memory") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(16, 16);
+    fill(world, 16 * page_nbytes);
+    const auto [status, text] = in_child([&] {
+        signal(SIGSEGV, [](int) { _exit(43); });
+        const volatile unsigned char value = world.bytes[0];
+        (void)value;
+    });
+    CHECK_EQUAL(status, 43);
+    CHECK_EQUAL(wrong(world, 16 * page_nbytes), 0U);
+}
+
+int main() { return testing::run(); }
