@@ -1,0 +1,246 @@
+#include "region/transfers.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+
+namespace farpool::region {
+
+namespace {
+
+constexpr Page rest_at_once = 64;  // few enough that the fault that finds memory full does not wait long
+
+}  // namespace
+
+Transfers::Transfers(Parts& parts)
+    : parts_(parts),
+      workers_(parts.settings.workers, parts.settings.longest * page_nbytes, [this](const Job& job, std::byte* staging) {
+          job.kind == Job::Kind::save ? run_save(job, staging) : run_load(job, staging);
+      }) {}
+
+void Transfers::demand(Page page, bool write) {
+    parts_.pages.begin_load(page);
+    workers_.add({.kind = Job::Kind::demand, .first = page, .count = 1, .write = write});
+}
+
+Page Transfers::load(Page first, Page count, Job::Kind kind, const std::shared_ptr<Ticket>& ticket) {
+    const bool fresh = !parts_.pages.is_stored(first);
+    Page alike = 0;
+    while (alike < count && parts_.pages.state(first + alike) == State::absent &&
+           parts_.pages.is_stored(first + alike) != fresh && !parts_.pages.is_lost(first + alike)) {
+        ++alike;
+    }
+    alike = std::min(parts_.lower.together(first, alike), parts_.settings.longest);
+    const Page got = alike == 0 ? 0 : make_room(alike);
+    if (got == 0) {
+        return 0;
+    }
+    for (Page page = first; page < first + got; ++page) {
+        parts_.pages.begin_load(page);
+    }
+    if (ticket) {
+        ++ticket->pending;
+    }
+    parts_.counters.ahead_pages += kind == Job::Kind::ahead ? got : 0;
+    workers_.add({.kind = kind, .first = first, .count = got, .fresh = fresh, .ticket = ticket});
+    return got;
+}
+
+Page Transfers::make_room(Page wanted) {
+    wanted = std::min(wanted, std::max<Page>(parts_.pages.budget() / 8, 1));
+    if (parts_.pages.room() < wanted) {
+        evict(wanted - parts_.pages.room());
+    }
+    // An eighth of the memory rests, once memory is full: enough to see uses, and few enough that faults on them are rare.
+    const Page target = std::max<Page>(parts_.pages.budget() / 8, 1);
+    const Page resting = failing_ ? parts_.pages.clean() : parts_.pages.resting();
+    if (parts_.pages.room() < target && resting < target) {
+        std::vector<Page> chosen;
+        const Page most = std::min(target - resting, std::max(rest_at_once, 2 * wanted));
+        while (chosen.size() < most) {
+            const Page page = parts_.pages.victim(failing_.has_value());
+            if (page == policy::no_slot) {
+                break;
+            }
+            parts_.pages.rest(page);
+            chosen.push_back(page);
+        }
+        rest(std::move(chosen));
+    }
+    if (parts_.pages.room() < wanted) {
+        evict(wanted - parts_.pages.room());
+    }
+    parts_.counters.peak_pages =
+        std::max<std::uint64_t>(parts_.counters.peak_pages, parts_.pages.resident() + std::min(wanted, parts_.pages.room()));
+    return std::min(wanted, parts_.pages.room());
+}
+
+void Transfers::evict(Page count) {
+    std::vector<Page> leaving;
+    while (leaving.size() < count) {
+        const Page page = parts_.pages.evict();
+        if (page == policy::no_slot) {
+            break;
+        }
+        leaving.push_back(page);
+    }
+    std::ranges::sort(leaving);
+    for_runs(leaving, [&](Page first, Page run) { parts_.mapping.punch(first, run); });
+    parts_.counters.evicted_pages += leaving.size();
+    const Page wasted = parts_.pages.take_wasted();
+    parts_.counters.ahead_wasted += wasted;
+    if (wasted > 0) {
+        parts_.streams.wasted(wasted);
+    }
+}
+
+void Transfers::rest(std::vector<Page> chosen) {
+    std::ranges::sort(chosen);
+    for_runs(chosen, [&](Page first, Page run) { parts_.mapping.unmap(first, run); });
+    std::erase_if(chosen, [&](Page page) { return !parts_.pages.is_dirty(page) || parts_.pages.is_saving(page); });
+    save(chosen, nullptr);
+}
+
+void Transfers::save(const std::vector<Page>& pages, const std::shared_ptr<Ticket>& ticket) {
+    for_runs(pages, [&](Page first, Page count) {
+        for (Page done = 0; done < count;) {
+            const Page part = parts_.lower.together(first + done, std::min(count - done, parts_.settings.longest));
+            save_run(first + done, part, ticket);
+            done += part;
+        }
+    });
+}
+
+void Transfers::save_run(Page first, Page count, const std::shared_ptr<Ticket>& ticket) {
+    bool mapped = false;
+    for (Page page = first; page < first + count; ++page) {
+        mapped = mapped || parts_.pages.state(page) == State::mapped;
+        parts_.pages.begin_save(page);
+    }
+    if (mapped) {
+        parts_.userfault.protect(parts_.mapping.at(first), count * page_nbytes, true);
+    }
+    if (ticket) {
+        ++ticket->pending;
+    }
+    workers_.add({.kind = Job::Kind::save, .first = first, .count = count, .ticket = ticket});
+}
+
+void Transfers::retry_saves() {
+    std::vector<Page> again;
+    for (const Run& run : std::exchange(failed_, {})) {
+        for (Page page = run.first; page < std::min(run.first + run.count, parts_.pages.pages()); ++page) {
+            if (parts_.pages.state(page) == State::resting && parts_.pages.is_dirty(page) && !parts_.pages.is_saving(page)) {
+                again.push_back(page);
+            }
+        }
+    }
+    std::ranges::sort(again);
+    save(again, nullptr);
+}
+
+void Transfers::lose(Page page, const PortError& error) {
+    if (parts_.pages.state(page) == State::loading) {
+        parts_.pages.drop_load(page);
+    }
+    const std::uint64_t begin = std::uint64_t{page} * page_nbytes;
+    // Not through the program's buffers: its thread may hold the lock of stderr while it waits for this page.
+    const std::string text = "farpool: " + parts_.settings.name + ": bytes " + std::to_string(begin) + " to " +
+                             std::to_string(begin + page_nbytes) +
+                             " cannot be read: " + (error.tier.empty() ? "tier " + parts_.lower.tier(page) + ": " : "") +
+                             error.message + ". Accesses to them end with SIGBUS.\n";
+    [[maybe_unused]] const ssize_t wrote = write(STDERR_FILENO, text.data(), text.size());
+    parts_.pages.set_lost(page);
+    ++parts_.counters.lost_pages;
+    parts_.userfault.poison(parts_.mapping.at(page));
+    parts_.changed.notify_all();
+}
+
+void Transfers::run_load(const Job& job, std::byte* staging) {
+    std::optional<PortError> error;
+    try {
+        if (job.fresh) {
+            parts_.mapping.zero(job.first, job.count);
+        } else {
+            parts_.lower.read(job.first, job.count, staging);
+            if (job.kind != Job::Kind::demand) {
+                parts_.mapping.load(job.first, job.count, staging);
+            }
+        }
+    } catch (const PortFailure& failure) {
+        error = failure.error();
+    }
+    const std::lock_guard lock(parts_.mutex);
+    if (!error) {
+        parts_.counters.read_bytes += job.fresh ? 0 : job.count * page_nbytes;
+    }
+    if (job.kind == Job::Kind::demand) {
+        try {
+            if (error) {
+                throw PortFailure(*error);
+            }
+            parts_.userfault.copy(parts_.mapping.at(job.first), staging, page_nbytes, !job.write);
+            parts_.pages.end_load(job.first, true, false);
+            if (job.write) {
+                parts_.pages.set_dirty(job.first);
+            }
+        } catch (const PortFailure& failure) {
+            lose(job.first, failure.error());
+        }
+    } else {
+        // Whoever waits for one of the pages repeats the access, and then finds it resting, or demands it alone.
+        if (error) {
+            parts_.mapping.punch(job.first, job.count);
+        }
+        for (Page page = job.first; page < job.first + job.count; ++page) {
+            error ? parts_.pages.drop_load(page) : parts_.pages.end_load(page, false, job.kind == Job::Kind::ahead);
+        }
+        parts_.userfault.wake(parts_.mapping.at(job.first), job.count * page_nbytes);
+    }
+    if (job.ticket) {
+        --job.ticket->pending;
+        job.ticket->error = job.ticket->error ? job.ticket->error : error;
+    }
+    if (parts_.parks) {
+        parts_.nudge();
+    }
+    parts_.changed.notify_all();
+}
+
+void Transfers::run_save(const Job& job, std::byte* staging) {
+    std::optional<PortError> error;
+    try {
+        parts_.mapping.save(job.first, job.count, staging);
+        parts_.lower.write(job.first, job.count, staging);
+    } catch (const PortFailure& failure) {
+        error = failure.error();
+    }
+    const std::lock_guard lock(parts_.mutex);
+    std::vector<Page> again;
+    for (Page page = job.first; page < job.first + job.count; ++page) {
+        parts_.pages.end_save(page, !error);
+        if (parts_.pages.state(page) == State::resting && parts_.pages.is_dirty(page)) {
+            again.push_back(page);  // written since, and unmapped again
+        }
+    }
+    if (error) {
+        failing_ = error;
+        failed_.push_back({job.first, job.count});
+    } else {
+        failing_.reset();
+        parts_.counters.written_bytes += job.count * page_nbytes;
+        parts_.counters.saved_pages += job.count;
+        save(again, nullptr);
+    }
+    if (job.ticket) {
+        --job.ticket->pending;
+        job.ticket->error = job.ticket->error ? job.ticket->error : error;
+    }
+    if (parts_.parks && !error) {
+        parts_.nudge();
+    }
+    parts_.changed.notify_all();
+}
+
+}  // namespace farpool::region

@@ -1,0 +1,55 @@
+// Pages on their way between memory and the lower tiers, and the room that they need.
+//
+// No write is lost, by these rules. A page that is mapped for writing is dirty. Before a dirty page is saved, it is protected
+// or unmapped, so that the next write is a fault, which makes it dirty again. Only pages that have rested, unmapped, and are
+// neither dirty nor being saved leave memory.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "region/parts.hpp"
+#include "region/workers.hpp"
+
+namespace farpool::region {
+
+class Transfers {
+public:
+    explicit Transfers(Parts& parts);
+
+    // Ends the threads. Idempotent.
+    void close() noexcept { workers_.close(); }
+
+    // The caller of the calls below holds the mutex.
+
+    // Begins to load a page for which a thread waits, and for which there is room.
+    void demand(Page page, bool write);
+    // Begins to load absent pages from `first` on, as far as they have the same source and there is room; the number of pages.
+    Page load(Page first, Page count, Job::Kind kind, const std::shared_ptr<Ticket>& ticket);
+    // Makes room for at most `wanted` pages without waiting; the number of pages for which there is room.
+    Page make_room(Page wanted);
+    // Unmaps pages that have just begun to rest, and saves the dirty ones.
+    void rest(std::vector<Page> chosen);
+    // Saves pages that are sorted, dirty and not being saved.
+    void save(const std::vector<Page>& pages, const std::shared_ptr<Ticket>& ticket);
+    // Saves pages again whose last save has failed.
+    void retry_saves();
+    // Why saves fail at the moment, if they do.
+    const std::optional<PortError>& failing() const noexcept { return failing_; }
+    // Answers accesses to a page that cannot come with SIGBUS, and says why on stderr.
+    void lose(Page page, const PortError& error);
+
+private:
+    void evict(Page count);
+    void save_run(Page first, Page count, const std::shared_ptr<Ticket>& ticket);
+    void run_load(const Job& job, std::byte* staging);
+    void run_save(const Job& job, std::byte* staging);
+
+    Parts& parts_;
+    std::vector<Run> failed_;           // pages whose last save has failed
+    std::optional<PortError> failing_;  // why saves fail at the moment
+    Workers workers_;
+};
+
+}  // namespace farpool::region
