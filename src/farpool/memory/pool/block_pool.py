@@ -139,23 +139,10 @@ class BlockPool:
             self.allocation, self.driver, self.spaces, lower, self._queue, self._check_open, config.timeout
         )
         self._budget = Budget(
-            self.pager,
-            self.arena,
-            self.allocation,
-            self.driver,
-            self._check_open,
-            ledger,
-            lower.tiers,
-            config.timeout,
+            self.pager, self.arena, self.allocation, self.driver, self._check_open, ledger, lower.tiers, config.timeout
         )
         self._guests = Guests(
-            self.driver,
-            self.spaces,
-            ledger,
-            self._change_budget,
-            lambda: self.pager.capacity,
-            lower.tiers,
-            self._check_open,
+            self.driver, self.spaces, ledger, self._change_budget, lambda: self.fast, lower.tiers, self._check_open
         )
         self.closed = False
         # We register last, so that neither the exit handler nor a forked child finds a pool that is half made.
