@@ -86,11 +86,15 @@ void Region::sync(Page first, Page count) {
         return ticket->pending == 0 && std::ranges::none_of(moving, [&](Page page) { return parts_.pages.is_saving(page); });
     };
     parts_.changed.wait(lock, settled);
-    std::erase_if(moving, [&](Page page) { return !parts_.pages.is_dirty(page); });
-    transfers_.save(moving, ticket);
-    parts_.changed.wait(lock, [&] { return ticket->pending == 0; });
+    std::vector<Page> again = moving;
+    std::erase_if(again, [&](Page page) { return !parts_.pages.is_dirty(page) || parts_.pages.is_saving(page); });
+    transfers_.save(again, ticket);
+    parts_.changed.wait(lock, settled);
     if (ticket->error) {
         throw PortFailure(*ticket->error);
+    }
+    if (transfers_.failing() && std::ranges::any_of(moving, [&](Page page) { return parts_.pages.is_dirty(page); })) {
+        throw PortFailure(*transfers_.failing());
     }
 }
 

@@ -137,6 +137,8 @@ void Transfers::retry_saves() {
         }
     }
     std::ranges::sort(again);
+    const auto twice = std::ranges::unique(again);  // a page may have failed in two runs
+    again.erase(twice.begin(), twice.end());
     save(again, nullptr);
 }
 
