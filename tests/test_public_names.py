@@ -40,6 +40,7 @@ def test_a_public_name_has_what_the_module_has(public: str) -> None:
     assert all(getattr(named, name) is getattr(own, name) for name in own.__all__)
 
 
+@pytest.mark.slow
 def test_each_module_is_the_same_under_its_old_name() -> None:
     """In a process of its own, so that nothing has imported the modules before."""
     program = (
@@ -119,6 +120,7 @@ importlib.metadata.version = lambda package: "1.0"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", CONNECTORS)
 def test_an_engine_loads_its_connector_by_the_name_in_configurations(old: str) -> None:
     """In a process of its own, as an engine's workers are, with an engine whose classes are empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ CPP_TEXT = re.compile(
 CPP_SCOPE = re.compile(r"\b(namespace|class|struct|union|enum|extern)\b[^()]*$")
 
 
-def python_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, int]]:
+@functools.cache
+def python_functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, int]]:
     """Path and name of each function of the packages, its tree, and its lines.
 
     A line with only a comment does not count, or the limit would be a reason to leave a comment out.
@@ -32,6 +34,7 @@ def python_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctio
         source for base in ("src", "benchmarks/src", "plugins") for source in sorted((ROOT / base).rglob("*.py"))
     ]
     assert len(sources) > 300
+    found = []
     for source in sources:
         text = source.read_text()
         tree, lines = ast.parse(text), text.splitlines()
@@ -40,7 +43,8 @@ def python_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctio
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 owner = f"{owners[node]}." if node in owners else ""
                 own = [line for line in lines[node.lineno - 1 : node.end_lineno] if not line.lstrip().startswith("#")]
-                yield f"{source.relative_to(ROOT)}: {owner}{node.name}", node, len(own)
+                found.append((f"{source.relative_to(ROOT)}: {owner}{node.name}", node, len(own)))
+    return found
 
 
 def cpp_functions(source: Path) -> Iterator[tuple[str, int]]:

@@ -326,7 +326,11 @@ TooLargeError
             nb::kw_only(), nb::arg("go_on") = true,
             "End an access, whose operation is done. Without `go_on` no other access is served and nothing changes its place.")
         .def(
-            "ran", [](BoundPager& self, std::int64_t ordinal, double start, double end) { self->ran(ordinal, start, end); },
+            "ran",
+            [](BoundPager& self, std::int64_t ordinal, double start, double end) {
+                const farpool::Ran ran{ordinal, start, end};
+                self->ran({&ran, 1});
+            },
             nb::arg("ordinal"), nb::arg("start"), nb::arg("end"),
             R"(Report when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
 

@@ -92,6 +92,30 @@ struct QueueCore::Lane {
     std::size_t idle = 0;  // workers that will check for an entry
 };
 
+// Workers to wake. A worker locks the queue's mutex first, so it is best woken when the mutex is free: at the end of this
+// object.
+class QueueCore::Wakes {
+public:
+    ~Wakes() { run(); }
+    void add(Lane& lane, std::size_t count) {
+        if (count_ == lanes_.size()) {
+            run();
+        }
+        lanes_[count_++] = {&lane, count};
+    }
+    void run() {
+        for (; count_ > 0; --count_) {
+            for (auto [lane, count] = lanes_[count_ - 1]; count > 0; --count) {
+                lane->wake.notify_one();
+            }
+        }
+    }
+
+private:
+    std::array<std::pair<Lane*, std::size_t>, 8> lanes_;
+    std::size_t count_ = 0;
+};
+
 QueueCore::QueueCore() = default;
 
 // Runs after all threads: each of them holds a reference to the queue.
@@ -125,6 +149,7 @@ void QueueCore::start_worker(Lane& lane) {
 }
 
 void QueueCore::submit(std::span<Submission> batch, bool waits) {
+    Wakes wakes;  // at its end, so without the lock
     const std::lock_guard lock(mutex_);
     if (!batch.empty()) {
         require_open();
@@ -135,10 +160,10 @@ void QueueCore::submit(std::span<Submission> batch, bool waits) {
             submission.keepalive = nullptr;
         }
     } catch (...) {
-        wake_all_workers(false);
+        wake_all_workers(false, wakes);
         throw;
     }
-    wake_all_workers(waits);
+    wake_all_workers(waits, wakes);
 }
 
 void QueueCore::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t) {
@@ -231,9 +256,9 @@ void QueueCore::set_ready(Entry& entry) {
     ++entry.lane->waiting;
 }
 
-void QueueCore::wake_workers(Lane& lane) {
-    for (std::size_t count = std::min(lane.waiting, lane.idle); count > 0; --count) {
-        lane.wake.notify_one();
+void QueueCore::wake_workers(Lane& lane, Wakes& wakes) {
+    if (const std::size_t count = std::min(lane.waiting, lane.idle); count > 0) {
+        wakes.add(lane, count);
     }
     try {
         while (lane.waiting > lane.idle && lane.workers.size() < lane.port->concurrency()) {
@@ -245,10 +270,10 @@ void QueueCore::wake_workers(Lane& lane) {
 }
 
 // Wakes workers of all lanes. `but_small`: except for small copies, which the caller makes.
-void QueueCore::wake_all_workers(bool but_small) {
+void QueueCore::wake_all_workers(bool but_small, Wakes& wakes) {
     for (const auto& [key, lane] : lanes_) {
         if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
-            wake_workers(*lane);
+            wake_workers(*lane, wakes);
         }
     }
 }
@@ -317,8 +342,10 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
             break;
         }
     }
-    wake_workers(lane);  // for the remaining entries
+    Wakes wakes;
+    wake_workers(lane, wakes);  // for the remaining entries
     lock.unlock();
+    wakes.run();
     double time = monotonic_seconds();
     for (std::size_t index = 0; index < count; ++index) {
         Outcome& outcome = outcomes[index] = {taken[index]->id, std::nullopt, false, time, time};
@@ -337,7 +364,7 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
     for (std::size_t index = 0; index < count; ++index) {
         complete(std::move(outcomes[index]));
     }
-    wake_all_workers(false);  // for entries that waited for these
+    wake_all_workers(false, wakes);  // for entries that waited for these
 }
 
 // Makes small copies that are ready, a few of the most urgent lane; false if there are none.
@@ -397,7 +424,9 @@ void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double second
     const double deadline = monotonic_seconds() + seconds;
     while (!ready() && monotonic_seconds() < deadline && help(lock)) {
     }
-    wake_all_workers(false);  // for copies that were left to this thread and that it does not wait for
+    Wakes wakes;
+    wake_all_workers(false, wakes);  // for copies that were left to this thread and that it does not wait for
+    wakes.run();
     results_.wait(lock, seen.results + results, deadline - monotonic_seconds(), ready);
 }
 

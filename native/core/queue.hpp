@@ -37,6 +37,7 @@ private:
     struct Lane;
     struct Worker;
     struct Outcome;
+    class Wakes;
     void add(Submission& submission);
     Lane& lane_of(Port* port, Direction direction);
     Entry& new_entry();
@@ -45,8 +46,8 @@ private:
     bool help(std::unique_lock<std::mutex>& lock);
     void set_ready(Entry& entry);
     void complete(Outcome ended);
-    void wake_workers(Lane& lane);
-    void wake_all_workers(bool but_small);
+    void wake_workers(Lane& lane, Wakes& wakes);
+    void wake_all_workers(bool but_small, Wakes& wakes);
     void start_worker(Lane& lane);
 
     std::unordered_map<std::int64_t, Entry*> entries_;

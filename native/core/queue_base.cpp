@@ -1,14 +1,13 @@
 #include "core/queue_base.hpp"
 
-#include <unistd.h>
-
 #include "core/error.hpp"
+#include "core/process.hpp"
 
 namespace farpool {
 
-QueueBase::QueueBase() : owner_(getpid()) {}
+QueueBase::QueueBase() : owner_(forks()) {}
 
-bool QueueBase::ours() const noexcept { return getpid() == owner_; }
+bool QueueBase::ours() const noexcept { return forks() == owner_; }
 
 void QueueBase::require_open() const {
     if (closing_) {
@@ -41,8 +40,11 @@ void QueueBase::nudge() {
     if (!ours()) {
         return;  // a thread of the parent may have held the lock
     }
-    const std::lock_guard lock(mutex_);
-    results_.nudge();
+    {
+        const std::lock_guard lock(mutex_);
+        results_.count_nudge();
+    }
+    results_.notify_all();
 }
 
 }  // namespace farpool

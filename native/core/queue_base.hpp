@@ -1,8 +1,7 @@
 // What the queues of transfers share: the results until they are polled, and the threads that wait for them.
 #pragma once
 
-#include <sys/types.h>
-
+#include <cstdint>
 #include <mutex>
 
 #include "core/results.hpp"
@@ -29,7 +28,7 @@ protected:
     bool closing_ = false;
 
 private:
-    pid_t owner_;
+    std::uint32_t owner_;  // forks up to the process that made the queue
 };
 
 }  // namespace farpool

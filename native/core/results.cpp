@@ -21,22 +21,15 @@ void Results::add(Result result) {
     results_.push_back(std::move(result));
 }
 
-void Results::wake() {
+bool Results::settle() {
     const bool failed = std::exchange(failed_, false);
     seen_.nudges += failed ? 1 : 0;  // a thread that waits for more results must check again
-    if (failed || (!targets_.empty() && seen_.results >= *targets_.begin())) {
-        changed_.notify_all();
-    }
+    return failed || (!targets_.empty() && seen_.results >= *targets_.begin());
 }
 
 std::vector<Result> Results::poll() {
     failures_.clear();
     return std::exchange(results_, {});
-}
-
-void Results::nudge() {
-    ++seen_.nudges;
-    changed_.notify_all();
 }
 
 }  // namespace farpool

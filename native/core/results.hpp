@@ -21,8 +21,14 @@ public:
     // True if the result of this entry is a failure that has not been polled yet.
     bool has_failure(std::int64_t id) const { return failures_.contains(id); }
     void forget_failure(std::int64_t id) { failures_.erase(id); }
-    // Wakes the threads for which enough results were added, or all if one is a failure. Call after each group of `add`.
-    void wake();
+    // Call after each group of `add`. True if there are enough results for a thread that waits, or one is a failure: then call
+    // `notify_all`.
+    [[nodiscard]] bool settle();
+    void wake() {
+        if (settle()) {
+            notify_all();
+        }
+    }
     std::vector<Result> poll();
     bool empty() const { return results_.empty(); }
     // The results left behind, without their memory being given back; see `~QueueCore`.
@@ -32,7 +38,11 @@ public:
     bool past(const TransferQueue::Seen& seen, std::uint64_t results) const {
         return seen_.results >= seen.results + results || seen_.nudges != seen.nudges;
     }
-    void nudge();
+    void count_nudge() { ++seen_.nudges; }
+    void nudge() {
+        count_nudge();
+        notify_all();
+    }
     // Waits at most `seconds` until `ready`, which is checked when there have been `total` results in all and at each nudge.
     template <typename Ready>
     void wait(std::unique_lock<std::mutex>& lock, std::uint64_t total, double seconds, Ready ready) {
@@ -40,7 +50,7 @@ public:
         changed_.wait_until(lock, deadline_after(seconds), ready);
         targets_.erase(target);
     }
-    // Wakes all waiting threads, so that they check again.
+    // Wakes all waiting threads, so that they check again. Best called without the queue's mutex, which they lock first.
     void notify_all() { changed_.notify_all(); }
 
     static std::chrono::steady_clock::time_point deadline_after(double seconds);

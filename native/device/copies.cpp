@@ -22,11 +22,30 @@ bool DeviceQueue::may_copy(const Job& job) {
     if (job.waiting_for > 0) {
         return false;
     }
-    if (!job.urgent() && !line_of(job.direction, true).copies.empty()) {
-        return false;  // the link is for urgent copies
-    }
     const double seconds = static_cast<double>(line.nbytes) * line.seconds_per_byte;
-    return line.copies.size() < least_copies || (line.copies.size() < most_copies && seconds < config_.queued_seconds);
+    const bool room =
+        line.copies.size() < least_copies || (line.copies.size() < most_copies && seconds < config_.queued_seconds);
+    return room && (job.urgent() || !urgent_copy_runs(job.direction));
+}
+
+// True if the link is for an urgent copy. One that waits for the program's work leaves it to others until then: what they have
+// queued by that time is as bounded as ever.
+bool DeviceQueue::urgent_copy_runs(Direction direction) {
+    Line& line = line_of(direction, true);
+    if (line.copies.empty()) {
+        return false;
+    }
+    Copy& oldest = line.copies.front();
+    if (!oldest.has_begun) {
+        // If it has just ended, its event may be another one's by now; then the answer does not matter.
+        try {
+            device_->enter();
+            oldest.has_begun = device_->passed(oldest.start);
+        } catch (const PortFailure&) {  // the thread that waits for its end says why
+            oldest.has_begun = true;
+        }
+    }
+    return oldest.has_begun;
 }
 
 // Queues the device's leg of a chunk. It gives up the lock while it does so: the chunk counts as under way, so the job stays.
@@ -36,7 +55,7 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     bool& followed = job.followed[job.urgent() ? 1 : 0];
     chunk.leg = Leg::device;
     lock.unlock();
-    Copy made{&chunk, nullptr, nullptr, std::nullopt};
+    Copy made{&chunk, nullptr, nullptr, std::nullopt, followed};
     std::optional<PortError> error;
     bool queued = false;
     try {
@@ -51,8 +70,8 @@ void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
         queued = true;
         try {
             queue_copies(chunk, line.stream.get());
-        } catch (const PortFailure& failure) {
-            error = failure.error();
+        } catch (const std::exception&) {
+            error = handled_error();
         }
         // Also after an error: some of the copies may have been queued, and they use the host's memory until they have ended.
         device_->record(made.end, line.stream.get());
@@ -137,9 +156,15 @@ void DeviceQueue::watch(Line& line) {
         }
         line.trouble.reset();
         end_copy(line, start, end);
-        results_.wake();
+        const bool awaited = results_.settle();
+        const bool more = !open_.empty();
         lock.unlock();
-        wake_launcher();
+        if (awaited) {
+            results_.notify_all();
+        }
+        if (more) {
+            wake_launcher();
+        }
         lock.lock();
     }
 }

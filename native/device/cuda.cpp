@@ -237,8 +237,14 @@ void Cuda::copy_all(Stream stream, bool in, std::span<const HostCopy> copies) {
     CUmemcpyAttributes attributes;
     std::size_t first = 0;  // of the copies that have these attributes: all
     std::size_t refused = 0;
-    run(driver_.copy_batch, targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, std::size_t{1},
-        &refused, stream);
+    const int result = driver_.copy_batch(targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first,
+                                          std::size_t{1}, &refused, stream);
+    if (result == CUDA_ERROR_NOT_SUPPORTED) {  // a GPU may have no batches although its driver has, such as a virtual one
+        batches_ = false;
+        Device::copy_all(stream, in, copies);
+    } else if (result != CUDA_SUCCESS) {
+        refuse(driver_.copy_batch.name, result);
+    }
 }
 
 void Cuda::fill(Stream stream, std::uintptr_t target, std::uint16_t value, std::size_t count) {

@@ -10,6 +10,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -90,7 +91,7 @@ private:
     const std::uint64_t number_;  // of all Cuda objects of this process, so that a thread knows which one it has entered
     std::optional<CudaCall<void*, unsigned long long*>> stream_id_;  // drivers of CUDA 12 and later have it
     int device_ = 0;
-    bool batches_ = false;  // the driver queues several copies at once
+    std::atomic<bool> batches_ = false;  // the driver queues several copies at once
     void* context_ = nullptr;
 };
 

@@ -20,7 +20,7 @@ DeviceClock::DeviceClock(std::shared_ptr<Device> device, EventPool& events, Stre
     least_delay_ = std::numeric_limits<double>::infinity();
 }
 
-double DeviceClock::take_time(Event event) {
+double DeviceClock::exchange_time(Event& event) {
     const std::lock_guard lock(mutex_);
     const double seconds = device_->elapsed(anchor_, event);
     const double now = host_();
@@ -29,10 +29,9 @@ double DeviceClock::take_time(Event event) {
     least_delay_ = std::min(least_delay_ + drift * std::max(0.0, seconds - latest_), now - time);
     latest_ = std::max(latest_, seconds);
     if (seconds < anchor_seconds) {
-        events_.give(event);
         return time;
     }
-    events_.give(std::exchange(anchor_, event));
+    std::swap(anchor_, event);
     latest_ = 0.0;
     // If all were seen late, the clocks have still not drifted more than this.
     anchored_at_ = time + std::min(least_delay_, drift * seconds);

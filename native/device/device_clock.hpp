@@ -26,7 +26,13 @@ public:
     DeviceClock& operator=(const DeviceClock&) = delete;
 
     // The time of an event that has passed. Takes the event, which must not be used again by the caller.
-    double take_time(Event event);
+    double take_time(Event event) {
+        const double time = exchange_time(event);
+        events_.give(event);
+        return time;
+    }
+    // The same, and leaves an event in its place that the caller has to give back.
+    double exchange_time(Event& event);
 
 private:
     std::shared_ptr<Device> device_;

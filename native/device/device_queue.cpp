@@ -201,8 +201,8 @@ void DeviceQueue::guard(const char* what, Work work) {
     }
 }
 
-// Notes the error that is being handled.
-void DeviceQueue::note_broken(const char* what) noexcept {
+// The error that is being handled.
+PortError DeviceQueue::handled_error() noexcept {
     PortError error{ErrorKind::tier, "out of memory", "cuda", 0, {}};  // short texts need no memory
     try {
         try {
@@ -212,6 +212,15 @@ void DeviceQueue::note_broken(const char* what) noexcept {
         } catch (const std::exception& other) {
             error.message = other.what();
         }
+    } catch (...) {  // the error is as short as it is
+    }
+    return error;
+}
+
+// Notes the error that is being handled.
+void DeviceQueue::note_broken(const char* what) noexcept {
+    PortError error = handled_error();
+    try {
         error.message =
             std::string(what) + ": " + error.message +
             "; what the fast tier holds may be wrong since then, so it cannot be used any more: close the pool, and "
@@ -362,11 +371,11 @@ bool DeviceQueue::give_back(double deadline) {
     const std::lock_guard one_at_a_time(ending_);
     if (!released_) {
         try {
-            if (!moves_.close(events_, deadline)) {
+            if (!moves_.close(order_, events_, deadline)) {
                 return false;
             }
         } catch (const PortFailure&) {
-            return false;  // we do not know if the moves have ended
+            return false;  // we do not know if that work has ended
         }
         released_ = true;
         for (Line& line : lines_) {

@@ -8,8 +8,9 @@
 // One thread starts all legs, in order of urgency. The device has streams for each direction, on which at least two copies are
 // queued, and otherwise as many as take a few milliseconds: enough to keep the link busy, and few enough for an urgent copy to
 // have its turn soon. Urgent copies have streams of their own: a copy may wait for the program's work, and all that is queued
-// behind it on its stream waits with it. A thread for each stream sleeps until the oldest copy there has ended. No thread needs
-// an interpreter.
+// behind it on its stream waits with it. While an urgent copy runs, no other one of its direction is queued; while it waits for
+// the program's work, others use the link. A thread for each stream sleeps until the oldest copy there has ended. No thread
+// needs an interpreter.
 //
 // The target of a fetch may still hold bytes that other transfers write to their tiers (`Submission::after`). Only the device's
 // leg of the fetch waits for these transfers, until they have ended on their tiers: the bytes must still be in the arena if a
@@ -57,7 +58,8 @@ public:
     void move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use) override;
     void reprioritize(std::int64_t id, std::int64_t priority) override;
     std::size_t pending() const override;
-    // If it succeeds, the moves have ended, too, and all memory, streams and events have been given back.
+    // If it succeeds, the moves and the work on destroyed streams have ended, too, and all memory, streams and events have been
+    // given back.
     bool close(double seconds) override;
 
     void begin_use(ProgramStream stream) override { order_.begin(stream); }
@@ -81,6 +83,7 @@ private:
         Event start;
         Event end;
         std::optional<PortError> lost;  // why the device cannot tell when it has ended
+        bool has_begun;                 // or waits for the copies before it alone
     };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
@@ -107,10 +110,12 @@ private:
     void require_not_released() const;
     template <typename Work>
     void guard(const char* what, Work work);
+    static PortError handled_error() noexcept;
     void note_broken(const char* what) noexcept;
     std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }
     void run();
+    void retire();
     bool note_tier_ends();
     bool advance(std::unique_lock<std::mutex>& lock);
     bool advance(std::unique_lock<std::mutex>& lock, Job& job);
@@ -118,6 +123,7 @@ private:
     bool take_staging(Chunk& chunk);
     void submit_tier_leg(Chunk& chunk);
     bool may_copy(const Job& job);
+    bool urgent_copy_runs(Direction direction);
     void copy(std::unique_lock<std::mutex>& lock, Chunk& chunk);
     void queue_copies(const Chunk& chunk, Stream stream);
     void watch(Line& line);

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -42,9 +43,10 @@ public:
         spare_.clear();
     }
     // Gives an event back, which may be recorded again at once: waits that are queued already stay with its earlier record.
-    void give(Event event) {
+    void give(Event event) { give({&event, 1}); }
+    void give(std::span<const Event> events) {
         const std::lock_guard lock(mutex_);
-        spare_.push_back(event);
+        spare_.insert(spare_.end(), events.begin(), events.end());
     }
 
 private:

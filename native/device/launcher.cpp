@@ -1,5 +1,6 @@
 // The part of a device's queue that decides which leg of which transfer is next: the launcher's thread.
 #include <algorithm>
+#include <system_error>
 
 #include "device/device_queue.hpp"
 
@@ -18,19 +19,25 @@ void DeviceQueue::run() {
     while (!closing_) {
         const Seen seen = tiers_->seen();
         const bool progressed = note_tier_ends() | advance(lock);
-        results_.wake();
-        if (progressed) {
-            continue;
-        }
+        const bool awaited = results_.settle();
         lock.unlock();
-        try {
-            device_->enter();
-            order_.retire();
-        } catch (const PortFailure&) {
-            // A device that does not answer is reported by the threads that wait for copies.
+        if (awaited) {
+            results_.notify_all();
         }
-        tiers_->wait_past(seen, 1, idle_seconds);
+        if (!progressed) {
+            retire();
+            tiers_->wait_past(seen, 1, idle_seconds);
+        }
         lock.lock();
+    }
+}
+
+void DeviceQueue::retire() {
+    try {
+        device_->enter();
+        order_.retire();
+    } catch (const PortFailure&) {
+        // A device that does not answer is reported by the threads that wait for copies.
     }
 }
 
@@ -69,7 +76,14 @@ bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock) {
 // do now.
 bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock, Job& job) {
     if (job.chunks.empty()) {
-        cut(job, locks_, config_.chunk);
+        try {
+            cut(job, locks_, config_.chunk);
+        } catch (const std::exception&) {  // nothing of it was started
+            job.chunks.clear();
+            job.fail(handled_error());
+            complete(job, false);
+            return true;
+        }
     }
     for (std::size_t index = 0; index < job.begun; ++index) {
         if (job.chunks[index].leg == Leg::between) {
@@ -124,20 +138,30 @@ bool DeviceQueue::take_staging(Chunk& chunk) {
 
 void DeviceQueue::submit_tier_leg(Chunk& chunk) {
     Job& job = *chunk.job;
-    std::vector<Piece> pieces;
-    for (const Part& part : chunk.parts) {
-        pieces.push_back({part.offset, part.host, part.nbytes});
-    }
     chunk.leg = Leg::tier;
     const std::int64_t leg = ++tier_legs_;
-    at_tier_.emplace(leg, &chunk);
+    const auto refused = [&] {
+        at_tier_.erase(leg);
+        job.fail(handled_error());
+        end_chunk(chunk);
+    };
+    std::vector<Piece> pieces;
+    try {
+        for (const Part& part : chunk.parts) {
+            pieces.push_back({part.offset, part.host, part.nbytes});
+        }
+        at_tier_.emplace(leg, &chunk);
+    } catch (const std::exception&) {
+        refused();
+        return;
+    }
     Submission submission{.id = leg, .port = job.port, .direction = job.direction, .pieces = pieces, .priority = job.priority};
     try {
         tiers_->submit({&submission, 1});
-    } catch (const PortFailure& failure) {
-        at_tier_.erase(leg);
-        job.fail(failure.error());
-        end_chunk(chunk);
+    } catch (const PortFailure&) {
+        refused();
+    } catch (const std::system_error&) {  // no thread could be started for this tier
+        refused();
     }
 }
 

@@ -45,9 +45,11 @@ void Moves::move(ProgramOrder& order, std::uintptr_t target, std::uintptr_t sour
     });
 }
 
-bool Moves::close(EventPool& events, double deadline) {
+bool Moves::close(ProgramOrder& order, EventPool& events, double deadline) {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
+        // Work of destroyed streams may still use the memory that is given back next, and no other place waits for it.
+        order.follow_destroyed(stream());
         const Event last = events.take();
         device_->record(last, stream());
         while (!device_->passed(last)) {

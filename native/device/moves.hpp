@@ -21,9 +21,10 @@ public:
     Stream stream() const noexcept { return stream_.get(); }
     // As in `TransferQueue`.
     void move(ProgramOrder& order, std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t last_use);
-    // Waits until all of them have ended, and gives the stream and the memory back; false, and nothing is given back, if they
-    // have not ended at `deadline`. Throws if the device does not tell. Later moves and fills are refused.
-    bool close(EventPool& events, double deadline);
+    // Waits until all of them have ended, and the work of destroyed streams, and gives the stream and the memory back; false,
+    // and nothing is given back, if that has not ended at `deadline`. Throws if the device does not tell. Later moves and
+    // fills are refused.
+    bool close(ProgramOrder& order, EventPool& events, double deadline);
     // Fills `count` values of two bytes, after the program's work so far.
     void fill(ProgramOrder& order, std::uintptr_t target, std::size_t count, std::uint16_t value);
 

@@ -127,6 +127,7 @@ void ProgramOrder::thin(Program& program) {
         }
     }
     program.uses = std::move(kept);
+    ++program.thinned;
 }
 
 // Makes a stream wait, for each of the program's streams but one, for the oldest event behind all accesses up to `last_use`.
@@ -155,6 +156,15 @@ void ProgramOrder::follow(Stream stream, std::int64_t last_use, std::uint64_t& m
     wait_for(stream, last_use, nullptr);
 }
 
+void ProgramOrder::follow_destroyed(Stream stream) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& program : programs_) {
+        if (program->destroyed && !program->uses.empty()) {
+            device_->wait(stream, program->uses.back().event);
+        }
+    }
+}
+
 void ProgramOrder::moved(Stream stream) {
     const std::lock_guard lock(mutex_);
     device_->record(moved_, stream);
@@ -170,14 +180,17 @@ void ProgramOrder::retire() {
             return;
         }
         Program& program = *programs_[index];
-        const auto has_passed = [&](const Use& use) { return device_->passed(use.event); };
-        if (program.uses.empty() || !has_passed(program.uses.front())) {
-            continue;
+        std::vector<Use> passed(program.uses.begin(), program.uses.end());
+        const std::uint64_t thinned = program.thinned;
+        lock.unlock();
+        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, so few are asked.
+        passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
+                     passed.end());
+        lock.lock();
+        if (passed.empty() || program.thinned != thinned) {
+            continue;  // an event that was given back tells of other work
         }
-        // Events of a stream pass one after the other, so few of them are asked while the program's threads wait.
-        const auto waiting = std::ranges::partition_point(program.uses, has_passed);
-        const std::vector<Use> passed(program.uses.begin(), waiting);
-        program.uses.erase(program.uses.begin(), waiting);
+        program.uses.erase(program.uses.begin(), program.uses.begin() + static_cast<std::ptrdiff_t>(passed.size()));
         lock.unlock();
         std::vector<Ran> ran = times_of(program, passed);
         lock.lock();
@@ -189,14 +202,17 @@ void ProgramOrder::retire() {
 // When the device computed for these uses, which have passed; gives their events back.
 std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<const Use> uses) {
     std::vector<Ran> ran;
+    std::vector<Event> spare;
     for (const Use& use : uses) {
-        const double end = clock_.take_time(use.event);
+        spare.push_back(use.event);
+        const double end = clock_.exchange_time(spare.back());
         const double start = std::min(std::max(program.ended_at, use.since), end);
         program.ended_at = std::max(program.ended_at, end);
         if (use.ordinal >= 0) {
             ran.push_back({use.ordinal, start, end});
         }
     }
+    events_.give(spare);
     return ran;
 }
 

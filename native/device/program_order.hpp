@@ -41,6 +41,8 @@ public:
     // Makes a stream of copies wait for accesses up to `last_use`, and for moves up to now. `moves`: count of the moves that
     // the stream has waited for, which the caller keeps.
     void follow(Stream stream, std::int64_t last_use, std::uint64_t& moves);
+    // Makes a stream wait for the work of destroyed streams, which `streams` leaves out.
+    void follow_destroyed(Stream stream);
     // Makes all later work wait for the work that is queued on this stream, where moves are made: copies at once, accesses
     // before they begin.
     void moved(Stream stream);
@@ -63,10 +65,11 @@ private:
         std::uint64_t id;
         bool destroyed = false;  // another stream has the handle
         std::deque<Use> uses;
-        double queued_at = 0.0;   // when the host began to queue the latest access
-        double ended_at = 0.0;    // when the device had done the latest work that is known to have ended
-        bool began = false;       // the stream has had an access
-        std::uint64_t moves = 0;  // that the stream has waited for
+        std::uint64_t thinned = 0;  // how often events were given back that may not have passed
+        double queued_at = 0.0;     // when the host began to queue the latest access
+        double ended_at = 0.0;      // when the device had done the latest work that is known to have ended
+        bool began = false;         // the stream has had an access
+        std::uint64_t moves = 0;    // that the stream has waited for
     };
 
     Program& program(Stream stream);

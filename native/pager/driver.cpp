@@ -167,8 +167,12 @@ void Driver::submit(bool waits) {
 // Notes when a device has computed.
 void Driver::note_ran() {
     since_ran_ = 0;
-    for (const Ran& ran : queue_->take_ran()) {
-        pager_->ran(ran.ordinal, ran.start, ran.end);
+    const std::vector<Ran> new_ones = queue_->take_ran();
+    if (new_ones.empty()) {
+        return;
+    }
+    pager_->ran(new_ones);
+    for (const Ran& ran : new_ones) {
         device_times_.computed(ran.start, ran.end);
         if (listening_ && ran_.size() < ran_kept) {
             ran_.push_back(ran);

@@ -14,9 +14,11 @@ constexpr double stride_rent = 4;
 constexpr std::int64_t accesses_per_check = 16;   // the end of the known future is checked after this many new accesses
 constexpr std::int64_t accesses_per_aging = 256;  // after this many the largest operation counts as a quarter smaller
 constexpr std::int64_t large_divisor = 8;         // an operation is large if it exceeds the others by this part of the arena
-constexpr double stretches_divisor = 4;       // the longest stretches without an access: together this part of the computing
-constexpr std::int64_t arriving_divisor = 8;  // room for bytes that arrive in such a stretch: at most this part of the arena
-constexpr std::int64_t min_window_per_pinned = 4;  // prefetch only if the window is at least 4 times what one operation pins
+constexpr double stretches_divisor = 4;        // the longest stretches without an access: together this part of the computing
+constexpr std::int64_t arriving_divisor = 8;   // room for bytes that arrive in such a stretch: at most this part of the arena
+constexpr std::int64_t reserve_divisor = 128;  // room for one more operation: at most this part of the bytes to fetch
+constexpr std::int64_t window_divisor = 8;     // the window is this part of the arena, or
+constexpr std::int64_t min_window_per_pinned = 4;  // this many times what one operation pins; prefetch only if that can pay
 
 }  // namespace
 
@@ -122,8 +124,12 @@ void LookAhead::survey() {
             }
         }
     }
-    arriving_ =
-        std::max(std::int64_t{0}, std::min(arriving_bytes(), residency_.arena().capacity() / arriving_divisor) - largest_);
+    arriving_ = std::max(std::int64_t{0}, std::min(arriving_bytes(), capacity / arriving_divisor) - largest_);
+    if (tape_.volume(tape_.pointer(), tape_.now()) - capacity >= reserve_divisor * largest_) {
+        // A device still uses a range for a moment after the program has released it. With room for one more operation the
+        // link does not stop until then. This costs as many bytes more each turn.
+        arriving_ = std::max(arriving_, largest_);
+    }
     set_largest(largest_);
 }
 
@@ -196,7 +202,11 @@ void LookAhead::set_window() {
         }
     }
     if (gain > min_window_per_pinned * largest_) {
-        window_ = std::min(residency_.arena().capacity(), gain / 2);
+        // More than this keeps the link no busier, also where the phases of a turn need it unequally: it only takes the room of
+        // blocks that are kept.
+        const std::int64_t capacity = residency_.arena().capacity();
+        const std::int64_t enough = std::max(capacity / window_divisor, min_window_per_pinned * largest_);
+        window_ = std::min({capacity, gain / 2, enough});
     }
 }
 

@@ -273,14 +273,21 @@ void Pager::count_row(BlockId table, bool in_place) {
     counted_->hits += in_place ? 1 : 0;
 }
 
-void Pager::ran(std::int64_t ordinal, double start, double end) {
-    if (!late_ || ordinal < 0 || ordinal > tape_.now() || !(start <= end)) {
-        fail_value("Pager.ran: access " + std::to_string(ordinal) + " of " + std::to_string(tape_.now()) + " ran from " +
-                   std::to_string(start) + " to " + std::to_string(end) +
-                   "; an access that was asked for, a beginning before the end and a pager whose times come late are needed");
+void Pager::ran(std::span<const Ran> accesses) {
+    for (const auto& [ordinal, start, end] : accesses) {
+        if (!late_ || ordinal < 0 || ordinal > tape_.now() || !(start <= end)) {
+            fail_value(
+                "Pager.ran: access " + std::to_string(ordinal) + " of " + std::to_string(tape_.now()) + " ran from " +
+                std::to_string(start) + " to " + std::to_string(end) +
+                "; an access that was asked for, a beginning before the end and a pager whose times come late are needed");
+        }
     }
-    tape_.add_time(ordinal, end - start);
-    residency_.computed(start, end);
+    late_times_.clear();
+    for (const auto& [ordinal, start, end] : accesses) {
+        late_times_.push_back({ordinal, end - start});
+        residency_.computed(start, end);
+    }
+    tape_.add_times(late_times_);
 }
 
 void Pager::release(Access& access, bool go_on) {

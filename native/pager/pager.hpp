@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/transfer_queue.hpp"
 #include "pager/look_ahead.hpp"
 #include "pager/messages.hpp"
 #include "pager/residency.hpp"
@@ -97,8 +98,8 @@ public:
     std::shared_ptr<Access> request(std::vector<Run> runs, double now);
     // Unpins the operands of an operation that has ended. Without `go_on` no other access is served and nothing is moved.
     void release(Access& access, bool go_on);
-    // Notes that the device computed from `start` to `end` for the access with this ordinal. Call in the order of the ends.
-    void ran(std::int64_t ordinal, double start, double end);
+    // Notes when the device computed for accesses. Call in the order of the ends; nothing is noted if one is impossible.
+    void ran(std::span<const Ran> accesses);
     // Withdraws a waiting access, or releases it if it has been granted. Transfers under way continue.
     void abandon(const std::shared_ptr<Access>& access);
 
@@ -176,9 +177,10 @@ private:
     BlockId counted_table_ = -1;  // table of `counted_`: accesses to rows of one table mostly follow each other
     RowCounts* counted_ = nullptr;
     double now_ = 0.0;
-    double granted_at_ = 0.0;  // when an access was last granted: since then the program computes
-    bool late_;                // `ran` reports the times of computing
-    bool resizing_ = false;    // a smaller capacity waits for blocks to be evicted: until then nothing is fetched ahead
+    double granted_at_ = 0.0;             // when an access was last granted: since then the program computes
+    std::vector<Tape::Late> late_times_;  // scratch of `ran`, kept to reuse its memory
+    bool late_;                           // `ran` reports the times of computing
+    bool resizing_ = false;  // a smaller capacity waits for blocks to be evicted: until then nothing is fetched ahead
 };
 
 }  // namespace farpool::pager

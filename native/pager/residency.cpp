@@ -616,8 +616,8 @@ std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std
             if (slide_together(nbytes, use ? nbytes : arena_.capacity())) {
                 continue;
             }
-            if (arena_.has_hazards()) {
-                return -1;  // write-backs under way will free enough
+            if (!use && arena_.has_hazards()) {
+                return -1;  // write-backs under way will free enough, and the access waits for them in any case
             }
             enough = arena_.free() + nbytes / 8;  // the search failed: evict some more before the next one
         }

@@ -188,7 +188,8 @@ void SimulatedProgram::progress(double until) {
 void SimulatedProgram::complete() {
     progress(now_);
     while (!computing_.empty() && computing_.front().end <= now_) {
-        pager_.ran(computing_.front().ordinal, computing_.front().start, computing_.front().end);
+        const Ran ran{computing_.front().ordinal, computing_.front().start, computing_.front().end};
+        pager_.ran({&ran, 1});
         computing_.pop_front();
     }
     for (const Ending& ending : std::exchange(ended_, {})) {

@@ -63,12 +63,25 @@ std::int64_t Tape::record_table(std::int32_t name, double busy) {
     return unknown_use(now_);
 }
 
-void Tape::add_time(std::int64_t position, double seconds) {
-    if (position == now_) {
-        unclaimed_ += seconds;
+void Tape::add_times(std::span<const Late> times) {
+    // The clock of an access has the seconds of all accesses before it. So one pass over the accesses adds up the new seconds.
+    std::int64_t first = now_ + 1;
+    const auto next = [&](const Late& late) { return std::max(late.position, now_ - length_) + 1; };
+    for (const Late& late : times) {
+        first = std::min(first, next(late));
     }
-    for (std::int64_t later = std::max(position, now_ - length_) + 1; later <= now_; ++later) {
-        at(later).clock += seconds;
+    added_.assign(static_cast<std::size_t>(now_ + 1 - first), 0.0);
+    for (const Late& late : times) {
+        if (late.position == now_) {
+            unclaimed_ += late.seconds;
+        } else {
+            added_[static_cast<std::size_t>(next(late) - first)] += late.seconds;
+        }
+    }
+    double sum = 0.0;
+    for (std::int64_t later = first; later <= now_; ++later) {
+        sum += added_[static_cast<std::size_t>(later - first)];
+        at(later).clock += sum;
     }
 }
 

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -56,8 +57,13 @@ public:
     // Appends an access to rows of a table, picked by data; consecutive ones count as one.
     std::int64_t record_table(std::int32_t name, double busy);
 
-    // Adds seconds that the program computed after the access at `position`, if they become known later.
-    void add_time(std::int64_t position, double seconds);
+    // Seconds that the program computed after the access at `position`.
+    struct Late {
+        std::int64_t position;
+        double seconds;
+    };
+    // Adds seconds that become known later. Adding many at once takes no longer than adding one.
+    void add_times(std::span<const Late> times);
 
     // Position of the latest access; -1 before the first one.
     std::int64_t now() const noexcept { return now_; }
@@ -80,7 +86,9 @@ public:
     // First coming use of each block that the known future names, by name.
     std::unordered_map<std::int64_t, std::int64_t> upcoming() const;
     // Bytes of memory that the tape holds.
-    std::int64_t allocated_bytes() const { return allocated(entries_) + allocated(last_) + allocated(index_); }
+    std::int64_t allocated_bytes() const {
+        return allocated(entries_) + allocated(last_) + allocated(index_) + allocated(added_);
+    }
 
 private:
     static constexpr std::int64_t context = 3;
@@ -116,7 +124,8 @@ private:
     bool foretold_ = false;
     std::int64_t divergences_ = 0;
     std::int64_t jumps_ = 0;
-    double unclaimed_ = 0.0;  // seconds known so far that the program computed after the latest access
+    double unclaimed_ = 0.0;     // seconds known so far that the program computed after the latest access
+    std::vector<double> added_;  // scratch of `add_times`, kept to reuse its memory
 };
 
 }  // namespace farpool::pager

@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <new>
 #include <random>
 
@@ -87,14 +88,34 @@ void use(World& world, BlockId block, const std::function<void()>& asked = [] {}
     world.driver->release(*access);
 }
 
+// While this lives, the nth allocation from now on of more than `most` bytes fails, on other threads than this one.
+class Exhausted {
+public:
+    Exhausted(std::size_t most, std::size_t nth) {
+        spared = gettid();
+        until_failure = nth;
+        largest = most;
+    }
+    Exhausted(const Exhausted&) = delete;
+    Exhausted& operator=(const Exhausted&) = delete;
+    ~Exhausted() { largest = SIZE_MAX; }
+
+    static bool refuses(std::size_t nbytes) { return nbytes > largest && gettid() != spared && --until_failure == 0; }
+
+private:
+    static inline std::atomic<std::size_t> largest = SIZE_MAX;
+    static inline std::atomic<std::size_t> until_failure = 0;
+    static inline std::atomic<pid_t> spared = 0;
+};
+
 // A device for which the host runs out of memory.
 struct ExhaustedCuda : farpool::device::Cuda {
     using Cuda::Cuda;
-    void copy_in(farpool::device::Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) override {
-        if (at_copy) {
+    void record(farpool::device::Event event, farpool::device::Stream stream) override {
+        if (at_record) {
             throw std::bad_alloc();
         }
-        Cuda::copy_in(stream, target, source, nbytes);
+        Cuda::record(event, stream);
     }
     void synchronize(farpool::device::Event event) override {
         if (at_end) {
@@ -102,13 +123,26 @@ struct ExhaustedCuda : farpool::device::Cuda {
         }
         Cuda::synchronize(event);
     }
-    std::atomic<bool> at_copy = false;
+    std::atomic<bool> at_record = false;
     std::atomic<bool> at_end = false;
 };
 
 Setup four_chunks(std::uint64_t seed) { return {.seed = seed, .policy = any_order, .staging = 4 * chunk, .chunk = chunk}; }
 
 }  // namespace
+
+// Not inlined: the compiler would warn of memory of `new` that goes to `free`.
+[[gnu::noinline]] void* operator new(std::size_t nbytes) {
+    void* const made = Exhausted::refuses(nbytes) ? nullptr : std::malloc(nbytes);
+    if (made == nullptr) {
+        throw std::bad_alloc();
+    }
+    return made;
+}
+[[gnu::noinline]] void* operator new(std::size_t nbytes, const std::nothrow_t&) noexcept { return std::malloc(nbytes); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 
 TEST("a copy that the driver refuses fails its transfer, and cancels those that wait for it") {
     for (const std::uint64_t nth : {1, 2, 4}) {
@@ -276,7 +310,7 @@ TEST("if a thread of the queue fails, the process goes on, accesses fail, and th
         World world(setup);
         const BlockId block = world.driver->pager().create(std::vector<std::int64_t>{1 << 10}, 0);
         use(world, block);
-        (launcher ? (*cuda)->at_copy : (*cuda)->at_end) = true;
+        (launcher ? (*cuda)->at_record : (*cuda)->at_end) = true;
         world.submit({transfer(world, 1, Direction::read, 2)});
         until("the queue is broken", [&] { return world.queue->broken(); });
         until("the other threads have nothing to do", others_sleep);
@@ -288,6 +322,46 @@ TEST("if a thread of the queue fails, the process goes on, accesses fail, and th
         }
         world.driver.reset();
         world.queue.reset();
+    }
+}
+
+TEST("a transfer for which the queue's thread finds no memory fails alone") {
+    constexpr std::size_t pieces = 3000;  // of 64 bytes
+    constexpr std::size_t nbytes = 64 * pieces;
+    for (const bool staged : {true, false}) {
+        for (const Direction direction : {Direction::read, Direction::write}) {
+            Rig rig({.policy = any_order,
+                     .capacity = 2 * nbytes,
+                     .page_locked = 2 * nbytes,
+                     .locked_chunk = 1 << 19,
+                     .staging = 2 * nbytes,
+                     .chunk = nbytes});
+            std::vector<farpool::device::HostPart> parts;
+            until("the memory is page-locked", [&] { return rig.locks->parts(&rig.mapped, 0, rig.locked.nbytes(), parts); });
+            farpool::Port* const port = staged ? static_cast<farpool::Port*>(&rig.port) : &rig.mapped;
+            Order good{.id = 1, .direction = direction, .port = port, .pieces = {rig.piece(nbytes, nbytes, nbytes)}};
+            std::size_t ended = 0;
+            std::size_t failures = 0;
+            // Each of the large allocations fails once, until there are no more.
+            for (bool failed = true; failed; failures += failed ? 1 : 0) {
+                Order large{.id = good.id + 1, .direction = direction, .port = port};
+                for (std::size_t index = 0; index < pieces; ++index) {
+                    large.pieces.push_back(rig.piece(64 * index, 64 * (pieces - 1 - index), 64));
+                }
+                Exhausted exhausted(80'000, failures + 1);  // more than a vector of 2048 parts, or 3000 pieces
+                rig.submit({good, large, {.id = large.id + 1, .after = {large.id}}});
+                ended += 3;
+                rig.collect(ended);
+                failed = rig.results.at(large.id).error.has_value();
+                CHECK(!rig.results.at(good.id).error && !rig.results.at(good.id).cancelled);
+                CHECK_EQUAL(failed, mentions(rig.results.at(large.id).error, "bad_alloc"));
+                CHECK_EQUAL(rig.results.at(large.id + 1).cancelled, failed);
+                CHECK(!rig.queue->broken() && !rig.queue->trouble());
+                good.id += 3;
+            }
+            CHECK(failures >= 2);  // cut into parts and chunks, and copied or submitted
+            rig.close();
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 using namespace farpool::testing;
 using farpool::Direction;
+using farpool::Piece;
 
 namespace {
 
@@ -170,6 +171,30 @@ TEST("the pieces of a chunk are copied with one call, if the driver is new enoug
     }
 }
 
+TEST("a device that supports no batches copies the pieces one by one from then on") {
+    constexpr std::size_t count = 10;
+    Rig rig({.seed = 1, .policy = any_order, .chunk = chunk, .version = 12080});
+    fake_cuda().fail_call("cuMemcpyBatchAsync", 1, 801);
+    for (std::int64_t id = 1; id <= 3; ++id) {
+        Order read{.id = id, .port = &rig.port};
+        for (std::size_t index = 0; index < count; ++index) {
+            std::memset(rig.port.at(index * 100), static_cast<int>(10 * static_cast<std::size_t>(id) + index), 64);
+            read.pieces.push_back(rig.piece(index * 100, index * 128, 64));
+        }
+        rig.submit({read});
+        CHECK(!rig.collect(static_cast<std::size_t>(id)).at(id).error);
+        for (const Piece& piece : read.pieces) {
+            CHECK(std::memcmp(reinterpret_cast<const void*>(piece.address), rig.port.at(piece.offset), 64) == 0);
+        }
+    }
+    CHECK_EQUAL(calls("cuMemcpyBatchAsync"), 1U);
+    CHECK_EQUAL(calls(copy_in), 3 * count);
+    fake_cuda().fail_call(copy_in, 1, 801);  // no other call may be unsupported
+    rig.submit({{.id = 4, .port = &rig.port, .pieces = {rig.piece(0, 0, 64)}}});
+    CHECK(rig.collect(4).at(4).error.has_value());
+    rig.close();
+}
+
 TEST("an urgent copy does not wait behind others that wait for the program's work") {
     for (const Direction direction : {Direction::read, Direction::write}) {
         Rig rig({.real_time_rate = 1e12, .staging = 4 * chunk, .chunk = chunk});
@@ -207,28 +232,42 @@ TEST("an urgent copy does not wait behind others that wait for the program's wor
     }
 }
 
-TEST("no copy is queued while an urgent one of its direction is under way") {
-    Rig rig({.real_time_rate = 1e12, .staging = 8 * chunk, .chunk = chunk});
-    Gate& gate = rig.gate();
-    rig.use(0, 0, [&] { gate.pass(); });
-    rig.submit({{.id = 1,
-                 .port = &rig.port,
-                 .pieces = {rig.piece(0, 0, chunk)},
-                 .priority = farpool::urgent_priority,
-                 .last_use = 0}});
-    until("it waits for the work", [] { return calls(copy_in) == 1; });
-    rig.submit(
-        {{.id = 2, .port = &rig.port, .pieces = {rig.piece(chunk, chunk, chunk)}, .priority = 1},
-         {.id = 3, .direction = Direction::write, .port = &rig.port, .pieces = {rig.piece(2 * chunk, 2 * chunk, chunk)}}});
-    rig.collect(1);  // the other direction goes on
-    CHECK_EQUAL(rig.place(3), 0);
-    until("the other one is read", [&] { return rig.port.calls() == 3; });
-    linger();
-    CHECK_EQUAL(calls(copy_in), 1U);
-    gate.open();
-    rig.collect(3);
-    CHECK(rig.place(1) < rig.place(2));
-    rig.close();
+TEST("while an urgent copy waits for the program's work, others of its direction use the link, and none once it runs") {
+    for (const Direction direction : {Direction::read, Direction::write}) {
+        constexpr double rate = 2e4;  // bytes per second: a chunk takes 50 ms
+        const char* const copy = direction == Direction::read ? copy_in : "cuMemcpyDtoHAsync_v2";
+        Rig rig({.real_time_rate = rate, .capacity = 64 << 10, .page_locked = 64 << 10, .chunk = chunk});
+        std::vector<farpool::device::HostPart> parts;
+        until("the memory is page-locked", [&] { return rig.locks->parts(&rig.mapped, 0, rig.locked.nbytes(), parts); });
+        const auto order = [&](std::int64_t id, Direction to, std::size_t at, std::size_t chunks, std::int64_t priority) {
+            return Order{.id = id,
+                         .direction = to,
+                         .port = &rig.mapped,
+                         .pieces = {rig.piece(at * chunk, at * chunk, chunks * chunk)},
+                         .priority = priority};
+        };
+        Gate& gate = rig.gate();
+        rig.use(0, 0, [&] { gate.pass(); });
+        Order urgent = order(1, direction, 0, 12, farpool::urgent_priority);
+        urgent.last_use = 0;
+        rig.submit({urgent});
+        until("it waits for the work", [&] { return calls(copy) >= 2; });
+        const Direction other = direction == Direction::read ? Direction::write : Direction::read;
+        rig.submit({order(2, direction, 16, 5, 1), order(3, direction, 24, 1, 0), order(5, other, 40, 1, 0)});
+        CHECK(!rig.collect(3).at(2).error && !rig.results.at(3).error && !rig.results.at(5).error);
+        // Now the urgent copies run, and the next one of their direction is queued behind them.
+        const auto asked = calls("cuEventElapsedTime");
+        gate.open();
+        // Two for each copy, and at most one for the kernel.
+        until("the first one has ended", [&] { return calls("cuEventElapsedTime") >= asked + 4; });
+        rig.submit({order(4, direction, 32, 1, 1)});
+        CHECK(!rig.collect(5).at(1).error);
+        CHECK(rig.place(1) < rig.place(4));
+        const double alone = static_cast<double>(12 * chunk) / rate;
+        CHECK(rig.results.at(1).end - rig.results.at(1).start >= 0.8 * alone);
+        CHECK(rig.results.at(4).start - rig.results.at(1).start >= 0.8 * alone);
+        rig.close();
+    }
 }
 
 TEST("transfers at a slow tier leave staging memory for an urgent one") {

@@ -306,22 +306,6 @@ TEST("a queue can be made while the stream on which the arena was allocated is c
     rig.close();
 }
 
-TEST("the first anchor of a clock has passed, also if nothing else makes the device go on") {
-    fake_cuda().reset(1, latest_possible);
-    const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
-    cuda->enter();
-    farpool::device::EventPool events(cuda);
-    const Stream anchored = cuda->make_stream();
-    const Stream other = cuda->make_stream();
-    farpool::device::DeviceClock clock(cuda, events, anchored);
-    const farpool::device::Event event = events.take();
-    cuda->record(event, other);
-    cuda->synchronize(event);
-    CHECK(clock.take_time(event) <= farpool::monotonic_seconds());
-    cuda->end_stream(anchored);
-    cuda->end_stream(other);
-}
-
 // Time that a test passes, on the host and on the device.
 double host_now = 0;
 
@@ -330,64 +314,77 @@ void pass(double seconds) {
     fake_cuda().set(fake_host_time, host_now);
 }
 
-TEST("a clock that gains or loses is never wrong by more than it gains in two seconds and the smallest delay") {
-    constexpr double hours = 2;
-    for (const double gain : {1e-4, -1e-4, 0.0}) {
-        fake_cuda().reset(1, copies_first);
+// A device with a clock of its own. The test passes the time; the device's clock gains so many seconds in each of them.
+struct Clocked {
+    explicit Clocked(double gain = 0, Policy policy = copies_first)
+        : cuda(reset(gain, policy)), events(cuda), stream(cuda), clock(cuda, events, stream.get(), [] { return host_now; }) {}
+
+    static std::shared_ptr<farpool::device::Cuda> reset(double gain, Policy policy) {
+        fake_cuda().reset(1, policy);
         fake_cuda().set(fake_fast_clock, gain);
         host_now = 0;
         pass(1000);
-        const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
+        auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
         cuda->enter();
-        farpool::device::EventPool events(cuda);
-        const Stream stream = cuda->make_stream();
-        farpool::device::DeviceClock clock(cuda, events, stream, [] { return host_now; });
+        return cuda;
+    }
+    // An event that has passed on a stream.
+    farpool::device::Event passed(Stream on) {
+        const farpool::device::Event event = events.take();
+        cuda->record(event, on);
+        cuda->synchronize(event);
+        return event;
+    }
+
+    std::shared_ptr<farpool::device::Cuda> cuda;
+    farpool::device::EventPool events;
+    farpool::device::OwnedStream stream;
+    farpool::device::DeviceClock clock;
+};
+
+TEST("the first anchor of a clock has passed, also if nothing else makes the device go on") {
+    Clocked device(0, latest_possible);
+    const farpool::device::OwnedStream other(device.cuda);
+    CHECK(device.clock.take_time(device.passed(other.get())) <= host_now);
+}
+
+TEST("a clock that gains or loses is never wrong by more than it gains in two seconds and the smallest delay") {
+    constexpr double hours = 2;
+    for (const double gain : {1e-4, -1e-4, 0.0}) {
+        Clocked device(gain);
         std::mt19937_64 random(3);
         double worst = 0;
         while (host_now < 1000 + hours * 3600) {
             // Now and then nothing happens for up to ten minutes.
             pass(random() % 1000 == 0 ? static_cast<double>(random() % 600) : static_cast<double>(random() % 1000) * 1e-3);
             const double truth = host_now;
-            const farpool::device::Event event = events.take();
-            cuda->record(event, stream);
-            cuda->synchronize(event);
+            const farpool::device::Event event = device.passed(device.stream.get());
             const double delay = 20e-6 + static_cast<double>(random() % 100) * 1e-6;  // until a thread has seen it
             pass(delay);
-            const double time = clock.take_time(event);
+            const double time = device.clock.take_time(event);
             CHECK(time <= host_now);
             worst = std::max(worst, std::abs(time - truth));
         }
         CHECK(worst < 350e-6);  // twice 100 us of drift, a delay of up to 120 us, and the digits of a float
         CHECK(gain == 0 || worst > 20e-6);
-        cuda->end_stream(stream);
     }
 }
 
 TEST("events that are seen long after they have passed keep their times") {
-    fake_cuda().reset(1, copies_first);
-    host_now = 0;
-    pass(1000);
-    const auto cuda = farpool::device::open_cuda(0, FAKE_CUDA_PATH);
-    cuda->enter();
-    farpool::device::EventPool events(cuda);
-    const Stream stream = cuda->make_stream();
-    farpool::device::DeviceClock clock(cuda, events, stream, [] { return host_now; });
+    Clocked device;
     for (int batch = 0; batch < 20; ++batch) {
         std::vector<std::pair<double, farpool::device::Event>> recorded;
         for (int index = 0; index < 3; ++index) {
             pass(10);
-            recorded.emplace_back(host_now, events.take());
-            cuda->record(recorded.back().second, stream);
-            cuda->synchronize(recorded.back().second);
+            recorded.emplace_back(host_now, device.passed(device.stream.get()));
         }
         pass(10);
         for (const auto& [truth, event] : recorded) {
-            const double time = clock.take_time(event);
+            const double time = device.clock.take_time(event);
             CHECK(std::abs(time - truth) <
                   1e-4 * (40 * batch + 50));  // what the clocks may have drifted since the first anchor
         }
     }
-    cuda->end_stream(stream);
 }
 
 TEST("a stream that has the handle of a destroyed one waits for its work and for moves like any other") {
@@ -426,6 +423,25 @@ TEST("a stream that has the handle of a destroyed one waits for its work and for
         CHECK(holds(rig.port.at(0), 512, 2));
         rig.close();
     }
+}
+
+TEST("a queue is not closed before the work of a destroyed stream has ended") {
+    Rig rig(in_real_time(2));
+    Gate& gate = rig.gate();
+    std::atomic<bool> ran = false;
+    rig.use(1, 0, [] {});
+    rig.use(1, 1, [&] { gate.pass(), ran = true; });
+    rig.cuda->end_stream(rig.streams[1]);
+    fake_cuda().set(fake_next_stream, static_cast<double>(rig.handle(1)));
+    CHECK(rig.cuda->make_stream() == rig.streams[1]);
+    rig.use(1, 2, [] {});
+    rig.finish(rig.streams[1]);
+    CHECK(!rig.queue->close(0.01));  // the caller would give away the arena
+    CHECK(!ran);
+    CHECK_EQUAL(calls("cuMemFree_v2") + calls("cuMemHostUnregister"), 0U);
+    gate.open();
+    rig.close();
+    CHECK(ran);
 }
 
 TEST("accesses have the times of the device, in the order of their ends") {

@@ -85,15 +85,26 @@ TEST("times that are reported late count from the access that they belong to") {
         early.record(name % 10, 1, 64, false, name == 0 ? 0.0 : static_cast<double>(name));
         late.record(name % 10, 1, 64, false, 0.0);
         if (name >= 3) {  // the time after access n is known when access n + 3 has been recorded
-            late.add_time(name - 3, static_cast<double>(name - 2));
+            const Tape::Late time{name - 3, static_cast<double>(name - 2)};
+            late.add_times({&time, 1});
         }
     }
-    for (std::int64_t position = 36; position < 39; ++position) {
-        late.add_time(position + 1, static_cast<double>(position + 2));
-    }
+    late.add_times(std::vector<Tape::Late>{{38, 39.0}, {37, 38.0}, {39, 40.0}});
     CHECK_EQUAL(late.seconds(30, 39), early.seconds(30, 39));
     late.record(0, 1, 64, false, 0.0);
     CHECK_EQUAL(late.seconds(39, 40), 40.0);
+}
+
+TEST("times of accesses that the history has forgotten count for all later ones") {
+    Tape tape(4);
+    for (int name = 0; name < 8; ++name) {
+        tape.record(name, 1, 64, false, 0.0);
+    }
+    const double before = tape.seconds(5, 7);
+    tape.add_times(std::vector<Tape::Late>{{1, 100.0}, {5, 3.0}, {6, 4.0}, {6, 5.0}});
+    CHECK_EQUAL(tape.seconds(4, 5), 0.0);
+    CHECK_EQUAL(tape.seconds(5, 7) - before, 12.0);
+    CHECK_EQUAL(tape.seconds(5, 6), 3.0);
 }
 
 int main() { return farpool::testing::run(); }

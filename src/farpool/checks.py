@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 
 __all__ = ["missing_package", "require_choice", "require_package", "require_seconds", "require_type", "require_whole"]
@@ -35,7 +36,7 @@ def require_type(value: object, declared: Any, what: str, *, text: bool = False)
         The value has another type.
     """
     try:
-        return msgspec.convert(value, declared, strict=not text)
+        return msgspec.convert(value, prepared(declared), strict=not text)
     except msgspec.ValidationError as error:
         expected = str(error).partition(",")[0].replace("Expected", "expected")
         raise ConfigError(f"{what} is {value!r}, {expected}", setting=what) from None

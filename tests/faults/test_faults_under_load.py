@@ -147,10 +147,11 @@ def test_whatever_happens_to_nodes_clients_get_what_is_right_or_a_typed_error_in
     ("transport", "seed", "rounds"),
     [
         ("auto", "1", ROUNDS),
-        pytest.param("tcp", "2", 10 * ROUNDS, marks=pytest.mark.slow),
-        pytest.param("auto", "3", 10 * ROUNDS, marks=pytest.mark.slow),
+        ("tcp", "2", 10 * ROUNDS),
+        ("auto", "3", 10 * ROUNDS),
     ],
 )
+@pytest.mark.slow
 def test_nothing_is_lost_when_all_nodes_are_replaced_again_and_again_with_sweeps_between(
     transport: str, seed: str, rounds: int
 ) -> None:

@@ -111,8 +111,9 @@ def all_answer(store: Store) -> bool:
     return all(status.stats is not None for status in store.nodes())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_members_join_leave_and_move_under_load_and_nothing_is_wrong_or_lost(transport: str) -> None:
     confirmed: list[str] = []
     with contextlib.ExitStack() as stack:

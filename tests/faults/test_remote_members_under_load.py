@@ -117,8 +117,9 @@ def listed(nodes: Sequence[RunningNode]) -> list[str]:
     return [node.address for node in nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_members_join_leave_and_move_while_a_pool_works_and_all_bits_are_right(transport: str) -> None:
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(running_node(grace=30)) for _ in range(2)]

@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 
 
 QUEUE, LAUNCHER, COPIES, MOVES = "device_queue.cpp", "launcher.cpp", "copies.cpp", "moves.cpp"
-STAGING, ORDER, CLOCK = "staging.cpp", "program_order.cpp", "device_clock.cpp"
+STAGING, ORDER, CLOCK, CUDA = "staging.cpp", "program_order.cpp", "device_clock.cpp", "cuda.cpp"
 FOLLOW = "    wait_for_moves(stream, moves);\n    wait_for(stream, last_use, nullptr);"
 MUTANTS = [
     Mutant("copies follow nothing", COPIES, "order_.follow(line.stream.get(), job.last_use, line.moves);", "(void)0;"),
@@ -57,7 +57,8 @@ MUTANTS = [
     Mutant("copies are queued without bound", COPIES, "seconds < config_.queued_seconds", "seconds < 1e9"),
     Mutant("one copy is queued", COPIES, "least_copies = 2;", "least_copies = 1;"),
     Mutant("urgent copies have no stream", COPIES, "job.direction, job.urgent());", "job.direction, false);"),
-    Mutant("others take the link", COPIES, "if (!job.urgent() && ", "if (false && "),
+    Mutant("others take the link", COPIES, "    return oldest.has_begun;", "    return false;"),
+    Mutant("an urgent copy that waits has the link", COPIES, "device_->passed(oldest.start);", "true;"),
     Mutant("the other stream does not follow", COPIES, "job.followed[job.urgent() ? 1 : 0]", "job.followed[0]"),
     Mutant("no staging is kept", STAGING, "nbytes / 2 < chunk ? -1", "true ? -1"),
     Mutant("kept staging is lost", STAGING, "        kept_ = offset;", ""),
@@ -69,16 +70,27 @@ MUTANTS = [
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
     Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("work of destroyed streams is not awaited", MOVES, "        order.follow_destroyed(stream());", ""),
+    Mutant("unsupported batches are tried again", CUDA, "        batches_ = false;", ""),
+    Mutant("a transfer that is not cut stays", LAUNCHER, "            complete(job, false);", "open_.erase(&job);"),
+    Mutant("a leg that is not submitted stays", LAUNCHER, "        refused();\n        return;", "        return;"),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
-    Mutant("a clock is set by no delay", CLOCK, "time + std::exchange(least", "time + 0 * std::exchange(least"),
+    Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
+    Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),
     Mutant("a clock is not set at once", CLOCK, "std::min(anchored_at_, now - seconds);", "anchored_at_;"),
 ]  # fmt: skip
 
 
-def killed(mutant: Mutant, folder: Path, compiler: str) -> str | None:
-    """Return the test that fails, or null if none does."""
+def source_of(mutant: Mutant) -> str:
+    """Return the file's text, which has the text that is replaced once."""
     source = (ROOT / "native" / "device" / mutant.file).read_text()
     assert source.count(mutant.old) == 1, f"{mutant.name}: not exactly once in {mutant.file}: {mutant.old}"
+    return source
+
+
+def killed(mutant: Mutant, folder: Path, compiler: str) -> str | None:
+    """Return the test that fails, or null if none does."""
+    source = source_of(mutant)
     changed = folder / mutant.file
     changed.write_text(source.replace(mutant.old, mutant.new))
     made = folder / "mutant.o"
@@ -102,6 +114,11 @@ def fails(program: Path) -> bool:
         )
     except subprocess.TimeoutExpired:
         return True
+
+
+def test_each_text_to_replace_stands_once_in_its_file() -> None:
+    for mutant in MUTANTS:
+        assert source_of(mutant) != source_of(mutant).replace(mutant.old, mutant.new), mutant.name
 
 
 @pytest.mark.slow

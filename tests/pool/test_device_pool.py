@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierError, TierTimeoutError, UnsupportedError
+from farpool import ConfigError, Dram, FarpoolWarning, Faulty, Nvme, TierError, TierTimeoutError, UnsupportedError
 from farpool.ledger import Ledger
 from farpool.memory.pager import Mode
 from farpool.memory.pager.storage import Storage
@@ -308,7 +308,7 @@ _ENDING = """
 """
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("fork", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_interpreter_ends_while_transfers_are_under_way(fork: bool) -> None:
     FakeCuda()  # skips if it is not built
     program = textwrap.dedent(_ENDING.format(root=str(Path(__file__).parents[2]), fork=fork))
@@ -331,6 +331,21 @@ def test_bytes_from_host_memory_enter_below_and_nothing_waits_for_the_device(mac
             for storage, source in zip(storages, sources, strict=True):
                 assert read(pool, machine, storage) == source
         assert pool.stats().write_backs <= 1  # of the block into which the small one was packed
+
+
+def test_a_lower_tier_that_fails_does_not_refuse_what_fits_into_the_fast_tier(machine: FakeMachine) -> None:
+    with block_pool(FAST, [Faulty(Dram("4MiB"), fail_writes=1.0)], timeout=60) as pool:
+        source = ctypes.create_string_buffer(3 * FAST)
+        address = ctypes.addressof(source)
+        assert pool.enter(address, FAST, source, cls="weights") is None
+        storage = pool.allocate(FAST, cls="weights")
+        with pytest.raises(TierError, match="on purpose"):
+            pool.enter(address, BLOCK, source, cls="weights")
+        del storage
+        assert pool.enter(address, FAST, source, cls="weights") is None
+        with pytest.raises(TierError, match="on purpose"):
+            pool.enter(address, 2 * FAST, source, cls="weights")
+        assert [tier.reserved for tier in pool.stats().tiers] == [0]
 
 
 def test_a_tier_that_keeps_checksums_gets_the_pieces_that_are_read_again(machine: FakeMachine, tmp_path: Path) -> None:
@@ -419,8 +434,15 @@ _DROPPING = """
 """
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["exit", "another pool"])
-@pytest.mark.parametrize("cuda", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("cuda", "again"),
+    [
+        pytest.param(True, False, id="device-exit"),
+        pytest.param(False, True, id="host-another pool"),
+        pytest.param(False, False, id="host-exit", marks=pytest.mark.slow),
+        pytest.param(True, True, id="device-another pool", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pool_that_is_dropped_in_the_middle_of_its_copies_frees_nothing_under_them(cuda: bool, again: bool) -> None:
     FakeCuda()  # skips if it is not built
     program = textwrap.dedent(_DROPPING.format(root=str(Path(__file__).parents[2]), cuda=cuda, again=again))

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,47 @@ def test_a_tier_that_does_not_answer_is_given_up_and_keeps_its_memory() -> None:
     with pytest.warns(FarpoolWarning, match="have not ended within"):
         pool.force_close()
     tier.close()  # ends the stall
+
+
+class _Late(Dram):
+    """A tier whose first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__("1MiB", "late")
+        self.go_on, self.written = threading.Event(), threading.Event()
+
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        assert self.go_on.wait(60)
+        super().write_from(extent, data)
+        self.written.set()
+
+
+def test_what_a_late_write_has_held_is_free_after_its_end() -> None:
+    tier = _Late()
+    pool, _ = full_pool(Faulty(tier), timeout=0.2)
+    with pool:
+        source = Bytes(5000)
+        kept = weakref.ref(source)
+        with pytest.raises(TierTimeoutError, match="still under way"):
+            source.enter(pool)
+        del source
+        gc.collect()
+        held = reserved(pool)
+        assert held[0] > 0
+        assert kept() is not None
+        with pytest.raises(TierTimeoutError):
+            Bytes(5000).enter(pool)  # the first write still runs, and what it holds stays
+        assert reserved(pool)[0] == 2 * held[0]
+        tier.go_on.set()
+        assert tier.written.wait(60)
+        limit = time.monotonic() + 20
+        while pool._entry.busy and time.monotonic() < limit:
+            with contextlib.suppress(TierTimeoutError):  # of a machine with much else to do
+                Bytes(5000).enter(pool)
+        assert not pool._entry.busy
+        gc.collect()
+        assert kept() is None
+        assert reserved(pool) == [0]
 
 
 class _Gate(Dram):

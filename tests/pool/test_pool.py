@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -204,6 +205,27 @@ def test_events_tell_what_moved() -> None:
         text = pool.explain()
         assert "dram" in text
         assert "stalls" in text
+
+
+def test_the_last_events_arrive_before_a_subscription_ends() -> None:
+    events: list[Event] = []
+    with block_pool("64KiB", dram="1MiB") as pool:
+        storages = [pool.allocate(10_000) for _ in range(5)]
+        for storage in storages:
+            write(pool, storage, bytes(10_000))
+        end = pool.subscribe(events.append)
+        for storage in storages:
+            pool.demote(storage)  # begins write-backs, and no operation follows
+        limit = time.monotonic() + 60
+        while sum(link.nbytes for link in pool.stats().links) < 50_000:
+            assert time.monotonic() < limit
+        end()
+        moved = [event.nbytes for event in events if event.kind == "writeback"]
+        assert sum(moved) == sum(link.nbytes for link in pool.stats().links)
+        count = len(events)
+        later: list[Event] = []
+        pool.subscribe(later.append)()
+        assert (len(events), later) == (count, [])
 
 
 def test_each_storage_that_is_freed_was_created(tmp_path: Path) -> None:

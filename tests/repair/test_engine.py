@@ -172,6 +172,34 @@ def test_failed_and_held_back_copies_count_as_lacking() -> None:
     assert world.engine.lacking == len(list(lacking(world))) > 0
 
 
+def test_a_member_lost_while_objects_move_leaves_no_object_unnoticed() -> None:
+    # No order is answered, and all are under way while the scan looks at their objects.
+    world = filled(members=2, copies=2, losses=2.0, tries_max=1, order_timeout=20.0)
+    world.join(77)
+    world.run(world.now + 1.0)
+    moving = len(world.engine._flights)
+    assert moving
+    world.kill(member(world, 0), for_good=True)
+    world.settle()
+    assert world.engine.counts.left.keys() == set(lacking(world)) == set(KEYS)
+    assert world.engine.counts.endangered == world.engine.counts.failed == len(KEYS)
+
+
+def test_a_member_lost_while_a_surplus_copy_is_dropped_leaves_no_object_unnoticed() -> None:
+    world = World(1, 4, order_timeout=20.0)
+    world.put(b"key", 1000, 2)
+    extra = next(one for one in world.members.values() if one not in world.holders(b"key"))
+    extra.objects[b"key"] = world.holders(b"key")[0].objects[b"key"]
+    world._drop = lambda order, delay: world.dropped.append(order)  # type: ignore[method-assign]
+    world.engine.scan()
+    while not world.dropped:
+        world.run(world.now + 0.1)
+    del extra.objects[b"key"]
+    world.kill(world.holders(b"key")[0], for_good=True)
+    world.settle()
+    assert not list(lacking(world))
+
+
 def test_copies_that_might_be_evicted_do_not_go_to_members_that_evict() -> None:
     world = filled(members=3, copies=2, pressure=1e9)
     for one in world.members.values():

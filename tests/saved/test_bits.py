@@ -178,6 +178,7 @@ print(*losses, *[weight.double().sum().item().hex() for weight in model.paramete
 """
 
 
+@pytest.mark.slow
 def test_a_process_trains_with_saved_tensors_on_a_disk_with_the_bits_of_a_plain_one(tmp_path: Path) -> None:
     results = [
         subprocess.run(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import count
 
-from farpool.tensors.region_cost import Direction, Region, Traffic, decide, report
+import pytest
+import torch
+
+from farpool.tensors.region_cost import Choice, Direction, Region, Traffic, decide, report
+from farpool.tensors.saving_steps import Step
 
 MB = 10**6
 FREE = Direction(-(10**12), 0.0, 1.0)
 
 
-def region(name: str, seconds: float, nbytes: int, calls: int = 1, **more: bool) -> Region:
+def region(name: str, seconds: float, nbytes: int, calls: int = 1, **more: Choice) -> Region:
     return Region(name, seconds=seconds, nbytes=nbytes, calls=calls, **more)
 
 
@@ -77,9 +81,9 @@ def test_a_choice_changes_only_if_the_other_one_costs_much_less() -> None:
 
 
 def test_a_region_that_was_not_measured_stays_and_one_that_changes_buffers_is_kept() -> None:
-    buffers, unknown = region("buffers", 0.0, 0, always=True, kept=True), Region("unknown", calls=1)
+    buffers, unknown = region("buffers", 0.0, 0, choice=Choice.ALWAYS), Region("unknown", calls=1)
     assert choices([buffers, unknown], traffic(1.0)) == [True, False]
-    assert not unknown.decided
+    assert unknown.choice is Choice.MEASURE
     told = report([buffers, unknown], None).splitlines()
     assert told[1].endswith("kept, as it changes buffers")
     assert told[2].endswith("computed again, to measure it")
@@ -95,3 +99,16 @@ def test_the_report_has_costs_and_choices() -> None:
     assert "954 MiB/s" in lines[3]
     assert lines[4] == "to lower tiers: 954 MiB/s, behind 20.00 ms of computing; 1 MiB fit without"
     assert lines[5] == "back: not measured, behind 40.00 ms of computing; 1 MiB move anyway"
+
+
+def test_a_graph_that_is_gone_through_again_and_again_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr("farpool.tensors.saving_steps.time.perf_counter", lambda: float(next(clock)))
+    step = Step(torch.device("cpu"))
+    for _ in range(3):
+        step.saved(step.mark())
+    step.end_forward()
+    for _ in range(100):
+        step.read(step.mark())
+    # Each copy takes one second: three into the pool, and three out of it.
+    assert step.times()[0] == 6.0

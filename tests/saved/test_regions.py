@@ -18,7 +18,7 @@ import farpool
 from farpool import ArgumentError, Dram, Pool, PoolClosedError
 from farpool.memory.pool import blocks_of
 from farpool.tensors import saved, saving_steps
-from farpool.tensors.region_cost import Region, Traffic
+from farpool.tensors.region_cost import Choice, Region, Traffic
 from tests.saved.programs import PROGRAMS, PlainBytes, activations, gradients, mlp, rows
 from tests.tensors.bits import assert_same
 
@@ -47,8 +47,9 @@ def choose(monkeypatch: pytest.MonkeyPatch, choices: list[bool]) -> list[int]:
     def decide(regions: Iterable[Region], traffic: Traffic) -> None:
         found = list(regions)
         for number, region in enumerate(found):
-            region.kept = region.always or choices[(len(steps) + number) % len(choices)]
-            region.decided = True
+            if region.choice is not Choice.ALWAYS:
+                kept = choices[(len(steps) + number) % len(choices)]
+                region.choice = Choice.KEPT if kept else Choice.AGAIN
         steps.append(len(found))
 
     monkeypatch.setattr(saving_steps, "decide", decide)

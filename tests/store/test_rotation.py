@@ -59,7 +59,7 @@ def store_on(nodes: list[RunningNode], name: str, replicas: int, transport: str 
     ("transport", "nvme"),
     [
         ("tcp", False),
-        ("mapped", True),
+        pytest.param("mapped", True, marks=pytest.mark.slow),
         pytest.param("mapped", False, marks=pytest.mark.slow),
         pytest.param("tcp", True, marks=pytest.mark.slow),
     ],

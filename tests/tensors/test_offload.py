@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,29 @@ def test_offloading_twice_changes_nothing_and_new_layers_are_added(evil: EvilPoo
     assert type(model[1].weight) is PagedTensor
     with pytest.raises(PoolMixError, match=r"0\.weight"):
         farpool.offload(model, EvilPool())
+
+
+def test_gradients_that_are_not_paged_go_where_their_parameters_go(
+    evil: EvilPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Embedding(50, 8, sparse=True)])
+    farpool.offload(model, evil)
+    model[0](model[1](torch.tensor([1, 3]))).sum().backward()
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    assert gradients[2].is_sparse
+    # Another device stands in for the host of a machine whose pool is on a GPU.
+    monkeypatch.setattr(sys.modules["farpool.tensors.offload"], "to_cpu", elsewhere)
+    farpool.restore(model, device="cpu")
+    assert list(model.parameters()) == parameters
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert type(parameter) is nn.Parameter
+        assert parameter.grad is gradient
+        assert parameter.device.type == gradient.device.type == "meta"
+    assert parameters[2].grad.is_sparse
 
 
 def test_restoring_a_plain_module_does_nothing() -> None:

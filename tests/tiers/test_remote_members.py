@@ -267,7 +267,7 @@ def test_another_node_at_the_address_is_refused_and_the_member_is_found_where_it
     ("drains", "transport"),
     [
         (True, "tcp"),
-        (False, "mapped"),
+        pytest.param(False, "mapped", marks=pytest.mark.slow),
         pytest.param(True, "mapped", marks=pytest.mark.slow),
         pytest.param(False, "tcp", marks=pytest.mark.slow),
     ],

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, dataclas
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 from farpool.observe.provenance import Provenance
 
@@ -229,7 +230,7 @@ class Result:
             The file cannot be read or is not a result file of this version.
         """
         try:
-            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            file = msgspec.json.decode(path.read_bytes(), type=prepared(_File))
             result = cls(load(file.benchmark), rows_of(file.result), file.provenance)
             for _ in result.benchmark.tables(result.outcome):
                 pass  # a field that is missing is noticed now

@@ -23,6 +23,7 @@ import typer
 from farpool.cli.manager import Audit, ManagerListen, require_manager
 from farpool.cli.node import announce
 from farpool.cli.registry import Where
+from farpool.decoding import prepared
 from farpool.errors import ConfigError, FarpoolError
 from farpool.sizes import format_size, parse_size
 
@@ -145,7 +146,7 @@ def _await_ready(child: _Child, stopping: threading.Event) -> bool:
                     child.process.wait()
                     raise _ended(child)
                 line += data
-    child.ready = msgspec.json.decode(line, type=dict[str, Any])
+    child.ready = msgspec.json.decode(line, type=prepared(dict[str, Any]))
     return True
 
 

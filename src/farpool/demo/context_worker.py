@@ -13,6 +13,7 @@ import msgspec
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from farpool.decoding import prepared
 from farpool.demo.shared_context import BLOCK_TOKENS, Answer, ContextReply, ContextRequest
 from farpool.kv.cache import PrefixCache
 from farpool.kv.engines.transformers_config import cache_argument
@@ -107,7 +108,7 @@ class _Answerer:
 
 def main() -> None:
     """Read the request, save the context's KV if requested, answer the questions, and write the reply."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ContextRequest)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=prepared(ContextRequest))
     answerer = _Answerer(request.node)
     computed: list[Answer] = []
     loaded: list[Answer] = []

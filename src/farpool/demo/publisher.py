@@ -11,13 +11,14 @@ import time
 import msgspec
 
 from farpool.cluster.store import Store
+from farpool.decoding import prepared
 from farpool.demo.model import all_tensors, load_embedder, tune
 from farpool.demo.start_up import Published, PublishRequest
 
 
 def main() -> None:
     """Publish the weights; report the number of tensors, their bytes, and how long loading and publishing took."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=PublishRequest)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=prepared(PublishRequest))
     import transformers.models.bert.modeling_bert  # noqa: F401 - here, so that the time of loading excludes it
 
     begin = time.monotonic()

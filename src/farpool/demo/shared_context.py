@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 
+from farpool.decoding import prepared
 from farpool.demo.corpus import library_passages, pick
 from farpool.demo.nodes import lending
 from farpool.errors import FarpoolError
@@ -198,7 +199,7 @@ def _ask(request: ContextRequest, step: str) -> ContextReply:
     )
     if done.returncode:
         raise FarpoolError(f"the process to {step} ended with code {done.returncode}: {done.stderr.decode().strip()}")
-    return msgspec.json.decode(done.stdout, type=ContextReply)
+    return msgspec.json.decode(done.stdout, type=prepared(ContextReply))
 
 
 def report(outcome: ContextOutcome) -> RenderableType:

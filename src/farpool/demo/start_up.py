@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from farpool.cluster.store import Store
+from farpool.decoding import prepared
 from farpool.errors import FarpoolError
 
 __all__ = [
@@ -285,7 +286,7 @@ def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Re
     )
     if done.returncode:
         raise FarpoolError(f"the demo's {module} ended with code {done.returncode}: {done.stderr.decode().strip()}")
-    return msgspec.json.decode(done.stdout, type=reply), begin
+    return msgspec.json.decode(done.stdout, type=prepared(reply)), begin
 
 
 def _median(starts: Sequence[Start]) -> Start:

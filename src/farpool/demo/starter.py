@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.demo.start_up import PROCESS_TIMEOUT_S, Started, StartRequest
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Read the request, prepare the model, embed the texts, and report when each step ended."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=StartRequest)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=prepared(StartRequest))
     # Both kinds of start import the same packages, so only the way to get the weights makes a difference in time.
     import torch
     import transformers.models.bert.modeling_bert  # noqa: F401

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 from farpool.kv.reasons import Reason
 
@@ -91,7 +92,7 @@ class Note(msgspec.Struct, frozen=True):
             The bytes are not a note.
         """
         try:
-            return msgspec.msgpack.decode(note, type=cls)
+            return msgspec.msgpack.decode(note, type=prepared(cls))
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from farpool import forks
+from farpool.decoding import prepared
 
 __all__ = ["Entry", "journal_folder", "record", "recorded", "runs"]
 
@@ -228,7 +229,7 @@ def _asked(request: str) -> Iterator[tuple[int, list[Entry]]]:
                 connection.sendall(request.encode() or b"\n")
                 while piece := connection.recv(1 << 16):
                     pieces.append(piece)
-                entries = msgspec.json.decode(b"".join(pieces), type=list[Entry])
+                entries = msgspec.json.decode(b"".join(pieces), type=prepared(list[Entry]))
             except (OSError, msgspec.DecodeError):
                 continue
         yield int(path.stem.removeprefix("kv-")), entries

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.judge import Judge
@@ -123,7 +124,7 @@ class CacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fie
             A setting is missing, unknown, or of the wrong type.
         """
         try:
-            return msgspec.convert(dict(settings), cls)
+            return msgspec.convert(dict(settings), prepared(cls))
         except msgspec.ValidationError as error:
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(f"{where}: {error}; farpool's settings there are {known}") from None

@@ -24,6 +24,7 @@ from farpool.cluster.leases.records import (
 )
 from farpool.cluster.leases.requests import Take, TenantLimits
 from farpool.cluster.members.records import ALIVE, RECORD, MemberRecord
+from farpool.decoding import prepared
 from farpool.sim.plan import CLOCK_ERROR_MAX_S
 from farpool.sim.violation import require
 
@@ -128,7 +129,7 @@ class Truth:
     def _change_members(self, operations: Sequence[Operation]) -> None:
         for one in operations:
             if one.key.startswith(RECORD) and not isinstance(one, Delete):
-                self.records[one.key.removeprefix(RECORD)] = msgspec.json.decode(one.value, type=MemberRecord)
+                self.records[one.key.removeprefix(RECORD)] = msgspec.json.decode(one.value, type=prepared(MemberRecord))
             else:
                 require(one.key.startswith(ALIVE), "keys", f"{one.key} was written")
 

@@ -386,15 +386,28 @@ def _move_group_out(group: list[PagedTensor], plain_copy: Callable[[PagedTensor]
     """Make leaves of one storage plain. Release the storage at once, because the next storage may need its room."""
     # All copies exist before the first tensor changes, so a tier that fails leaves the whole group paged.
     plain = _plain_group(group, plain_copy)
-    gradients = [plain_copy(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
+    gradients = [
+        _plain_gradient(tensor.grad, twin.device, plain_copy) for tensor, twin in zip(group, plain, strict=True)
+    ]
     for tensor, twin, gradient in zip(group, plain, gradients, strict=True):
         if gradient is not None:
-            paged = tensor.grad
-            assert paged is not None
+            former = tensor.grad
+            assert former is not None
             tensor.grad = None
-            swap(paged, gradient)
-            twin.grad = paged
+            swap(former, gradient)
+            twin.grad = former
         swap(tensor, twin)
+
+
+def _plain_gradient(
+    gradient: torch.Tensor | None, device: torch.device, plain_copy: Callable[[PagedTensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """The plain gradient of a leaf that becomes plain on a device; None if the gradient can stay as it is."""
+    if type(gradient) is PagedTensor:
+        return plain_copy(gradient)
+    if gradient is None or gradient.device == device:
+        return None
+    return gradient.to(device)  # a sparse one, or one that the program has set; torch wants it beside its leaf
 
 
 def _plain_group(group: list[PagedTensor], plain_copy: Callable[[PagedTensor], torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from farpool.errors import ArgumentError
-from farpool.tensors.region_cost import Region
+from farpool.tensors.region_cost import Choice, Region
 from farpool.tensors.saved import SavedBytes, Saver
 from farpool.tensors.saving_steps import Step, modules_of
 
@@ -82,7 +82,7 @@ def checkpoint(function: Callable[..., _Result], /, *args: Any, use_reentrant: b
     if new and (buffers := _buffers(modules)):
         with saver.plan.first_call(region):
             result = function(*args, **kwargs)
-            region.always = region.kept = _changed(modules, buffers)
+            region.choice = Choice.ALWAYS if _changed(modules, buffers) else Choice.MEASURE
     elif region.kept:
         begin = step.begin_region()
         result = function(*args, **kwargs)

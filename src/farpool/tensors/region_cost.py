@@ -3,9 +3,9 @@
 A region that is computed again costs the seconds of its forward pass. A region that is kept costs the seconds in which
 its saved tensors are copied into the pool and out of it, and those for which the step waits for the links to the lower
 tiers. Transfers run behind the computing, so it waits for little until they take longer than the computing: then the
-links are full, and each byte costs its whole time. So regions are taken in the
-order of seconds of computing for each byte, and each is kept as long as that costs less and the tiers have room. A
-speed that was not measured yet counts as no cost, so that it is measured.
+links are full, and each byte costs its whole time. So regions are taken in the order of seconds of computing for each
+byte, and each is kept as long as that costs less and the tiers have room. A speed that was not measured yet counts as
+no cost, so that it is measured.
 
 All times are the shortest that were measured, so that waiting and other programs do not count, and so that choices come
 to rest.
@@ -16,13 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from farpool.sizes import format_size
 
-__all__ = ["Region", "Traffic", "decide", "report"]
+__all__ = ["Choice", "Region", "Traffic", "decide", "report"]
 
 _MARGIN = 1.25
 """A choice changes only if the other one costs so many times less."""
+
+
+class Choice(Enum):
+    """The way in which the next call of a region is made."""
+
+    ALWAYS = "kept, as it changes buffers"
+    MEASURE = "computed again, to measure it"
+    KEPT = "kept"
+    AGAIN = "computed again"
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +42,8 @@ class Region:
     Attributes
     ----------
     name : str
-    always : bool
-        True if the region has to be kept, because its forward pass changes buffers.
-    kept : bool
+    choice : Choice
         The choice for the next call.
-    decided : bool
-        True if the choice was made by cost.
     seconds : float
         Shortest time of its forward pass; NaN if it was not measured.
     nbytes : int
@@ -52,15 +58,18 @@ class Region:
     """
 
     name: str
-    always: bool = False
-    kept: bool = False
-    decided: bool = False
+    choice: Choice = Choice.MEASURE
     seconds: float = math.nan
     nbytes: int = 0
     plain: int = 0
     calls: int = 0
     copies: float = math.nan
     waits: float = math.nan
+
+    @property
+    def kept(self) -> bool:
+        """True if the next call is kept."""
+        return self.choice in (Choice.ALWAYS, Choice.KEPT)
 
     def measured(self, seconds: float) -> None:
         self.seconds = seconds if math.isnan(self.seconds) else min(self.seconds, seconds)
@@ -124,7 +133,7 @@ def decide(regions: Iterable[Region], traffic: Traffic) -> None:
     kept = 0
     chosen = []
     for region in regions:
-        if region.always:
+        if region.choice is Choice.ALWAYS:
             kept += region.nbytes * region.calls
         elif not math.isnan(region.seconds):
             chosen.append(region)
@@ -133,10 +142,10 @@ def decide(regions: Iterable[Region], traffic: Traffic) -> None:
         nbytes = region.nbytes * region.calls
         region.copies = nbytes * traffic.copy_rate
         region.waits = traffic.wait(kept + nbytes) - traffic.wait(kept)
-        margin = 1.0 if not region.decided else _MARGIN if region.kept else 1 / _MARGIN
+        margin = {Choice.KEPT: _MARGIN, Choice.AGAIN: 1 / _MARGIN}.get(region.choice, 1.0)
         costs_less = region.copies + region.waits <= region.seconds * region.calls * margin
-        region.kept = costs_less and kept + nbytes <= traffic.room and region.plain <= region.nbytes
-        region.decided = True
+        fits = kept + nbytes <= traffic.room and region.plain <= region.nbytes
+        region.choice = Choice.KEPT if costs_less and fits else Choice.AGAIN
         if region.kept:
             kept += nbytes
 
@@ -145,13 +154,9 @@ def report(regions: Iterable[Region], traffic: Traffic | None) -> str:
     """Format the costs and choices as text."""
     lines = ["region                            calls  compute again       bytes      copies       waits  choice"]
     for region in regions:
-        choice = "kept" if region.kept else "computed again"
-        if region.always:
-            choice += ", as it changes buffers"
-        elif region.plain > region.nbytes:
-            choice += ", as the pool does not store its tensors"
-        elif not region.decided:
-            choice += ", to measure it"
+        choice = region.choice.value
+        if not region.kept and region.plain > region.nbytes:
+            choice = "computed again, as the pool does not store its tensors"
         lines.append(
             f"{region.name:<32} {region.calls:>6}  {_milliseconds(region.seconds * region.calls):>13}"
             f"  {format_size(region.nbytes * region.calls):>10}  {_milliseconds(region.copies):>10}"

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from farpool.memory.pool.block_pool import BlockPool
 from farpool.memory.pool.stats import Stats
-from farpool.tensors.region_cost import Direction, Region, Traffic, decide, report
+from farpool.tensors.region_cost import Choice, Direction, Region, Traffic, decide, report
 
 __all__ = ["Plan", "Step", "modules_of", "plan_of"]
 
@@ -98,10 +98,14 @@ class Step:
         self._saves.append((start, self.mark()))
 
     def read(self, start: _Mark) -> None:
-        """Note that a tensor was copied out of the pool since a mark."""
+        """Note that a tensor was copied out of the pool since a mark.
+
+        A graph that is kept may be gone through again without end, so no more copies are noted than tensors were saved.
+        """
         if self._forward_end is None:
             self._forward_end = start
-        self._reads.append((start, self.mark()))
+        if len(self._reads) < len(self._saves):
+            self._reads.append((start, self.mark()))
 
     def called(self, region: Region) -> None:
         """Note a call of a region."""
@@ -204,9 +208,9 @@ class Plan:
                 name = getattr(modules[0] if modules else function, "__qualname__", None)
                 name = name or type(modules[0] if modules else function).__qualname__
                 largest = max((size for size, _ in sizes), key=lambda size: size.numel(), default=torch.Size())
-                kept = any(True for one in modules for _ in one.buffers())
+                buffers = any(True for one in modules for _ in one.buffers())
                 found = (
-                    Region(f"{name} {list(largest)}", always=kept, kept=kept),
+                    Region(f"{name} {list(largest)}", Choice.ALWAYS if buffers else Choice.MEASURE),
                     [weakref.ref(one) for one in modules],
                 )
                 self._regions[key] = found

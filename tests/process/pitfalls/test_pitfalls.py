@@ -20,11 +20,13 @@ ENOUGH = 2
 LONG = frozenset(
     (
         "a_module_compiled_to_native_code_is_right_or_refused",
+        "a_view_is_paged_or_a_copy_and_never_a_plain_alias",
         "data_loader_workers_with_a_paged_data_set_are_right_or_raise[forkserver]",
         "every_optimizer_of_torch_trains_to_the_same_bits",
         "gradients_of_functions_are_equal_or_refused[random]",
         "operations_on_the_whole_table_are_equal_or_name_the_budget",
         "reading_by_index_is_as_in_torch[many_blocks]",
+        "what_is_saved_loads_in_a_process_without_farpool[a state dict]",
         "what_is_saved_loads_in_a_process_without_farpool[a whole module]",
         "writing_a_number_by_index_is_as_in_torch[many_blocks]",
     )

@@ -10,6 +10,7 @@ import threading
 import msgspec
 
 from farpool.abc.fabric import Exposed
+from farpool.decoding import prepared
 from farpool.errors import NodeError
 
 __all__ = ["NixlExposure"]
@@ -60,7 +61,7 @@ class NixlExposure:
         finally:
             timer.cancel()
         try:
-            said = msgspec.json.decode(line, type=Exposed | str)
+            said = msgspec.json.decode(line, type=prepared(Exposed | str))
         except msgspec.DecodeError as error:
             raise NodeError(
                 f"the process for one-sided transfers ended, or did not start within {_START_TIMEOUT_S:g} s; it said "

@@ -24,6 +24,7 @@ from farpool.cluster.wire.access import AccessKey
 from farpool.cluster.wire.address import Address
 from farpool.cluster.wire.certificate import CERTIFICATE, TLS_VARIABLE
 from farpool.cluster.wire.private_file import read_file
+from farpool.decoding import prepared
 from farpool.errors import ConfigError, LeaseRefusedError, ManagerAwayError, ManagerError
 from farpool.sizes import format_size
 
@@ -151,8 +152,8 @@ class _TenantAnswer(msgspec.Struct, frozen=True):
     tenant: _Tenant
 
 
-_DECODER = msgspec.json.Decoder(_Answer)
-_TENANT_DECODER = msgspec.json.Decoder(_TenantAnswer)
+_DECODER = msgspec.json.Decoder(prepared(_Answer))
+_TENANT_DECODER = msgspec.json.Decoder(prepared(_TenantAnswer))
 
 
 class ManagerClient:
@@ -392,7 +393,7 @@ def _shown(manager: Address) -> str:
 def _problem(answer: bytes) -> dict[str, Any]:
     """Return the problem document (RFC 9457) of an answer; empty if it is none."""
     try:
-        return msgspec.json.decode(answer, type=dict[str, Any])
+        return msgspec.json.decode(answer, type=prepared(dict[str, Any]))
     except (msgspec.DecodeError, msgspec.ValidationError):
         return {}
 

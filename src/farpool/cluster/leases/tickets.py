@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 
 from farpool.cluster.wire.access import LONGEST_NAME
+from farpool.decoding import prepared
 from farpool.errors import TicketError
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ class _Form:
 
 
 _FORMS: dict[type[Ticket | Order], _Form] = {
-    Ticket: _Form("ticket", b"FPT1", TICKET_BYTES_MAX, msgspec.msgpack.Decoder(Ticket)),
-    Order: _Form("order", b"FPO1", ORDER_BYTES_MAX, msgspec.msgpack.Decoder(Order)),
+    Ticket: _Form("ticket", b"FPT1", TICKET_BYTES_MAX, msgspec.msgpack.Decoder(prepared(Ticket))),
+    Order: _Form("order", b"FPO1", ORDER_BYTES_MAX, msgspec.msgpack.Decoder(prepared(Order))),
 }
 _ENCODER = msgspec.msgpack.Encoder()
 

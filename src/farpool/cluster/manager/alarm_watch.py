@@ -33,6 +33,7 @@ from farpool.cluster.tenants.records import FLEET
 from farpool.cluster.wire.access import client_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
+from farpool.decoding import prepared
 from farpool.errors import FarpoolError, RegistryDamagedError, RegistryError
 
 __all__ = ["AlarmWatch", "read_alarms"]
@@ -248,7 +249,7 @@ def _stats(channel: Channel) -> Answer:
     began = time.monotonic()
     found: dict[str, Any] = channel.call("stats", began + _CALL_TIMEOUT_S, tenants=True)
     took = time.monotonic() - began
-    tenants = msgspec.convert(found.pop("tenants", None), dict[int, dict[str, int]] | None)
+    tenants = msgspec.convert(found.pop("tenants", None), prepared(dict[int, dict[str, int]] | None))
     counters = {
         name: float(value) for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
     }

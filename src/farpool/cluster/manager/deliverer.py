@@ -24,6 +24,7 @@ from farpool.cluster.node.logs import log
 from farpool.cluster.wire.access import client_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
+from farpool.decoding import prepared
 from farpool.errors import FarpoolError, NodeError, ProtocolError, TicketError
 
 __all__ = ["Deliverer", "order_of"]
@@ -233,8 +234,8 @@ def _holdings(channel: Channel, until: float) -> Iterator[Held]:
     while True:
         answer = channel.call("holdings", until, after=after)
         try:
-            page = msgspec.convert(answer["holdings"], list[_Holding])
-            following = msgspec.convert(answer["next"], int)
+            page = msgspec.convert(answer["holdings"], prepared(list[_Holding]))
+            following = msgspec.convert(answer["next"], prepared(int))
         except (KeyError, msgspec.ValidationError) as error:
             raise ProtocolError(f"{channel.name} answered holdings with something else: {error}") from error
         for one in page:

@@ -13,6 +13,7 @@ from farpool.cluster.members.administration import RegisteredMember
 from farpool.cluster.wire.access import client_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import Channel
+from farpool.decoding import prepared
 from farpool.errors import FarpoolError, ProtocolError
 
 __all__ = ["MemberAnswers", "MemberStats", "ask_member"]
@@ -113,7 +114,7 @@ def _answered(member: RegisteredMember, answer: dict[str, object]) -> MemberStat
     try:
         found = answer.pop("tenants", None)
         stats = {name: int(value) for name, value in answer.items() if isinstance(value, int | float)}
-        tenants = msgspec.convert(found or {}, dict[int, dict[str, int]])
+        tenants = msgspec.convert(found or {}, prepared(dict[int, dict[str, int]]))
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise ProtocolError(f"the node's counters cannot be read: {error}") from error
     left_out = stats.get("tenants_left_out", 0)

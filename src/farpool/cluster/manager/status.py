@@ -23,6 +23,7 @@ from farpool.cluster.manager.records import LEADER, RUNNING, ManagerRecord, deco
 from farpool.cluster.members.administration import list_members
 from farpool.cluster.tenants.administration import list_tenants
 from farpool.cluster.wire.address import Address
+from farpool.decoding import prepared
 from farpool.errors import ConfigError, ManagerAwayError, ManagerError, RegistryDamagedError
 
 __all__ = [
@@ -339,6 +340,6 @@ def _asked(url: str, token: str, timeout: float) -> PoolStatus:
     if code != 200:
         raise ManagerAwayError(f"{url}: it answered with status {code}", manager=url, status=code)
     try:
-        return msgspec.json.decode(answer, type=PoolStatus)
+        return msgspec.json.decode(answer, type=prepared(PoolStatus))
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ManagerError(f"{url}: its answer is no state of a pool: {error}", manager=url, status=code) from error

@@ -38,6 +38,7 @@ from farpool.cluster.members.slow_start import STEPS, step_of, weight_at
 from farpool.cluster.registry.location import open_registry, without_password
 from farpool.cluster.roles.session import HeldRole, Session
 from farpool.cluster.wire.host import host_id
+from farpool.decoding import prepared
 from farpool.errors import (
     ConfigError,
     RegistryAwayError,
@@ -524,7 +525,7 @@ class Registration(Closing):
     def _read_file(self) -> _Former | None:
         """Read the file; None if there is none, or if it was copied here from another folder."""
         with suppress(OSError, msgspec.MsgspecError, ValueError), open(self._path, "rb") as file:
-            former = msgspec.json.decode(file.read(), type=_Former)
+            former = msgspec.json.decode(file.read(), type=prepared(_Former))
             bytes.fromhex(former.identity)
             if former.place == _place(file.fileno()):
                 return former

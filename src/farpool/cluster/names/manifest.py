@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 
 __all__ = ["Manifest", "Piece", "TensorEntry", "decode_manifest", "encode_manifest"]
@@ -83,6 +84,6 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
             setting="name",
         )
     try:
-        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) + 1 :], type=Manifest)
+        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) + 1 :], type=prepared(Manifest))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{what} has a damaged manifest: {error}; publish it again", setting="name") from None

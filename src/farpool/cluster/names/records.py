@@ -21,6 +21,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 
 __all__ = [
@@ -213,14 +214,14 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
     """
     try:
         # The format is decoded alone first, because the other fields of a later format may have other types.
-        written = msgspec.msgpack.decode(data, type=_Format).format
+        written = msgspec.msgpack.decode(data, type=prepared(_Format)).format
         known = _PUBLICATION_FORMAT if issubclass(kind, Publication) else _FORMAT
         if written > known:
             raise ConfigError(
                 f"the registry's entry {key!r} has format {written}, this farpool reads format {known}",
                 setting="registry",
             )
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
             f"the registry's entry {key!r} is not a record of farpool: {error}", setting="registry"

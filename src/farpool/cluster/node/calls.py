@@ -19,6 +19,7 @@ from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.logs import log
 from farpool.cluster.wire.frames import KEY_BYTES_MAX, Right
 from farpool.cluster.wire.handshake import Accepted
+from farpool.decoding import prepared
 from farpool.errors import AccessDeniedError, ProtocolError
 
 __all__ = ["Call", "Copy", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
@@ -174,7 +175,7 @@ _OfNode = Stats | Changes | SetState | Pins | EndPin
 _OfLeases = Lend | Release | Leases | AttachLease | Claim | CarryOut | Holdings | EndLease
 Call = _OfNode | _OfLeases | AttachObjects | Expose | Copy
 
-_DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
+_DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(prepared(Call | List))
 _NEEDED_RIGHTS: dict[type[Call | List], Right] = {
     Stats: _READING_RIGHTS,
     List: _READING_RIGHTS,

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from farpool.decoding import prepared
+
 __all__ = ["Copied", "CopyFile"]
 
 _VERSION = 1
@@ -77,7 +79,7 @@ class CopyFile(Generic[_Content]):
         if words[3] != hashlib.sha256(rest).hexdigest().encode():
             raise ValueError("it does not match its checksum")
         try:
-            return msgspec.json.decode(rest, type=self._kind)
+            return msgspec.json.decode(rest, type=prepared(self._kind))
         except msgspec.MsgspecError as error:
             raise ValueError(f"it has another content: {error}") from error
 

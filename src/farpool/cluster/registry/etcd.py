@@ -56,6 +56,7 @@ from farpool.cluster.registry.messages import (
     WatchReply,
     WatchRequest,
 )
+from farpool.decoding import prepared
 from farpool.errors import (
     RegistryAwayError,
     RegistryCompactedError,
@@ -419,7 +420,7 @@ class _EtcdWatch(Watch):
         if reply is None:
             raise ConnectionError(stream.endpoint.why)
         try:
-            header = msgspec.json.decode(reply, type=RangeReply, strict=False).header
+            header = msgspec.json.decode(reply, type=prepared(RangeReply), strict=False).header
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"it sent a reply that no etcd sends: {error}") from error
         self._registry.check_header(header, self._after)
@@ -428,7 +429,7 @@ class _EtcdWatch(Watch):
     def _read(self, line: bytes, stream: Stream) -> Changes | None:
         """Decode a line of the stream; return the changes in this line, or None if it has none."""
         try:
-            reply = msgspec.json.decode(line, type=WatchReply, strict=False)
+            reply = msgspec.json.decode(line, type=prepared(WatchReply), strict=False)
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"it sent a line that no etcd sends: {error}") from error
         if reply.error is not None or reply.result is None:

@@ -19,6 +19,7 @@ import msgspec
 
 from farpool import forks
 from farpool.cluster.registry.messages import Authenticate, Authenticated, Refusal
+from farpool.decoding import prepared
 from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryUnwritableError
 
 __all__ = ["Gateway", "RefusedError", "Stream"]
@@ -145,7 +146,7 @@ class Gateway:
                     limit = min(left, ANSWER_TIMEOUT_S * 2 ** silences[endpoint])
                     content, sent_twice = self._ask(endpoint, path, body, limit)
                     uncertain |= sent_twice
-                    answer = msgspec.json.decode(content, type=reply, strict=False)
+                    answer = msgspec.json.decode(content, type=prepared(reply), strict=False)
                 except _FailedError as failure:
                     uncertain |= failure.sent
                     answered |= failure.sent and not failure.silent
@@ -273,7 +274,7 @@ class Gateway:
             if status == 200:
                 return content, sent_twice
             try:
-                refusal = msgspec.json.decode(content, type=Refusal, strict=False)
+                refusal = msgspec.json.decode(content, type=prepared(Refusal), strict=False)
             except msgspec.MsgspecError:
                 raise _FailedError(f"it answered with HTTP status {status}", sent=True) from None
             if refusal.code == _UNAUTHENTICATED and self._user and not fresh_token:
@@ -303,13 +304,13 @@ class Gateway:
                 status, content, _ = self._exchange(endpoint, "/v3/auth/authenticate", body, headers, limit)
                 if status != 200:
                     self._not_authenticated(status, content)
-                self._token = msgspec.json.decode(content, type=Authenticated, strict=False).token
+                self._token = msgspec.json.decode(content, type=prepared(Authenticated), strict=False).token
             headers["Authorization"] = self._token
         return headers
 
     def _not_authenticated(self, status: int, content: bytes) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
-            refusal = msgspec.json.decode(content, type=Refusal, strict=False)
+            refusal = msgspec.json.decode(content, type=prepared(Refusal), strict=False)
             if refusal.code == _INVALID:
                 raise RegistryDeniedError(
                     f"the registry {self.address} does not accept the user {self._user!r}: {refusal.text}",

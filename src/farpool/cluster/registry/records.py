@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.errors import RegistryDamagedError
 
 __all__ = ["decode_record", "encode_record"]
@@ -49,11 +50,11 @@ def decode_record(
         The value is not such a record, or a later release of farpool wrote it in a format that this one cannot read.
     """
     try:
-        record = msgspec.json.decode(value, type=kind)
+        record = msgspec.json.decode(value, type=prepared(kind))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # The fields of a later format may have other types, which is no damage.
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            _check_format(key, msgspec.json.decode(value, type=_Format), known)
+            _check_format(key, msgspec.json.decode(value, type=prepared(_Format)), known)
         raise RegistryDamagedError(
             f"the registry's entry {key!r} is not a {kind.__name__}: {error}; {advice}", key=key
         ) from error

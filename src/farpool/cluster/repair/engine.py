@@ -169,8 +169,10 @@ class RepairEngine:
     def dropped(self, number: int, now: float, *, done: bool) -> None:
         """Take the outcome of a `DropOrder`; `done` is False if the member did not confirm it."""
         self._now = now
-        if self._flights.end(number) is not None and done:
-            self.counts.dropped += 1
+        ended = self._flights.end(number)
+        if ended is not None and isinstance(ended[0], DropOrder):
+            self.counts.dropped += done
+            self._end_drop(ended[0], ended[1])
 
     def lost_copy(self, key: bytes, member: bytes, now: float, *, evicted: bool) -> None:
         """Record that a member has lost a copy: it has evicted it, or could not read it."""
@@ -190,6 +192,8 @@ class RepairEngine:
             if ended is not None and isinstance(ended[0], CopyOrder):
                 timeout = f"no answer within {ended[0].timeout:.3g} s"
                 self._end_copy(ended[0], ended[1], Outcome.AWAY, timeout)
+            elif ended is not None and isinstance(ended[0], DropOrder):
+                self._end_drop(ended[0], ended[1])
         for task in self._waiting.wake(now):
             self._add(task)
         self._wants_scan |= self.roster.lapse(now) and self._settings.follows
@@ -290,7 +294,18 @@ class RepairEngine:
             else:
                 self._note_surplus(task)
 
+    def _only_moves(self, task: Task) -> bool:
+        """Return True if a task moves a copy, and False if copies are lacking, perhaps since an order for it was given.
+
+        While an order is under way, `_found` passes its object over.
+        """
+        if task.moves and task.lacking(self.roster) > 0:
+            task.moves = False
+            self.counts.endangered += 1
+        return task.moves
+
     def _add(self, task: Task) -> None:
+        self._only_moves(task)
         left_out = self._waiting.add(task, task.danger(self.roster))
         if left_out is not None and not left_out.moves:
             self.counts.endangered -= 1  # the next scan counts it again
@@ -372,8 +387,7 @@ class RepairEngine:
         if reason:
             task.reasons.append(reason)
         if not task.holders:
-            if not task.moves:
-                self.counts.gone += 1
+            self.counts.gone += not task.moves
             return
         if outcome is not Outcome.AWAY:
             self._add(task)
@@ -394,7 +408,7 @@ class RepairEngine:
                 self._note_surplus(task)
 
     def _give_up(self, task: Task) -> None:
-        if task.moves:
+        if self._only_moves(task):
             return
         self.counts.failed += 1
         left, most = self.counts.left, self._settings.left_max
@@ -403,6 +417,11 @@ class RepairEngine:
             del left[next(iter(left))]
 
     # Surplus copies.
+
+    def _end_drop(self, order: DropOrder, task: Task) -> None:
+        task.holders.pop(order.member, None)
+        if task.lacking(self.roster) > 0:  # a member was lost meanwhile
+            self._changed[order.key] = None
 
     def _drops(self, now: float) -> Iterator[Action]:
         """Check that all members where copies belong have one, a moment before a surplus copy is dropped."""

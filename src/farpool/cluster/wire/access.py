@@ -31,6 +31,7 @@ import msgspec
 
 from farpool.cluster.wire.frames import Right
 from farpool.cluster.wire.private_file import read_file
+from farpool.decoding import prepared
 from farpool.errors import ConfigError
 from farpool.sizes import parse_size
 
@@ -195,7 +196,7 @@ def load_keys(path: str | os.PathLike[str]) -> dict[str, Grant]:
 
 def _grant(name: str, entry: Any, what: str) -> Grant:
     try:
-        settings = msgspec.convert(entry, _Entry)
+        settings = msgspec.convert(entry, prepared(_Entry))
     except msgspec.ValidationError as error:
         # The message names field and type, never the value.
         raise ConfigError(f"{what}: {error}; expected secret, rights, tenant, bytes, class", setting="keys") from None

@@ -18,6 +18,7 @@ from farpool.cluster.wire.dial import Dialled, remaining
 from farpool.cluster.wire.frames import META_BYTES_MAX, Frame, FrameReader, Op, Status, pack_frame
 from farpool.cluster.wire.handshake import Welcome
 from farpool.cluster.wire.refusals import refusal
+from farpool.decoding import prepared
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
 
 __all__ = ["FILES_MAX", "Control"]
@@ -161,7 +162,7 @@ class Control(Closing):
                 node=self._node,
             )
         try:
-            return msgspec.msgpack.decode(frame.meta, type=dict[str, Any])
+            return msgspec.msgpack.decode(frame.meta, type=prepared(dict[str, Any]))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError(
                 f"{self._node} answered {name} with bytes that are no map: {error}", node=self._node

@@ -9,6 +9,7 @@ import msgspec
 from farpool.cluster.wire.access import LONGEST_NAME
 from farpool.cluster.wire.features import FEATURES_BITS, NAME_CHARACTERS_MAX
 from farpool.cluster.wire.frames import Frame, Op
+from farpool.decoding import prepared
 from farpool.errors import ProtocolError
 
 __all__ = [
@@ -118,7 +119,7 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 def decoded(frame: Frame, kind: type[_Message], node: str) -> _Message:
     """Decode the frame's message; raise `ProtocolError` if the bytes are not a valid message of this kind."""
     try:
-        return msgspec.msgpack.decode(frame.meta, type=kind)
+        return msgspec.msgpack.decode(frame.meta, type=prepared(kind))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         sender = node or "the client"
         raise ProtocolError(

@@ -17,6 +17,7 @@ from farpool._native import Connection, crc32c
 from farpool.abc.fabric import Endpoint, Exposed, Fabric, Region
 from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.cluster.wire.lease import SEGMENT_HEADER_BYTES
+from farpool.decoding import prepared
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class NodeMemory:
     def _ask(self, lease: int | None, deadline: float, failed: bytes) -> Exposed:
         answer = self._channel.call("expose", deadline, fabric=self._name, lease=lease, failed=failed)
         try:
-            return msgspec.convert(answer, Exposed)
+            return msgspec.convert(answer, prepared(Exposed))
         except msgspec.ValidationError as error:
             node = self._channel.name
             raise ProtocolError(f"{node} did not say how its memory is reached: {error}", node=node) from error

@@ -49,6 +49,8 @@ class Account:
         def unsubscribe() -> None:
             if callback in self._listeners:
                 self._listeners.remove(callback)
+            if not self._listeners:
+                self._events.clear()  # a later subscriber gets later events only
 
         return unsubscribe
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import forks
 from farpool._native import Driver, Grant
-from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
+from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierError, TierTimeoutError
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
@@ -351,7 +351,8 @@ class BlockPool:
         """Make a storage with bytes from host memory, which go to lower tiers past the fast tier.
 
         Return None, and do nothing, if the lower tiers lack room for the bytes, or if they fit into a fast tier in host
-        memory without an eviction. Then use `allocate` and write them.
+        memory without an eviction, or if the lower tiers have failed and the fast tier has room for all that the pool
+        holds. Then use `allocate` and write them.
 
         Parameters
         ----------
@@ -363,14 +364,22 @@ class BlockPool:
         Raises
         ------
         TierError
-            The tiers with room have failed, or one did not take the bytes in time (`TierTimeoutError`).
+            The tiers with room have failed, and the fast tier has too little. Or a tier did not take the bytes in time
+            (`TierTimeoutError`).
         """
         if nbytes == 0 or (self._device.stream is None and self.pager.used + nbytes <= self.fast):
             return None
         with self.driver:
             self._check_open()
             self._collect_dropped()
-        blocks = self._entry.enter(address, nbytes, owner, cls, row_bytes, name)
+        try:
+            blocks = self._entry.enter(address, nbytes, owner, cls, row_bytes, name)
+        except TierTimeoutError:
+            raise  # each storage of a module would wait as long again
+        except TierError:
+            if self.allocation.written + nbytes > self.fast:
+                raise
+            return None
         if blocks is None:
             return None
         storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
@@ -623,8 +632,8 @@ class BlockPool:
             self.driver.attention = True
 
         def unsubscribe() -> None:
-            if self.pager.late and not self.closed:
-                self._deliver()  # what the device has done since the last operation
+            if not self.closed:
+                self._deliver()  # what tiers and device have done since the last operation
             with self.driver:
                 end()
                 self.driver.listen(self.account.listening)

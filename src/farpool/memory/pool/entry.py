@@ -63,6 +63,8 @@ class Entry:
         self._timeout = timeout
         self._queues: dict[Queue, Any] = {}
         """Queues that write to tiers now, each with the owner of the memory that it reads."""
+        self._given_up: list[tuple[Sequence[Queue], Collection[Place], str]] = []
+        """Storages that were given up while transfers ran: their queues, their places and their class."""
 
     @property
     def busy(self) -> bool:
@@ -90,6 +92,7 @@ class Entry:
         TierError
             The tiers with room have failed, or one did not take the bytes in time (`TierTimeoutError`).
         """
+        self._look_again()
         step, sizes = self._allocation.cut(nbytes, cls, row_bytes)
         failed: dict[int, FarpoolError] = {}
         while True:
@@ -147,11 +150,13 @@ class Entry:
     def _leave(self, queues: Sequence[Queue], patience: float, unused: Collection[Place], cls: str) -> None:
         """End the queues. Free the places that no block has got.
 
-        If a transfer still runs after `patience` seconds, its queue, its memory and the places are kept.
+        If a transfer still runs after `patience` seconds, its queue, its memory and the places are kept until the
+        transfer has ended.
         """
         ended = all([queue.close(patience) for queue in queues])
         with self._driver:
             if not ended:
+                self._given_up.append((queues, unused, cls))
                 return
             for queue in queues:
                 del self._queues[queue]
@@ -160,6 +165,13 @@ class Entry:
             except PoolClosedError:
                 return  # the tiers are closed, and all extents are gone
             self._free(unused, cls)
+
+    def _look_again(self) -> None:
+        """Free what was kept for transfers that have ended since."""
+        with self._driver:
+            given_up, self._given_up = self._given_up, []
+        for queues, unused, cls in given_up:
+            self._leave(queues, 0.0, unused, cls)
 
     # ---- writing ------------------------------------------------------------------------------------------------
 

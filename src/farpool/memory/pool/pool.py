@@ -273,7 +273,8 @@ class Pool:
         Returns
         -------
         callable
-            Call it to end the subscription.
+            Call it to end the subscription. It passes on the events from before the call first, except those that
+            another thread is passing on at that time. After the pool was closed it passes on none.
         """
         return self._blocks.subscribe(callback)
 

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from farpool.decoding import prepared
 from farpool.memory.pager import Mode
 from farpool.memory.tape.records import TICK, Access, Content, Create, Free, Metadata, Record, Run
 
@@ -106,20 +107,20 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self._rows = msgspec.msgpack.Decoder(list[_Text | _Create | _Free | _Access])
+        self._rows = msgspec.msgpack.Decoder(prepared(list[_Text | _Create | _Free | _Access]))
         self._classes: tuple[str, ...] = ()
         self._texts: list[str] = []
         self.totals = Totals(0, 0)
 
     def metadata(self, payload: bytes) -> Metadata:
         """Decode the metadata, which the first chunk holds."""
-        metadata = msgspec.msgpack.decode(payload, type=Metadata)
+        metadata = msgspec.msgpack.decode(payload, type=prepared(Metadata))
         self._classes = metadata.classes
         return metadata
 
     def check_totals(self, payload: bytes) -> None:
         """Raise `ValueError` unless the totals in the last chunk match the records that were read."""
-        written = msgspec.msgpack.decode(payload, type=Totals)
+        written = msgspec.msgpack.decode(payload, type=prepared(Totals))
         if written != self.totals:
             raise ValueError(f"{self.totals} read, {written} written")
 
