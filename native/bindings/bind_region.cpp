@@ -44,7 +44,7 @@ public:
     bool is_open() const { return region_ != nullptr; }
 
     void grow(std::size_t nbytes, const std::vector<std::tuple<nb::object, std::uint64_t, Page, std::string, bool>>& places) {
-        Region& region = open();
+        const Call call(*this);
         std::vector<Extent> extents;
         for (const auto& [port, offset, count, tier, checked] : places) {
             extents.push_back({&nb::cast<Port&>(port), offset, count, tier, checked});
@@ -52,25 +52,23 @@ public:
         for (const auto& place : places) {
             ports.append(std::get<0>(place));
         }
-        const ReleasedLock released;
         const auto pages = static_cast<Page>((nbytes + page_nbytes - 1) / page_nbytes);
-        if (pages > region.pages()) {
-            region.grow(pages, std::move(extents));
+        if (pages > call.region.pages()) {
+            const ReleasedLock released;
+            call.region.grow(pages, std::move(extents));
         }
         nbytes_ = nbytes;
     }
     Page shrink(std::size_t nbytes) {
-        Region& region = open();
-        const ReleasedLock released;
+        check_unused();
+        const Call call(*this);
         nbytes_ = nbytes;
-        return region.shrink(static_cast<Page>((nbytes + page_nbytes - 1) / page_nbytes));
+        const ReleasedLock released;
+        return call.region.shrink(static_cast<Page>((nbytes + page_nbytes - 1) / page_nbytes));
     }
     void close() {
         open();
-        if (exports > 0) {
-            PyErr_Format(PyExc_BufferError, "the region is in use by %zd buffers", exports);
-            throw nb::python_error();
-        }
+        check_unused();
         const std::unique_ptr<Region> ended = std::move(region_);
         {
             const ReleasedLock released;
@@ -81,10 +79,28 @@ public:
 
     std::size_t nbytes() const { return nbytes_; }
 
-    nb::list ports;          // for the collector and the extents
-    Py_ssize_t exports = 0;  // buffers that programs hold; the interpreter lock guards it
+    // One use of the region without the interpreter lock, during which it is not closed.
+    struct Call {
+        explicit Call(RegionMemory& memory) : region(memory.open()), uses(memory.uses) { ++uses; }
+        ~Call() { --uses; }
+        Call(const Call&) = delete;
+        Call& operator=(const Call&) = delete;
+
+        Region& region;
+        Py_ssize_t& uses;
+    };
+
+    nb::list ports;       // for the collector and the extents
+    Py_ssize_t uses = 0;  // buffers that programs hold, and calls that run; the interpreter lock guards it
 
 private:
+    void check_unused() const {
+        if (uses > 0) {
+            PyErr_Format(PyExc_BufferError, "the region is in use by %zd buffers and calls", uses);
+            throw nb::python_error();
+        }
+    }
+
     std::unique_ptr<Region> region_;
     std::size_t nbytes_ = 0;
 };
@@ -101,11 +117,11 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
         view->obj = nullptr;
         return -1;
     }
-    ++memory->exports;
+    ++memory->uses;
     return 0;
 }
 
-void release_buffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<RegionMemory>(self)->exports; }
+void release_buffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<RegionMemory>(self)->uses; }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
@@ -121,11 +137,7 @@ PyType_Slot region_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buff
                               {0, nullptr}};
 
 nb::dict counters(const RegionMemory& self) {
-    const Counters now = [&] {
-        Region& region = self.open();
-        const ReleasedLock released;
-        return region.counters();
-    }();
+    const Counters now = self.open().counters();
     nb::dict found;
     const std::pair<const char*, std::uint64_t> all[] = {
         {"faults", now.faults},
@@ -153,13 +165,13 @@ nb::dict counters(const RegionMemory& self) {
 
 // Calls a method of the region for a range of pages, without the interpreter lock.
 template <auto Method, typename... More>
-auto on_pages(const RegionMemory& self, Page first, Page count, More... more) {
-    Region& region = self.open();
+auto on_pages(RegionMemory& self, Page first, Page count, More... more) {
+    const RegionMemory::Call call(self);
     const ReleasedLock released;
-    return (region.*Method)(first, count, more...);
+    return (call.region.*Method)(first, count, more...);
 }
 
-void advise(const RegionMemory& self, Page first, Page count, int advice) {
+void advise(RegionMemory& self, Page first, Page count, int advice) {
     on_pages<&Region::advise>(self, first, count, static_cast<Advice>(std::clamp(advice, 0, 2)));
 }
 
@@ -200,9 +212,10 @@ format ``B``). Pages have 4096 bytes.)")
              "Load pages and keep them; return False if more than half of the budget would be pinned.")
         .def("unpin", on_pages<&Region::unpin>, nb::arg("first"), nb::arg("count"))
         .def("counters", counters, nb::sig("def counters(self) -> dict[str, int]"))
-        .def("unmap", &RegionMemory::close, "Unmap the memory. BufferError if a program holds buffers of it.")
+        .def("unmap", &RegionMemory::close, "Unmap the memory. BufferError if it is in use.")
         .def_prop_ro(
-            "exports", [](const RegionMemory& self) { return self.exports; }, "Number of buffers that programs hold.")
+            "uses", [](const RegionMemory& self) { return self.uses; },
+            "Number of buffers that programs hold, and of calls that run.")
         .def_prop_ro("is_open", &RegionMemory::is_open)
         .def_prop_ro("nbytes", &RegionMemory::nbytes);
 }

@@ -194,16 +194,17 @@ void FaultThread::answer_mapped(Page page, const Fault& fault) {
 }
 
 void FaultThread::retry_parked(Lock& lock) {
-    transfers_.retry_saves();
-    next_retry_ = monotonic_seconds() + retry_seconds;
+    if (monotonic_seconds() >= next_retry_) {
+        transfers_.retry_saves();
+        next_retry_ = monotonic_seconds() + retry_seconds;
+    }
     for (const Parked& one : std::exchange(parked_, {})) {
         const Page page = parts_.mapping.page_of(one.fault.address);
         if (page < parts_.pages.pages() && parts_.pages.state(page) == State::absent && transfers_.make_room(1) == 0) {
             if (monotonic_seconds() < one.since + parts_.settings.timeout) {
                 parked_.push_back(one);
             } else {
-                transfers_.lose(
-                    page, transfers_.failing().value_or(PortError{ErrorKind::tier, "no page left memory in time", {}, 0, {}}));
+                transfers_.lose(page, transfers_.stuck());
             }
         } else {
             answer(one.fault, lock);

@@ -45,16 +45,9 @@ Page Lower::together(Page first, Page count) const {
 
 bool Lower::copies(Page page) const { return of(page).extent.port->copies(); }
 
-unsigned Lower::concurrency() const {
-    const std::shared_lock lock(mutex_);
-    unsigned most = 1;
-    for (const auto& stored : stored_) {
-        most = std::max(most, stored->extent.port->concurrency());
-    }
-    return most;
-}
-
 std::string Lower::tier(Page page) const { return of(page).extent.tier; }
+
+const Port* Lower::port(Page page) const { return of(page).extent.port; }
 
 void Lower::read(Page first, Page count, std::byte* into) const {
     const Stored& stored = of(first);

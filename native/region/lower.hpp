@@ -33,9 +33,8 @@ public:
     Page together(Page first, Page count) const;
     // True if moving pages is only a copy in memory.
     bool copies(Page page) const;
-    // Transfers that are worth running at the same time.
-    unsigned concurrency() const;
     std::string tier(Page page) const;
+    const Port* port(Page page) const;
 
     // Moves pages of one extent. Blocks, and throws PortFailure. Reading compares checksums.
     void read(Page first, Page count, std::byte* into) const;

@@ -93,8 +93,10 @@ void Region::sync(Page first, Page count) {
     if (ticket->error) {
         throw PortFailure(*ticket->error);
     }
-    if (transfers_.failing() && std::ranges::any_of(moving, [&](Page page) { return parts_.pages.is_dirty(page); })) {
-        throw PortFailure(*transfers_.failing());
+    for (const Page page : moving) {
+        if (parts_.pages.is_dirty(page) && transfers_.failing(page) != nullptr) {
+            throw PortFailure(*transfers_.failing(page));
+        }
     }
 }
 
@@ -177,7 +179,7 @@ bool Region::pin(Page first, Page count) {
             transfers_.retry_saves();
             parts_.changed.wait_for(lock, std::chrono::milliseconds(50));
             if (monotonic_seconds() >= deadline) {
-                give_up(transfers_.failing().value_or(PortError{ErrorKind::tier, "no page left memory in time", {}, 0, {}}));
+                give_up(transfers_.stuck());
             }
         } else if (parts_.pages.state(page) == State::loading) {
             parts_.changed.wait(lock, [&] { return parts_.pages.state(page) != State::loading; });

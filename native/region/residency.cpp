@@ -1,5 +1,7 @@
 #include "region/residency.hpp"
 
+#include <algorithm>
+
 #include "policy/policies.hpp"
 
 namespace farpool::region {
@@ -54,8 +56,13 @@ void Residency::rest(Page page) {
     list_of(entry).push(page);
 }
 
-Page Residency::victim(bool keep_dirty) {
-    return policy_->victim({}, [&](Page page) { return keep_dirty && table_[page].dirty; });
+std::vector<Page> Residency::unsaved() const {
+    std::vector<Page> pages;
+    for (Page page = unsaved_.oldest(); page != policy::no_slot; page = unsaved_.newer(page)) {
+        pages.push_back(page);
+    }
+    std::ranges::sort(pages);
+    return pages;
 }
 
 Page Residency::evict() {
@@ -85,19 +92,21 @@ void Residency::leave(Page page) {
 
 void Residency::begin_save(Page page) {
     Entry& entry = table_[page];
+    if (entry.state == State::resting) {
+        list_of(entry).remove(page);
+        saved_soon_.push(page);
+    }
     entry.dirty = false;
     entry.saving = true;
-    ++saving_;
 }
 
 void Residency::end_save(Page page, bool ok) {
     Entry& entry = table_[page];
     const bool rests = entry.state == State::resting;
     if (rests) {
-        unsaved_.remove(page);
+        list_of(entry).remove(page);
     }
     entry.saving = false;
-    --saving_;
     entry.stored = entry.stored || ok;
     entry.dirty = entry.dirty || !ok;
     if (rests) {

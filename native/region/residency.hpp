@@ -33,11 +33,11 @@ public:
     // Pages in memory, those that are loading included.
     Page resident() const noexcept { return resident_; }
     Page room() const noexcept { return resident_ < budget_ ? budget_ - resident_ : 0; }
-    Page resting() const noexcept { return static_cast<Page>(clean_.size() + unsaved_.size()); }
-    // Resting pages that may leave at once.
-    Page clean() const noexcept { return static_cast<Page>(clean_.size()); }
+    // Pages that rest and may leave, at once or after the save that has begun.
+    Page leaving() const noexcept { return static_cast<Page>(clean_.size() + saved_soon_.size()); }
+    // Pages that rest, are dirty and are not being saved, because their last save has failed.
+    std::vector<Page> unsaved() const;
     Page pinned() const noexcept { return pinned_; }
-    Page saving() const noexcept { return saving_; }
 
     State state(Page page) const { return table_[page].state; }
     bool is_dirty(Page page) const { return table_[page].dirty; }
@@ -55,8 +55,8 @@ public:
     void map(Page page);
     // mapped -> resting
     void rest(Page page);
-    // The page that rests next, of those that are not kept; `policy::no_slot` if there is none.
-    Page victim(bool keep_dirty);
+    // The page that rests next, of those that `keep` does not keep; `policy::no_slot` if there is none.
+    Page victim(policy::InUse keep) { return policy_->victim({}, keep); }
     // Of the clean resting pages, the one that has rested longest; `policy::no_slot` if there is none. It becomes absent.
     Page evict();
     // A given clean resting page becomes absent. False if it is something else.
@@ -87,20 +87,21 @@ private:
     static_assert(sizeof(Entry) == 1);
 
     policy::SlotList& list_of(const Entry& entry) {
-        return entry.dirty || entry.saving ? unsaved_ : entry.pinned ? pinned_clean_ : clean_;
+        return entry.saving ? saved_soon_ : entry.dirty ? unsaved_ : entry.pinned ? pinned_clean_ : clean_;
     }
     void leave(Page page);
 
     Page budget_;
     Page resident_ = 0;
     Page pinned_ = 0;
-    Page saving_ = 0;
     Page wasted_ = 0;
     std::vector<Entry> table_;
     std::unique_ptr<policy::Policy> policy_;  // of the mapped pages that are not pinned
     policy::Links links_;
-    policy::SlotList clean_{links_};    // resting pages that may leave
-    policy::SlotList unsaved_{links_};  // resting pages that are dirty or being saved
+    // Of the resting pages:
+    policy::SlotList clean_{links_};  // those that may leave
+    policy::SlotList saved_soon_{links_};
+    policy::SlotList unsaved_{links_};
     policy::SlotList pinned_clean_{links_};
 };
 

@@ -54,12 +54,13 @@ Page Transfers::make_room(Page wanted) {
     }
     // An eighth of the memory rests, once memory is full: enough to see uses, and few enough that faults on them are rare.
     const Page target = std::max<Page>(parts_.pages.budget() / 8, 1);
-    const Page resting = failing_ ? parts_.pages.clean() : parts_.pages.resting();
-    if (parts_.pages.room() < target && resting < target) {
+    const Page leaving = parts_.pages.leaving();
+    if (parts_.pages.room() < target && leaving < target) {
+        const auto keep = [&](Page page) { return parts_.pages.is_dirty(page) && failing(page) != nullptr; };
         std::vector<Page> chosen;
-        const Page most = std::min(target - resting, std::max(rest_at_once, 2 * wanted));
+        const Page most = std::min(target - leaving, std::max(rest_at_once, 2 * wanted));
         while (chosen.size() < most) {
-            const Page page = parts_.pages.victim(failing_.has_value());
+            const Page page = parts_.pages.victim(keep);
             if (page == policy::no_slot) {
                 break;
             }
@@ -128,18 +129,29 @@ void Transfers::save_run(Page first, Page count, const std::shared_ptr<Ticket>& 
 }
 
 void Transfers::retry_saves() {
-    std::vector<Page> again;
-    for (const Run& run : std::exchange(failed_, {})) {
-        for (Page page = run.first; page < std::min(run.first + run.count, parts_.pages.pages()); ++page) {
-            if (parts_.pages.state(page) == State::resting && parts_.pages.is_dirty(page) && !parts_.pages.is_saving(page)) {
-                again.push_back(page);
+    const std::vector<Page> again = parts_.pages.unsaved();
+    std::vector<Page> trials;
+    for (const auto& [port, error] : failing_) {
+        const auto is_other = [&](Page page) { return !parts_.pages.is_dirty(page) || parts_.lower.port(page) != port; };
+        if (std::ranges::all_of(again, is_other)) {
+            const Page page = parts_.pages.victim(is_other);
+            if (page != policy::no_slot) {
+                parts_.pages.rest(page);
+                trials.push_back(page);
             }
         }
     }
-    std::ranges::sort(again);
-    const auto twice = std::ranges::unique(again);  // a page may have failed in two runs
-    again.erase(twice.begin(), twice.end());
     save(again, nullptr);
+    rest(std::move(trials));
+}
+
+PortError Transfers::stuck() const {
+    return failing_.empty() ? PortError{ErrorKind::tier, "no page left memory in time", {}, 0, {}} : failing_.begin()->second;
+}
+
+const PortError* Transfers::failing(Page page) const {
+    const auto found = failing_.empty() ? failing_.end() : failing_.find(parts_.lower.port(page));
+    return found == failing_.end() ? nullptr : &found->second;
 }
 
 void Transfers::lose(Page page, const PortError& error) {
@@ -227,13 +239,14 @@ void Transfers::run_save(const Job& job, std::byte* staging) {
         }
     }
     if (error) {
-        failing_ = error;
-        failed_.push_back({job.first, job.count});
+        failing_.insert_or_assign(parts_.lower.port(job.first), *error);
     } else {
-        failing_.reset();
         parts_.counters.written_bytes += job.count * page_nbytes;
         parts_.counters.saved_pages += job.count;
         save(again, nullptr);
+        if (failing_.erase(parts_.lower.port(job.first)) > 0) {
+            retry_saves();  // the tier takes pages again
+        }
     }
     if (job.ticket) {
         --job.ticket->pending;

@@ -5,8 +5,8 @@
 // neither dirty nor being saved leave memory.
 #pragma once
 
+#include <map>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "region/parts.hpp"
@@ -33,10 +33,12 @@ public:
     void rest(std::vector<Page> chosen);
     // Saves pages that are sorted, dirty and not being saved.
     void save(const std::vector<Page>& pages, const std::shared_ptr<Ticket>& ticket);
-    // Saves pages again whose last save has failed.
+    // Saves pages again whose last save has failed. Each tier that refused pages is tried.
     void retry_saves();
-    // Why saves fail at the moment, if they do.
-    const std::optional<PortError>& failing() const noexcept { return failing_; }
+    // Why pages do not leave memory at the moment: a tier that refuses them, if there is one.
+    PortError stuck() const;
+    // Why saves of a page fail at the moment, if they do.
+    const PortError* failing(Page page) const;
     // Answers accesses to a page that cannot come with SIGBUS, and says why on stderr.
     void lose(Page page, const PortError& error);
 
@@ -47,8 +49,7 @@ private:
     void run_save(const Job& job, std::byte* staging);
 
     Parts& parts_;
-    std::vector<Run> failed_;           // pages whose last save has failed
-    std::optional<PortError> failing_;  // why saves fail at the moment
+    std::map<const Port*, PortError> failing_;  // the tiers that refused the last save
     Workers workers_;
 };
 

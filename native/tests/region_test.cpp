@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -30,16 +31,18 @@ class TestPort : public Port {
 public:
     TestPort(std::size_t nbytes, bool waits) : memory(nbytes), inner_(memory), waits_(waits) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
-        if (fails_reads) {
+        // A page that is read alone is one that a thread waits for: if it fails, it is lost.
+        const unsigned call = nbytes > page_nbytes ? calls_++ : 1;
+        if (fails_reads || fails(call)) {
             fail_tier("test", "reads fail");
         }
         inner_.read(offset, into, nbytes);
-        if (damages) {
+        if (damages || fails(call + 2)) {
             static_cast<char*>(into)[nbytes / 2] ^= 1;
         }
     }
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
-        if (fails_writes) {
+        if (fails_writes || fails(calls_++)) {
             fail_tier("test", "writes fail");
         }
         inner_.write(offset, from, nbytes);
@@ -51,8 +54,12 @@ public:
     std::atomic<bool> fails_reads = false;
     std::atomic<bool> fails_writes = false;
     std::atomic<bool> damages = false;
+    std::atomic<unsigned> fails_each = 0;
 
 private:
+    bool fails(unsigned call) const { return fails_each > 3 && call % fails_each == 0; }
+
+    std::atomic<unsigned> calls_ = 0;
     MemoryPort inner_;
     bool waits_;
 };
@@ -60,8 +67,8 @@ private:
 struct World {
     explicit World(
         Page pages, Page budget, bool waits = false, std::function<void(Settings&)> change = [](Settings&) {})
-        : port(std::size_t{pages} * 2 * page_nbytes, waits), region([&] {
-              Settings settings{.name = "region 'test'", .most = 2 * pages, .budget = budget, .longest = 32, .timeout = 20};
+        : port(std::size_t{pages} * 2 * page_nbytes, waits), second(std::size_t{pages} * 2 * page_nbytes, !waits), region([&] {
+              Settings settings{.name = "region 'test'", .most = 4 * pages, .budget = budget, .longest = 32, .timeout = 20};
               change(settings);
               return settings;
           }()) {
@@ -71,6 +78,7 @@ struct World {
     ~World() { region.close(); }
 
     TestPort port;
+    TestPort second;  // for a test that grows the region
     Region region;
     unsigned char* bytes;
 };
@@ -98,8 +106,9 @@ void fill(World& world, std::size_t nbytes) {
 
 std::size_t wrong(const World& world, std::size_t nbytes) {
     std::size_t count = 0;
+    const volatile unsigned char* const bytes = world.bytes;  // read them even if nobody uses the count
     for (std::size_t at = 0; at < nbytes; ++at) {
-        count += world.bytes[at] != value_at(at) ? 1 : 0;
+        count += bytes[at] != value_at(at) ? 1 : 0;
     }
     return count;
 }
@@ -145,74 +154,153 @@ std::pair<int, std::string> in_child(const std::function<void()>& body) {
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), text};
 }
 
-// Threads read, write and advise, each in pages of its own that lie between those of the others.
-void play(unsigned seed, bool waits, std::string policy, int steps) {
-    constexpr Page pages = 512;
-    constexpr unsigned threads = 3;
-    World world(pages, 64, waits, [&](Settings& settings) { settings.policy = policy; });
-    std::vector<unsigned char> plain(pages * page_nbytes);
-    std::atomic<int> differences = 0;
-    std::vector<std::thread> players;
-    for (unsigned index = 0; index < threads; ++index) {
-        players.emplace_back([&, index] {
-            std::mt19937 dice(seed * 31 + index);
-            Page walk = index;
-            for (int step = 0; step < steps; ++step) {
-                const unsigned what = dice() % 100;
-                walk = what < 60 ? (walk + threads) % (pages - threads) / threads * threads + index
-                                 : dice() % (pages / threads) * threads + index;
-                const std::size_t begin = std::size_t{walk} * page_nbytes + dice() % 4000;
-                const std::size_t nbytes = 1 + dice() % 90;
-                if (what % 2 == 0) {
-                    for (std::size_t at = begin; at < begin + nbytes; ++at) {
-                        plain[at] = world.bytes[at] = static_cast<unsigned char>(dice());
-                    }
-                } else {
-                    differences += std::memcmp(&plain[begin], &world.bytes[begin], nbytes) != 0 ? 1 : 0;
-                }
-            }
-        });
+// How a game is played: on tiers that wait or only copy, and of which each nth call fails or changes bytes (0: none does).
+struct Rules {
+    unsigned seed;
+    bool waits;
+    std::string policy;
+    unsigned fails_each;
+    int steps;
+};
+
+constexpr Page first_pages = 256;  // in the first tier, and as many in the second
+constexpr Page all_pages = 2 * first_pages;
+constexpr Page more_pages = 40;  // by which the region grows and shrinks
+constexpr unsigned players = 3;
+constexpr Page game_budget = 64;
+
+// Reads and writes pages, each `players`th one, by loads, stores and system calls; the number of differences from `plain`.
+int use(const World& world, std::vector<unsigned char>& plain, unsigned player, const Rules& rules) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return 1;
     }
+    std::mt19937 dice(rules.seed * 31 + player);
+    Page walk = player;
+    int differences = 0;
+    for (int step = 0; step < rules.steps; ++step) {
+        const unsigned what = dice() % 100;
+        walk = what < 60 ? (walk + players) % (all_pages - players) / players * players + player
+                         : dice() % (all_pages / players) * players + player;
+        const std::size_t begin = std::size_t{walk} * page_nbytes + dice() % 4000;
+        const std::size_t nbytes = 1 + dice() % 90;
+        const auto moved = static_cast<ssize_t>(nbytes);
+        std::array<unsigned char, 90> other;
+        switch (what % 4) {
+            case 0:
+                for (std::size_t at = begin; at < begin + nbytes; ++at) {
+                    plain[at] = world.bytes[at] = static_cast<unsigned char>(dice());
+                }
+                break;
+            case 1:
+                differences += std::memcmp(&plain[begin], world.bytes + begin, nbytes) != 0 ? 1 : 0;
+                break;
+            case 2:
+                plain[begin] = static_cast<unsigned char>(dice());
+                differences += write(ends[1], &plain[begin], nbytes) != moved ? 1 : 0;
+                differences += read(ends[0], world.bytes + begin, nbytes) != moved ? 1 : 0;
+                break;
+            default:
+                differences += write(ends[1], world.bytes + begin, nbytes) != moved ? 1 : 0;
+                differences += read(ends[0], other.data(), nbytes) != moved ? 1 : 0;
+                differences += std::memcmp(&plain[begin], other.data(), nbytes) != 0 ? 1 : 0;
+        }
+    }
+    close(ends[0]);
+    close(ends[1]);
+    return differences;
+}
+
+// Grows the region, uses the new pages, and shrinks it again.
+void resize(World& world) {
+    world.region.grow(all_pages + more_pages, {{&world.second, first_pages * page_nbytes, more_pages, "second", true}});
+    for (std::size_t page = all_pages; page < all_pages + more_pages; ++page) {
+        CHECK_EQUAL(static_cast<int>(world.bytes[page * page_nbytes + 5]), 0);
+        world.bytes[page * page_nbytes + 5] = 9;
+    }
+    world.region.shrink(all_pages);
+}
+
+// Gives one piece of advice, or changes the size. True if a tier has refused it.
+bool advise(World& world, std::mt19937& dice) {
+    const Page first = dice() % all_pages;
+    const Page count = 1 + dice() % std::min<Page>(all_pages - first, 40);
+    try {
+        switch (dice() % 7) {
+            case 0:
+                world.region.sync(first, count);
+                break;
+            case 1:
+                world.region.will_need(first, count);
+                break;
+            case 2:
+                world.region.dont_need(first, count);
+                break;
+            case 3:
+                world.region.advise(first, count, static_cast<Advice>(dice() % 3));
+                break;
+            case 4:
+                world.region.pin(first, std::min<Page>(count, 8));
+                break;
+            case 5:
+                world.region.unpin(0, all_pages);
+                break;
+            default:
+                resize(world);
+        }
+    } catch (const PortFailure&) {
+        return true;
+    }
+    return false;
+}
+
+void play(const Rules& rules) {
+    World world(first_pages, game_budget, rules.waits, [&](Settings& settings) { settings.policy = rules.policy; });
+    world.region.grow(all_pages, {{&world.second, 0, first_pages, "second", true}});
+    for (TestPort* const port : {&world.port, &world.second}) {
+        port->fails_each = rules.fails_each;
+    }
+    std::vector<unsigned char> plain(all_pages * page_nbytes);
+    std::atomic<int> differences = 0;
     std::atomic<bool> done = false;
+    int refused = 0;
+    std::string wrong;  // what a check on the adviser's thread has found
+    std::vector<std::thread> threads;
+    for (unsigned player = 0; player < players; ++player) {
+        threads.emplace_back([&, player] { differences += use(world, plain, player, rules); });
+    }
     std::thread adviser([&] {
-        std::mt19937 dice(seed);
-        while (!done) {
-            const Page first = dice() % pages;
-            const Page count = 1 + dice() % std::min<Page>(pages - first, 40);
-            switch (dice() % 6) {
-                case 0:
-                    world.region.sync(first, count);
-                    break;
-                case 1:
-                    world.region.will_need(first, count);
-                    break;
-                case 2:
-                    world.region.dont_need(first, count);
-                    break;
-                case 3:
-                    world.region.advise(first, count, static_cast<Advice>(dice() % 3));
-                    break;
-                case 4:
-                    world.region.pin(first, std::min<Page>(count, 8));
-                    break;
-                case 5:
-                    world.region.unpin(0, pages);
-                    break;
+        std::mt19937 dice(rules.seed);
+        try {
+            while (!done) {
+                refused += advise(world, dice) ? 1 : 0;
+                std::this_thread::sleep_for(std::chrono::microseconds(200));
             }
-            std::this_thread::sleep_for(std::chrono::microseconds(200));
+        } catch (const std::exception& error) {
+            wrong = error.what();
         }
     });
-    for (std::thread& player : players) {
-        player.join();
+    for (std::thread& thread : threads) {
+        thread.join();
     }
     done = true;
     adviser.join();
+    CHECK_EQUAL(wrong, "");
     CHECK_EQUAL(differences.load(), 0);
+    if (rules.fails_each == 0) {
+        CHECK_EQUAL(refused, 0);
+    }
+    world.port.fails_each = world.second.fails_each = 0;
     CHECK(std::memcmp(plain.data(), world.bytes, plain.size()) == 0);
-    world.region.sync(0, pages);
-    CHECK(std::memcmp(plain.data(), world.port.memory.data(), plain.size()) == 0);
-    CHECK(world.region.counters().peak_pages <= 64);
-    CHECK_EQUAL(world.region.counters().lost_pages, 0U);
+    world.region.sync(0, all_pages);
+    const std::size_t half = first_pages * page_nbytes;
+    CHECK(std::memcmp(plain.data(), world.port.memory.data(), half) == 0);
+    CHECK(std::memcmp(plain.data() + half, world.second.memory.data(), half) == 0);
+    const Counters counters = world.region.counters();
+    CHECK(counters.peak_pages <= game_budget);
+    CHECK(counters.backed_bytes <= game_budget * page_nbytes);
+    CHECK_EQUAL(counters.lost_pages, 0U);
+    CHECK(counters.evicted_pages > game_budget);
 }
 
 }  // namespace
@@ -272,9 +360,20 @@ TEST("threads that read, write and are advised see what a plain array holds") {
         return;
     }
     unsigned seed = 0;
-    for (const char* const policy : {"sieve", "lru", "s3-fifo"}) {
+    for (const std::string policy : {"sieve", "lru", "s3-fifo"}) {
         for (const bool waits : {false, true}) {
-            play(++seed, waits, policy, 4000);
+            play({++seed, waits, policy, 0, 4000});
+        }
+    }
+}
+
+TEST("threads see what a plain array holds while tiers refuse writes, fail to read runs, and damage them") {
+    if (!is_allowed()) {
+        return;
+    }
+    for (const unsigned seed : {101u, 102u}) {
+        for (const bool waits : {false, true}) {
+            play({seed, waits, "sieve", 7, 4000});
         }
     }
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from hypothesis import settings
@@ -22,7 +24,9 @@ class RegionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = farpool.Pool(fast="4MiB", dram="12MiB")
+        self.folder = tempfile.TemporaryDirectory()
+        nvme = farpool.Nvme(Path(self.folder.name) / "far.pool", "12MiB")
+        self.pool = farpool.Pool(fast="4MiB", tiers=[farpool.Dram("3MiB"), nvme])
         self.region = farpool.Region("4MiB", self.pool, fast="1MiB")
         self.threads = ThreadPoolExecutor(_THREADS)
         self.plain = np.zeros(4 * MIB, np.uint8)
@@ -34,6 +38,7 @@ class RegionMachine(RuleBasedStateMachine):
         del self.array
         self.region.close()
         self.pool.close()
+        self.folder.cleanup()
 
     @rule(seed=st.integers(0, 2**16), steps=st.integers(1, 200), walk=st.booleans())
     def use(self, seed: int, steps: int, walk: bool) -> None:

@@ -7,6 +7,7 @@ part of the pool, and is what a program sees. It does not import NumPy before a 
 from __future__ import annotations
 
 import os
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
@@ -113,6 +114,7 @@ class Region(RegionMemory):
         self._most = most
         self._owner = os.getpid()
         self._ended = False
+        self._resizing = threading.Lock()
         super().__init__(
             f"{name} of {format_size(size)}",
             most=most,
@@ -135,6 +137,7 @@ class Region(RegionMemory):
     def forked(self) -> None:
         """Mark the region as gone in a forked child, which has no such memory."""
         self._ended = True
+        self._resizing = threading.Lock()
 
     # ---- size and state -----------------------------------------------------------------------------------------
 
@@ -159,6 +162,13 @@ class Region(RegionMemory):
         """Statistics since the region was made."""
         self._check_open()
         return RegionStats(**self.counters())
+
+    def _check_unused(self, what: str) -> None:
+        if self.uses:
+            raise BufferError(
+                f"{self.name} cannot {what} while {self.uses} arrays, other buffers or calls use it: delete the arrays, "
+                "and let the calls end, first"
+            )
 
     def _check_open(self) -> None:
         if self._owner != os.getpid():
@@ -271,8 +281,12 @@ class Region(RegionMemory):
         PoolFullError
             The lower tiers lack room; nothing was changed.
         """
-        self._check_open()
         size = parse_size(nbytes, "nbytes")
+        with self._resizing:
+            self._check_open()
+            self._resize(size)
+
+    def _resize(self, size: int) -> None:
         pages = -(-size // PAGE_BYTES)
         if pages > self._most:
             raise ConfigError(
@@ -281,11 +295,7 @@ class Region(RegionMemory):
                 setting="nbytes",
             )
         if size < self.nbytes:
-            if self.exports:
-                raise BufferError(
-                    f"{self.name} cannot become smaller while {self.exports} arrays or other buffers use it: "
-                    "delete them first"
-                )
+            self._check_unused("become smaller")
             self.shrink(size)
             self._places.cut(pages)
             return
@@ -327,19 +337,20 @@ class Region(RegionMemory):
         """
         if self._ended:
             return
-        if self.exports:
-            raise BufferError(
-                f"{self.name} cannot be closed while {self.exports} arrays or other buffers use it: delete them first"
-            )
-        self._ended = True
-        self.unmap()
-        self._leave()
+        with self._resizing:
+            if not self._ended:
+                self._check_unused("be closed")
+                self.unmap()
+                self._ended = True
+                self._leave()
 
     def end(self) -> bool:
         """Close the region because its pool is closed; return False if the program still uses its memory."""
-        if not self._ended and self.exports == 0:
+        try:
             self.close()
-        return self._ended
+        except BufferError:
+            return False
+        return True
 
     def _leave(self) -> None:
         self._places.cut(0)
