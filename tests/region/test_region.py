@@ -6,14 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 import farpool
+from farpool.cluster.node.process import running_node
 from farpool.errors import BudgetError, ConfigError, PoolClosedError, PoolFullError, UnsupportedError
 from farpool.memory.pool.pool import blocks_of
 
@@ -31,10 +35,13 @@ def is_allowed() -> bool:
 pytestmark = pytest.mark.skipif(not is_allowed(), reason="this process may not use userfaultfd")
 
 
-@pytest.fixture(params=["dram", "nvme"])
+@pytest.fixture(params=["dram", "nvme", "both"])
 def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[farpool.Pool]:
-    tier = farpool.Dram("32MiB") if request.param == "dram" else farpool.Nvme(tmp_path / "far.pool", "32MiB")
-    with farpool.Pool(fast="8MiB", tiers=[tier]) as pool:
+    dram = {"dram": 32, "nvme": 0, "both": 3}[request.param]
+    tiers: list[farpool.Tier] = [farpool.Dram(dram * MIB)] if dram else []
+    if dram < 32:
+        tiers.append(farpool.Nvme(tmp_path / "far.pool", (32 - dram) * MIB))
+    with farpool.Pool(fast="8MiB", tiers=tiers) as pool:
         yield pool
 
 
@@ -196,6 +203,45 @@ def test_a_region_that_is_in_use_is_not_closed(pool: farpool.Pool) -> None:
             call()  # type: ignore[operator]
     with pytest.raises(BufferError):
         memoryview(region)
+
+
+def test_a_region_is_neither_closed_nor_made_smaller_under_a_call() -> None:
+    slow = farpool.Throttled(farpool.Dram("8MiB"), write_bandwidth="4MiB/s")
+    with farpool.Pool(fast="8MiB", tiers=[slow]) as pool, farpool.Region("4MiB", pool, fast="6MiB") as region:
+        region[:] = bytes(range(256)) * (MIB // 64)
+        with ThreadPoolExecutor(1) as other:
+            call = other.submit(region.sync)
+            deadline = time.monotonic() + 30
+            while not region.uses and not call.done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            with pytest.raises(BufferError, match="cannot be closed while 1 arrays, other buffers or calls"):
+                region.close()
+            with pytest.raises(BufferError, match="cannot become smaller"):
+                region.resize("1MiB")
+            region.resize("5MiB")
+            call.result()
+        assert region.stats().saved_pages >= 1024
+        region.resize("1MiB")
+
+
+@pytest.mark.parametrize("transport", ["mapped", "tcp"])
+def test_a_node_keeps_the_pages_of_a_region(transport: Literal["mapped", "tcp"]) -> None:
+    with (
+        running_node("32MiB") as node,
+        farpool.Pool(fast="8MiB", tiers=[farpool.Remote(node.address, size="24MiB", transport=transport)]) as pool,
+        farpool.Region("16MiB", pool, fast="4MiB") as region,
+    ):
+        array = region.array(2 * MIB, "int64")
+        array[:] = np.arange(2 * MIB)
+        np.testing.assert_array_equal(array, np.arange(2 * MIB))
+        order = np.random.default_rng(3).integers(0, 2 * MIB, 2000)
+        array[order] += 1
+        expected = np.arange(2 * MIB)
+        expected[order] += 1
+        np.testing.assert_array_equal(array, expected)
+        region.sync()
+        assert region.stats().peak_bytes <= 4 * MIB
+        del array
 
 
 def test_a_pool_ends_its_regions() -> None:

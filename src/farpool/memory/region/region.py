@@ -166,8 +166,8 @@ class Region(RegionMemory):
     def _check_unused(self, what: str) -> None:
         if self.uses:
             raise BufferError(
-                f"{self.name} cannot {what} while {self.uses} arrays, other buffers or calls use it: delete the arrays, "
-                "and let the calls end, first"
+                f"{self.name} cannot {what} while {self.uses} arrays, other buffers or calls use it: delete the "
+                "arrays, and let the calls end, first"
             )
 
     def _check_open(self) -> None:
@@ -275,7 +275,7 @@ class Region(RegionMemory):
         Raises
         ------
         BufferError
-            The region would become smaller while arrays or other buffers use it; delete them first.
+            The region would become smaller while arrays, other buffers or calls use it.
         ConfigError
             The size is wrong, or more than 64 times the first size and 1 GiB.
         PoolFullError
@@ -333,7 +333,7 @@ class Region(RegionMemory):
         Raises
         ------
         BufferError
-            Arrays or other buffers use the region; nothing was changed.
+            Arrays, other buffers or calls use the region; nothing was changed.
         """
         if self._ended:
             return
