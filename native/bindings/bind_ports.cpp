@@ -74,7 +74,7 @@ void bind_ports(nb::module_& m) {
             },
             nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>())
         .def_prop_ro("serves_faults", &Port::serves_faults,
-                     "True if the port moves any part of what was written, and never waits for the interpreter lock.");
+                     "True if the port moves any part of the written bytes, and never waits for the interpreter lock.");
 
     nb::class_<Referring<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(referring_slots<MemoryPort>),
                                             "Reads and writes a Memory.")

@@ -47,8 +47,8 @@ public:
     // True if a transfer is only a copy in memory, which never waits. A small copy takes less time than handing it to another
     // thread, so the thread that waits for it may make it itself.
     virtual bool copies() const noexcept { return false; }
-    // True if the port moves any part of what was written, and never waits for the interpreter lock. The answer to a page fault
-    // depends on both: the thread with the fault may hold that lock, and waits for one page.
+    // True if the port moves any part of the written bytes, and never waits for the interpreter lock. The answer to a page
+    // fault depends on both: the thread with the fault may hold that lock, and waits for one page.
     virtual bool serves_faults() const noexcept { return true; }
 
     void move(Direction direction, const Piece& piece) {

@@ -59,7 +59,7 @@ private:
     const std::uint64_t nbytes_;
     const std::size_t chunk_;
     const bool serves_faults_;  // of the first inner port; the others are of the same sort
-    Port* inner_;  // changes only while all transfers are kept out
+    Port* inner_;               // changes only while all transfers are kept out
 
     mutable std::mutex mutex_;  // guards the fields below
     std::condition_variable changed_;

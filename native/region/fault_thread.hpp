@@ -1,7 +1,7 @@
 // The thread that answers the faults of a region.
 //
-// It never takes Python's interpreter lock, and it never uses memory of the region, because nobody would answer its own faults.
-// All answers to faults come from it, or from the end of a transfer.
+// It never takes Python's interpreter lock, and it never uses memory of the region, because no thread would answer its own
+// faults. All answers to faults come from it, or from the end of a transfer.
 #pragma once
 
 #include <atomic>

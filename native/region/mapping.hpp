@@ -1,7 +1,7 @@
 // The memory of a region: pages of a file in memory, and the range of addresses at which the program sees them.
 //
-// The file's pages and what is mapped of them change apart from each other. A page that is in the file and not mapped costs the
-// program one short fault at its next use, by which we learn that the page is used.
+// Pages come into the file and into the program's range apart from each other. A page that is in the file and not mapped costs
+// the program one short fault at its next use, by which we learn that the page is used.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ public:
 
     // The calls below take `count` pages from `first` on.
 
-    // Copies from or to the file, without a look at what is mapped. Written pages that are not mapped stay so.
+    // Copies from or to the file, mapped or not. Written pages that are not mapped stay so.
     void load(Page first, Page count, const std::byte* from) const;
     void save(Page first, Page count, std::byte* into) const;
     // Puts zeros into the file where it has no pages.

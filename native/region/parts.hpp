@@ -1,4 +1,4 @@
-// What the parts of a region share. One mutex guards the state of the pages; nobody holds it during a transfer.
+// What the parts of a region share. One mutex guards the state of the pages; no thread holds it during a transfer.
 #pragma once
 
 #include <atomic>

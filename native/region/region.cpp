@@ -73,7 +73,7 @@ void Region::sync(Page first, Page count) {
     const auto ticket = std::make_shared<Ticket>();
     Lock lock(parts_.mutex);
     std::vector<Page> dirty;
-    std::vector<Page> moving;  // what is being written now may be older than the program's last write
+    std::vector<Page> moving;  // the bytes on their way below may be older than the program's last write
     for (Page page = first; page < std::min(first + count, parts_.pages.pages()); ++page) {
         if (parts_.pages.is_saving(page)) {
             moving.push_back(page);

@@ -2,7 +2,7 @@
 //
 // The program uses mapped pages without telling us. So a page does not leave at once: it *rests* first, in memory but unmapped.
 // If the program uses it, that is one short fault, by which the policy learns of the use; if not, it leaves when it is the one
-// that has rested longest. Dirty pages are saved while they rest, so that pages that leave are clean. (The idea is that of the
+// that has rested longest. Dirty pages are saved while they rest, so that pages that leave are clean. (The idea comes from the
 // free and modified page lists of VAX/VMS: Levy and Lipman, "Virtual Memory Management in the VAX/VMS Operating System",
 // Computer 1982.)
 #pragma once

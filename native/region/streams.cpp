@@ -52,7 +52,12 @@ std::vector<Run> Streams::note(std::uint32_t number, Page first, Page count, boo
         return {};
     }
     found->length = std::min(2 * found->length, limit_);
-    return {{found->next, found->length}};
+    std::vector<Run> runs{{found->next, found->length}};
+    if (found->length == limit_) {
+        // A second one, so that a tier has its next run to read while another thread puts the bytes of this one in place.
+        runs.push_back({found->next + found->length, found->length});
+    }
+    return runs;
 }
 
 Page Streams::expected(std::uint32_t number, Page first) const {

@@ -203,7 +203,7 @@ void Transfers::run_load(const Job& job, std::byte* staging) {
             lose(job.first, failure.error());
         }
     } else {
-        // Whoever waits for one of the pages repeats the access, and then finds it resting, or demands it alone.
+        // A thread that waits for one of the pages repeats its access, and then finds the page resting, or demands it alone.
         if (error) {
             parts_.mapping.punch(job.first, job.count);
         }

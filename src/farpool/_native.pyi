@@ -1888,6 +1888,7 @@ class RegionMemory:
     format ``B``). Pages have 4096 bytes.
     """
 
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __init__(
         self, name: str, *, most: int, budget: int, longest: int, workers: int, timeout: float, policy: str = "sieve"
     ) -> None: ...

@@ -154,7 +154,7 @@ def test_sync_writes_the_bytes_below_and_advice_changes_no_byte(pool: farpool.Po
         region.sync(slice(0, MIB))
         assert region.stats().saved_pages == saved
         for advice in ("willneed", "sequential", "random", "dontneed", "pin", "normal"):
-            region.advise(range(0, MIB // 2), advice)  # type: ignore[arg-type]
+            region.advise(range(0, MIB // 2), advice)
             assert array[:1000].sum() == 999 * 500
         region.advise(None, "dontneed")
         np.testing.assert_array_equal(array, np.arange(MIB))
@@ -200,7 +200,7 @@ def test_a_region_that_is_in_use_is_not_closed(pool: farpool.Pool) -> None:
     assert region.closed
     for call in (region.sync, region.stats, lambda: region[0], lambda: region.resize(5), lambda: region.array(1)):
         with pytest.raises(PoolClosedError, match="region is closed"):
-            call()  # type: ignore[operator]
+            call()
     with pytest.raises(BufferError):
         memoryview(region)
 

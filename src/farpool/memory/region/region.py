@@ -31,7 +31,7 @@ Advice = Literal["normal", "sequential", "random", "willneed", "dontneed", "pin"
 _READING = {"normal": 0, "sequential": 1, "random": 2}
 _LEAST_FAST_BYTES = 1 << 20
 _GROWTH = 64
-"""How many times its first size a region may reach: so many addresses are reserved for it, which costs no memory."""
+"""A region may reach so many times its first size: addresses are reserved for it, which costs no memory."""
 _LEAST_ADDRESS_BYTES = 1 << 30
 _MOST_ADDRESS_BYTES = 1 << 42
 _LONGEST_RUN_PAGES = 512
@@ -213,7 +213,7 @@ class Region(RegionMemory):
     def __setitem__(self, key: SupportsIndex | slice, value: Any) -> None:
         self._check_open()
         with memoryview(self) as view:
-            view[key] = value  # type: ignore[index]
+            view[key] = value
 
     # ---- advice, durability, size -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ __all__ = ["RegionStats"]
 
 @dataclass(frozen=True, slots=True)
 class RegionStats:
-    """What a region has done since it was made. Pages have 4096 bytes.
+    """Counts of events in a region since it was made. Pages have 4096 bytes.
 
     Attributes
     ----------
