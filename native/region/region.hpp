@@ -23,8 +23,6 @@ public:
 
     std::byte* data() const noexcept { return parts_.mapping.at(0); }
     Page pages() const;
-    // Pages for which there is room below.
-    Page stored_pages() const { return parts_.lower.pages(); }
 
     // Grows to `pages`. `extents` are added to the room below, which must then be enough.
     void grow(Page pages, std::vector<Extent> extents);

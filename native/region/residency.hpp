@@ -29,7 +29,6 @@ public:
     void resize(Page pages);
     Page pages() const noexcept { return static_cast<Page>(table_.size()); }
     Page budget() const noexcept { return budget_; }
-    void set_budget(Page budget) noexcept { budget_ = budget; }
     // Pages in memory, those that are loading included.
     Page resident() const noexcept { return resident_; }
     Page room() const noexcept { return resident_ < budget_ ? budget_ - resident_ : 0; }
@@ -91,7 +90,7 @@ private:
     }
     void leave(Page page);
 
-    Page budget_;
+    const Page budget_;
     Page resident_ = 0;
     Page pinned_ = 0;
     Page wasted_ = 0;

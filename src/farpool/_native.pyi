@@ -116,7 +116,7 @@ class Port:
     def write(self, offset: int, address: int, nbytes: int) -> None: ...
     @property
     def serves_faults(self) -> bool:
-        """True if the port moves any part of what was written, and never waits for the interpreter lock."""
+        """True if the port moves any part of the written bytes, and never waits for the interpreter lock."""
 
 class MemoryPort(Port):
     """Reads and writes a Memory."""
