@@ -43,6 +43,7 @@ public:
     }
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
         if (fails_writes || fails(calls_++)) {
+            ++refused;
             fail_tier("test", "writes fail");
         }
         inner_.write(offset, from, nbytes);
@@ -55,6 +56,7 @@ public:
     std::atomic<bool> fails_writes = false;
     std::atomic<bool> damages = false;
     std::atomic<unsigned> fails_each = 0;
+    std::atomic<unsigned> refused = 0;  // writes
 
 private:
     bool fails(unsigned call) const { return fails_each > 3 && call % fails_each == 0; }
@@ -527,6 +529,34 @@ TEST("a tier that refuses writes loses nothing: sync raises, and what is written
     CHECK_EQUAL(wrong(world, 256 * page_nbytes), 0U);
     world.region.sync(0, 256);
     CHECK(std::memcmp(world.port.memory.data(), world.bytes, 256 * page_nbytes) == 0);
+}
+
+TEST("a tier that refuses writes for good does not stop the pages of another tier") {
+    if (!is_allowed()) {
+        return;
+    }
+    World world(128, 64);
+    world.region.grow(256, {{&world.second, 0, 128, "second", true}});
+    world.port.fails_writes = true;
+    fill(world, 24 * page_nbytes);
+    CHECK_THROWS(PortFailure, world.region.sync(0, 24));
+    const std::size_t half = 128 * page_nbytes;
+    for (std::size_t at = half; at < 2 * half; ++at) {
+        world.bytes[at] = value_at(at);
+    }
+    std::size_t differences = 0;
+    for (std::size_t at = half; at < 2 * half; ++at) {
+        differences += world.bytes[at] != value_at(at) ? 1 : 0;
+    }
+    CHECK_EQUAL(differences, 0U);
+    CHECK_EQUAL(wrong(world, 24 * page_nbytes), 0U);
+    // The pages of the other tier left memory without a trial of this one each time.
+    CHECK(world.region.counters().waits_for_room < 24);
+    CHECK(world.port.refused < 24);
+    world.port.fails_writes = false;
+    world.region.sync(0, 256);
+    CHECK(std::memcmp(world.port.memory.data(), world.bytes, 24 * page_nbytes) == 0);
+    CHECK(std::memcmp(world.second.memory.data(), world.bytes + half, half) == 0);
 }
 
 TEST("memory full of bytes that no tier takes ends the access with SIGBUS, not with a hang") {
