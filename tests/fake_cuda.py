@@ -20,10 +20,7 @@ from farpool.memory.pool.device import FastTier, device_queue, staging_bytes
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.device import HostArena
 
-__all__ = ["SIMULATED", "FakeCuda", "FakeMachine"]
-
-SIMULATED = bool(os.environ.get("FARPOOL_SIMULATED_GPU"))
-"""Whether tests of tensors also run on a simulated GPU: they are run so on purpose, in a process of their own."""
+__all__ = ["FakeCuda", "FakeMachine"]
 
 _BUILT = Path(__file__).parents[1] / "build" / "native-tests" / "fake_cuda" / "libcuda.so.1"
 _SETTINGS = (
@@ -139,4 +136,4 @@ class FakeMachine:
             return Watch(pager, DeviceMemory(arena.address, queue))
 
         booked = {"page_locked": staging}
-        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream)
+        return FastTier(arena, queue, arena.release, watch, booked, lambda: self.stream, bounce=lambda: queue.bounce)

@@ -1,4 +1,4 @@
-"""Types that several threads decode for the first time at once."""
+"""Types that several threads decode for the first time at once, and forked children."""
 
 from __future__ import annotations
 
@@ -8,32 +8,77 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MANY_THREADS = """
-import sys, threading
+ONE_READS = """
+from __future__ import annotations
+
+import os, signal, sys, threading
 import msgspec
-from farpool.decoding import prepared
+from farpool import decoding
 
-sys.setswitchinterval(1e-6)
-RAW = b'{"inner":{"count":1,"names":{}},"others":[],"pair":[1,"a"]}'
-THREADS = 4
-done = []
-
-
-def decode(kind, together):
-    together.wait(60)
-    done.append(msgspec.json.decode(RAW, type=prepared(kind)).inner.count)
+signal.alarm(100)
+reading, goes_on, waits, forks = (threading.Event() for _ in range(4))
+decoded, children = [], []
 
 
-for round in range(300):
-    inner = msgspec.defstruct("Inner", [("count", int), ("names", dict[str, list[int]])])
-    outer = msgspec.defstruct("Outer", [("inner", inner), ("others", list[inner]), ("pair", tuple[int, str])])
-    together = threading.Barrier(THREADS)
-    threads = [threading.Thread(target=decode, args=(outer, together)) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-print(sum(done))
+def slow():
+    reading.set()
+    assert goes_on.wait(60)
+    return int
+
+
+class Inner(msgspec.Struct):
+    number: slow()  # msgspec calls it when it reads the types of the fields
+    names: dict[str, list[int]]
+
+
+class Outer(msgspec.Struct):
+    inner: Inner
+    others: list[Inner]
+
+
+class Watched:
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        if reading.is_set():
+            waits.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def decode():
+    raw = b'{"inner":{"number":1,"names":{"a":[2]}},"others":[{"number":3,"names":{}}]}'
+    decoded.append(msgspec.json.decode(raw, type=decoding.prepared(Outer)) == EXPECTED)
+
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        decode()
+        os._exit(0 if decoded[-1] else 1)
+    children.append(os.waitpid(child, 0)[1])
+
+
+EXPECTED = Outer(Inner(1, {"a": [2]}), [Inner(3, {})])
+decoding._lock = Watched(decoding._lock)
+first, second, forking = (threading.Thread(target=run) for run in (decode, decode, fork))
+first.start()
+assert reading.wait(60)
+second.start()
+assert waits.wait(60)
+os.register_at_fork(before=forks.set)  # what is registered last is called first
+forking.start()
+assert forks.wait(60)
+second.join(0.2)  # long enough for a crash
+assert second.is_alive() and not decoded
+goes_on.set()
+for one in (first, second, forking):
+    one.join()
+print(decoded, children)
 """
 
 
@@ -59,15 +104,16 @@ def unprepared(source: Path) -> list[str]:
     return found
 
 
-def test_threads_that_decode_a_type_for_the_first_time_at_once_all_decode_it() -> None:
+def test_a_thread_and_a_fork_wait_while_another_thread_reads_a_type() -> None:
+    # A process of its own, because the error would be a crash.
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", MANY_THREADS],
+        [sys.executable, "-X", "faulthandler", "-c", ONE_READS],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stdout.split()) == (0, ["1200"]), done.stderr[-2000:]
+    assert (done.returncode, done.stdout) == (0, "[True, True] [0]\n"), done.stderr[-2000:]
 
 
 def test_every_type_is_prepared_before_msgspec_decodes_it() -> None:

@@ -77,6 +77,7 @@ public:
           cuda_(std::move(cuda)),
           locks_(locks) {}
     std::size_t chunk() const { return device_queue().chunk(); }
+    std::size_t bounce() const { return device_queue().bounce(); }
     ~BoundDeviceQueue() override {
         const bool ours = device_queue().ours();
         end();
@@ -156,6 +157,9 @@ TierError
 The address and the number of bytes must be even.)")
         .def_prop_ro("chunk", &BoundDeviceQueue::chunk,
                      "Bytes of the pieces, from its start, in which a block that is not page-locked is written and read.")
+        .def_prop_ro("bounce", &BoundDeviceQueue::bounce,
+                     "Bytes of device memory that the queue holds for moves between ranges that overlap; 0 after a successful "
+                     "`close`.")
         .def("streams", &BoundDeviceQueue::streams,
              "All streams whose queued work may use the arena; after a successful `close` the program's streams.");
 }

@@ -2,6 +2,35 @@
 
 namespace farpool {
 
+namespace {
+
+// Short texts need no memory.
+PortError out_of_memory() noexcept { return {ErrorKind::tier, "out of memory", {}, 0, {}}; }
+
+}  // namespace
+
+PortError handled_error(const char* tier, const char* before) noexcept {
+    try {
+        try {
+            throw;
+        } catch (const PortFailure& failure) {
+            return failure.error();
+        } catch (const std::exception& other) {
+            return {ErrorKind::tier, std::string(before) + other.what(), tier, 0, {}};
+        }
+    } catch (...) {
+        return out_of_memory();
+    }
+}
+
+PortError copy_of(const PortError& error) noexcept {
+    try {
+        return error;
+    } catch (const std::exception&) {
+        return out_of_memory();
+    }
+}
+
 void fail_value(std::string message) { throw PortFailure({ErrorKind::value, std::move(message), {}, 0, {}}); }
 
 void fail_closed(std::string message) { throw PortFailure({ErrorKind::closed, std::move(message), {}, 0, {}}); }

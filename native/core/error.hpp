@@ -45,6 +45,11 @@ private:
     PortError error_;
 };
 
+// The error that is being handled, with `before` before its text if it is no PortFailure. Without memory for its text, the
+// error is "out of memory".
+PortError handled_error(const char* tier, const char* before = "") noexcept;
+// A copy of an error; without memory for its text, "out of memory".
+PortError copy_of(const PortError& error) noexcept;
 [[noreturn]] void fail_value(std::string message);
 [[noreturn]] void fail_closed(std::string message);
 [[noreturn]] void fail_tier(const std::string& tier, const std::string& message, int code = 0);

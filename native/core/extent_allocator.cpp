@@ -30,7 +30,12 @@ std::int64_t ExtentAllocator::rounded(std::int64_t nbytes) const {
 
 std::int64_t ExtentAllocator::note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
     if (offset >= 0) {
-        taken_.insert({offset, nbytes, tag});
+        try {
+            taken_.insert({offset, nbytes, tag});
+        } catch (...) {
+            space_.free(offset, nbytes);  // needs no memory: the hole has left a node
+            throw;
+        }
         used_ += nbytes;
     }
     return offset;

@@ -15,6 +15,8 @@ class ExtentAllocator {
 public:
     ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
 
+    // Makes room for one more range, so that `free` needs no memory for it, nor for those before it.
+    void make_room() { space_.make_room(taken_.size() + 2); }
     // Takes a range by best fit and returns its offset, -1 if none fits. `tag`: a number of the caller, kept with the range.
     std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);

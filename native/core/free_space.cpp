@@ -2,20 +2,36 @@
 
 #include <utility>
 
+#include "core/room.hpp"
+
 namespace farpool {
 
-FreeSpace::FreeSpace(std::int64_t units) : units_(units), free_(units) { add(0, units); }
+FreeSpace::FreeSpace(std::int64_t units) : units_(units), free_(units) {
+    make_room(1);
+    add(0, units);
+}
+
+void FreeSpace::make_room(std::size_t holes) {
+    tree_.make_room(holes);
+    farpool::make_room(spare_, holes);
+    while (by_size_.size() + spare_.size() < holes) {
+        Holes one{{0, 0}};
+        spare_.push_back(one.extract(one.begin()));
+    }
+}
 
 void FreeSpace::add(std::int64_t begin, std::int64_t end) {
     if (begin < end) {
         tree_.insert({begin, end - begin});
-        by_size_.emplace(end - begin, begin);
+        spare_.back().value() = {end - begin, begin};
+        by_size_.insert(std::move(spare_.back()));
+        spare_.pop_back();
     }
 }
 
 void FreeSpace::drop(Hole hole) {
     tree_.erase(hole.offset);
-    by_size_.erase({hole.nbytes, hole.offset});
+    spare_.push_back(by_size_.extract({hole.nbytes, hole.offset}));
 }
 
 Hole FreeSpace::hole_at(std::int64_t offset) const {
@@ -58,6 +74,7 @@ bool FreeSpace::take(std::int64_t offset, std::int64_t units) {
         return false;
     }
     const Hole hole = hole_at(offset);
+    make_room(by_size_.size() + 1);
     drop(hole);
     add(hole.offset, offset);
     add(offset + units, hole.offset + hole.nbytes);
@@ -70,11 +87,15 @@ void FreeSpace::free(std::int64_t offset, std::int64_t units) {
     std::int64_t end = offset + units;
     const Hole below = tree_.at_or_below(offset);
     const Hole above = hole_at(end);
+    const bool joins_below = below.nbytes > 0 && below.offset + below.nbytes == offset;
+    if (!joins_below && above.nbytes == 0) {
+        make_room(by_size_.size() + 1);
+    }
     if (above.nbytes > 0) {
         drop(above);
         end = above.offset + above.nbytes;
     }
-    if (below.nbytes > 0 && below.offset + below.nbytes == offset) {
+    if (joins_below) {
         drop(below);
         begin = below.offset;
     }
@@ -85,7 +106,8 @@ void FreeSpace::free(std::int64_t offset, std::int64_t units) {
 void FreeSpace::grow(std::int64_t units) {
     const std::int64_t more = units - units_;
     if (more > 0) {
-        free(std::exchange(units_, units), more);
+        free(units_, more);
+        units_ = units;
     }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/hash.hpp"
+#include "core/room.hpp"
 
 namespace farpool {
 
@@ -41,16 +42,19 @@ std::int32_t HoleTree::merge(std::int32_t left, std::int32_t right) {
     return right;
 }
 
-void HoleTree::insert(Hole hole) {
-    std::int32_t node = none;
-    if (spare_.empty()) {
-        node = static_cast<std::int32_t>(nodes_.size());
+void HoleTree::make_room(std::size_t holes) {
+    farpool::make_room(spare_, holes);  // so that `erase` needs no memory
+    farpool::make_room(nodes_, holes);
+    while (nodes_.size() < holes) {
+        spare_.push_back(static_cast<std::int32_t>(nodes_.size()));
         nodes_.emplace_back();
-        spare_.reserve(nodes_.capacity());
-    } else {
-        node = spare_.back();
-        spare_.pop_back();
     }
+}
+
+void HoleTree::insert(Hole hole) {
+    make_room(nodes_.size() - spare_.size() + 1);
+    const std::int32_t node = spare_.back();
+    spare_.pop_back();
     nodes_[index(node)] = {hole, hole.nbytes, mix64(static_cast<std::uint64_t>(hole.offset)), none, none};
     std::int32_t below = none;
     std::int32_t rest = none;

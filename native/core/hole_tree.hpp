@@ -4,6 +4,7 @@
 // insertion, so that all runs are alike.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -16,6 +17,8 @@ struct Hole {
 
 class HoleTree {
 public:
+    // Makes room for so many holes in all.
+    void make_room(std::size_t holes);
     void insert(Hole hole);
     void erase(std::int64_t offset);
     // Lowest hole of at least `nbytes`; nbytes 0 in the result if there is none.

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "core/clock.hpp"
+#include "core/room.hpp"
 #include "core/signals_blocked.hpp"
 
 namespace farpool {
@@ -61,6 +62,8 @@ struct QueueCore::Lane {
         bool is_current() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };
 
+    // Makes room for all entries that are not ready yet, and for one more. So none of them needs memory when it is.
+    void make_room() { farpool::make_room(ready, ready.size() + unready + 1); }
     void push(Entry& entry) {
         ready.push_back({entry.priority, entry.order, &entry});
         std::push_heap(ready.begin(), ready.end());
@@ -86,17 +89,20 @@ struct QueueCore::Lane {
     Port* port;
     Direction direction;
     std::vector<Next> ready;  // a heap
+    std::size_t unready = 0;  // entries that wait for others
     std::size_t waiting = 0;  // entries that are ready
     std::condition_variable wake;
     std::vector<std::unique_ptr<Worker>> workers;
     std::size_t idle = 0;  // workers that will check for an entry
 };
 
-// Workers to wake. A worker locks the queue's mutex first, so it is best woken when the mutex is free: at the end of this
-// object.
+// Threads to wake: workers, and those that wait for results. Each locks the queue's mutex first, so it is best woken when the
+// mutex is free: at the end of this object.
 class QueueCore::Wakes {
 public:
     ~Wakes() { run(); }
+    bool empty() const { return count_ == 0 && results_ == nullptr; }
+    void add(Results& results) { results_ = &results; }
     void add(Lane& lane, std::size_t count) {
         if (count_ == lanes_.size()) {
             run();
@@ -109,11 +115,15 @@ public:
                 lane->wake.notify_one();
             }
         }
+        if (Results* const results = std::exchange(results_, nullptr)) {
+            results->notify_all();
+        }
     }
 
 private:
     std::array<std::pair<Lane*, std::size_t>, 8> lanes_;
     std::size_t count_ = 0;
+    Results* results_ = nullptr;
 };
 
 QueueCore::QueueCore() = default;
@@ -160,10 +170,10 @@ void QueueCore::submit(std::span<Submission> batch, bool waits) {
             submission.keepalive = nullptr;
         }
     } catch (...) {
-        wake_all_workers(false, wakes);
+        wake_all(false, wakes);
         throw;
     }
-    wake_all_workers(waits, wakes);
+    wake_all(waits, wakes);
 }
 
 void QueueCore::move(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes, std::int64_t) {
@@ -172,33 +182,54 @@ void QueueCore::move(std::uintptr_t target, std::uintptr_t source, std::size_t n
 }
 
 QueueCore::Lane& QueueCore::lane_of(Port* port, Direction direction) {
-    auto& slot = lanes_[{port, direction}];
-    if (slot == nullptr) {
-        auto made = std::make_unique<Lane>();
-        made->port = port;
-        made->direction = direction;
+    const auto [found, is_new] = lanes_.try_emplace({port, direction});
+    if (is_new) {
         try {
+            auto made = std::make_unique<Lane>();
+            made->port = port;
+            made->direction = direction;
             start_worker(*made);
+            found->second = std::move(made);
         } catch (...) {
-            lanes_.erase({port, direction});
+            lanes_.erase(found);
             throw;
         }
-        slot = std::move(made);
     }
-    return *slot;
+    return *found->second;
 }
 
+// An unused entry, which stays in `spare_` until it is used.
 QueueCore::Entry& QueueCore::new_entry() {
     if (spare_.empty()) {
+        make_room(spare_, made_.size() + 1);  // so that returning an entry never fails
         made_.push_back(std::make_unique<Entry>());
-        spare_.reserve(made_.capacity());  // so that returning an entry never fails
         spare_.push_back(made_.back().get());
     }
-    Entry& entry = *spare_.back();
-    spare_.pop_back();
-    return entry;
+    return *spare_.back();
 }
 
+// Has an entry wait for those that have not ended. If it throws, nothing was changed but the entry itself.
+void QueueCore::link(Entry& entry, std::span<const std::int64_t> after) {
+    entry.after.clear();
+    entry.after.reserve(after.size());
+    try {
+        for (const std::int64_t other : after) {
+            if (const auto found = entries_.find(other); found != entries_.end()) {
+                found->second->dependents.push_back(entry.id);
+                entry.after.push_back(other);
+            }
+        }
+        entries_.emplace(entry.id, &entry);
+    } catch (...) {
+        for (const std::int64_t other : entry.after) {
+            entries_.at(other)->dependents.pop_back();
+        }
+        throw;
+    }
+    spare_.pop_back();
+}
+
+// All that needs memory comes first: if there is none, the entry is not submitted, and the others are as before.
 void QueueCore::add(Submission& submission) {
     const std::int64_t id = submission.id;
     if (entries_.contains(id)) {
@@ -208,13 +239,16 @@ void QueueCore::add(Submission& submission) {
     if (submission.port != nullptr && !submission.pieces.empty()) {
         lane = &lane_of(submission.port, submission.direction);
     }
+    results_.expect(entries_.size() + 1);
+    make_room(outcomes_, links_ + submission.after.size() + 1);
+    if (lane != nullptr) {
+        lane->make_room();
+    }
     Entry& entry = new_entry();
     entry.id = id;
     entry.pieces.assign(submission.pieces.begin(), submission.pieces.end());
-    entry.after.clear();
     entry.dependents.clear();
     entry.lane = lane;
-    entry.waiting_for = 0;
     entry.priority = submission.priority;
     entry.order = submitted_++;
     entry.ready = entry.running = false;
@@ -224,19 +258,14 @@ void QueueCore::add(Submission& submission) {
         nbytes += piece.nbytes;
     }
     entry.small = lane != nullptr && nbytes <= small_copy && lane->port->copies();
-    bool doomed = false;
-    for (const std::int64_t other : submission.after) {
-        const auto found = entries_.find(other);
-        if (found == entries_.end()) {
-            doomed = doomed || results_.has_failure(other);
-        } else {
-            entry.after.push_back(other);
-            found->second->dependents.push_back(id);
-            ++entry.waiting_for;
-        }
+    const bool doomed = std::ranges::any_of(
+        submission.after, [&](std::int64_t other) { return results_.has_failure(other) && !entries_.contains(other); });
+    link(entry, submission.after);
+    entry.waiting_for = entry.after.size();
+    links_ += entry.after.size();
+    if (lane != nullptr) {
+        ++lane->unready;
     }
-    entries_.emplace(id, &entry);
-    results_.forget_failure(id);
     if (doomed) {
         const double now = monotonic_seconds();
         complete({id, std::nullopt, true, now, now});
@@ -252,6 +281,7 @@ void QueueCore::set_ready(Entry& entry) {
         return;
     }
     entry.ready = true;
+    --entry.lane->unready;
     entry.lane->push(entry);
     ++entry.lane->waiting;
 }
@@ -269,8 +299,12 @@ void QueueCore::wake_workers(Lane& lane, Wakes& wakes) {
     }
 }
 
-// Wakes workers of all lanes. `but_small`: except for small copies, which the caller makes.
-void QueueCore::wake_all_workers(bool but_small, Wakes& wakes) {
+// Wakes threads that wait for the results so far, and workers of all lanes. `but_small`: except for small copies, which the
+// caller makes.
+void QueueCore::wake_all(bool but_small, Wakes& wakes) {
+    if (results_.settle()) {
+        wakes.add(results_);
+    }
     for (const auto& [key, lane] : lanes_) {
         if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
             wake_workers(*lane, wakes);
@@ -278,7 +312,7 @@ void QueueCore::wake_all_workers(bool but_small, Wakes& wakes) {
     }
 }
 
-// Completes an entry; the caller wakes workers.
+// Completes an entry; the caller wakes threads.
 void QueueCore::complete(Outcome ended) {
     outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
     while (!outcomes_.empty()) {
@@ -291,6 +325,10 @@ void QueueCore::complete(Outcome ended) {
         Entry& entry = *found->second;
         entries_.erase(found);
         spare_.push_back(&entry);  // and not used again before this returns
+        links_ -= entry.dependents.size();
+        if (entry.lane != nullptr && !entry.ready && !entry.running) {
+            --entry.lane->unready;  // cancelled
+        }
         const bool bad = outcome.cancelled || outcome.error.has_value();
         // In reverse, so that the stack returns them in order of submission.
         for (auto dependent = entry.dependents.rbegin(); dependent != entry.dependents.rend(); ++dependent) {
@@ -311,7 +349,6 @@ void QueueCore::complete(Outcome ended) {
         }
         results_.add({outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
     }
-    results_.wake();
 }
 
 void QueueCore::work(Lane& lane, Worker& worker) {
@@ -353,10 +390,8 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
             for (const Piece& piece : taken[index]->pieces) {
                 lane.port->move(lane.direction, piece);
             }
-        } catch (const PortFailure& failure) {
-            outcome.error = failure.error();
-        } catch (const std::exception& failure) {
-            outcome.error = PortError{ErrorKind::tier, std::string("a transfer failed: ") + failure.what(), {}, 0, {}};
+        } catch (const std::exception&) {
+            outcome.error = handled_error("", "a transfer failed: ");
         }
         outcome.end = time = monotonic_seconds();
     }
@@ -364,7 +399,12 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
     for (std::size_t index = 0; index < count; ++index) {
         complete(std::move(outcomes[index]));
     }
-    wake_all_workers(false, wakes);  // for entries that waited for these
+    wake_all(false, wakes);  // for these results, and for entries that waited for them
+    if (!wakes.empty()) {
+        lock.unlock();
+        wakes.run();
+        lock.lock();
+    }
 }
 
 // Makes small copies that are ready, a few of the most urgent lane; false if there are none.
@@ -391,6 +431,9 @@ bool QueueCore::help(std::unique_lock<std::mutex>& lock) {
 void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
     const std::lock_guard lock(mutex_);
     const auto set = [](Entry& entry, std::int64_t value) {
+        if (entry.ready) {
+            entry.lane->make_room();
+        }
         entry.priority = value;
         if (entry.ready) {
             entry.lane->push(entry);  // the heap's item with the old priority is invalid now
@@ -425,7 +468,7 @@ void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double second
     while (!ready() && monotonic_seconds() < deadline && help(lock)) {
     }
     Wakes wakes;
-    wake_all_workers(false, wakes);  // for copies that were left to this thread and that it does not wait for
+    wake_all(false, wakes);  // for copies that were left to this thread and that it does not wait for
     wakes.run();
     results_.wait(lock, seen.results + results, deadline - monotonic_seconds(), ready);
 }
@@ -438,13 +481,13 @@ std::size_t QueueCore::pending() const {
 bool QueueCore::close(double seconds) {
     std::unique_lock lock(mutex_);
     if (!closing_) {
-        closing_ = true;
         std::vector<Entry*> dropped;
         for (const auto& [id, entry] : entries_) {
             if (!entry->running) {
                 dropped.push_back(entry);
             }
         }
+        closing_ = true;
         std::sort(dropped.begin(), dropped.end(), [](const Entry* a, const Entry* b) { return a->order < b->order; });
         const double now = monotonic_seconds();
         for (const Entry* entry : dropped) {

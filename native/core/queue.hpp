@@ -39,6 +39,7 @@ private:
     struct Outcome;
     class Wakes;
     void add(Submission& submission);
+    void link(Entry& entry, std::span<const std::int64_t> after);
     Lane& lane_of(Port* port, Direction direction);
     Entry& new_entry();
     void work(Lane& lane, Worker& worker);
@@ -47,7 +48,7 @@ private:
     void set_ready(Entry& entry);
     void complete(Outcome ended);
     void wake_workers(Lane& lane, Wakes& wakes);
-    void wake_all_workers(bool but_small, Wakes& wakes);
+    void wake_all(bool but_small, Wakes& wakes);
     void start_worker(Lane& lane);
 
     std::unordered_map<std::int64_t, Entry*> entries_;
@@ -55,6 +56,7 @@ private:
     std::vector<std::unique_ptr<Entry>> made_;
     std::vector<Entry*> spare_;
     std::vector<Outcome> outcomes_;  // scratch memory of `complete`
+    std::size_t links_ = 0;          // at least as many as pending entries have dependents
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::uint64_t submitted_ = 0;
     std::size_t helping_ = 0;  // waiting threads, not the queue's own, that make a copy

@@ -38,60 +38,60 @@ bool DeviceQueue::urgent_copy_runs(Direction direction) {
     Copy& oldest = line.copies.front();
     if (!oldest.has_begun) {
         // If it has just ended, its event may be another one's by now; then the answer does not matter.
-        try {
+        const std::optional<PortError> error = error_of([&] {
             device_->enter();
             oldest.has_begun = device_->passed(oldest.start);
-        } catch (const PortFailure&) {  // the thread that waits for its end says why
-            oldest.has_begun = true;
-        }
+        });
+        oldest.has_begun = oldest.has_begun || error.has_value();  // the thread that waits for its end says why
     }
     return oldest.has_begun;
 }
 
-// Queues the device's leg of a chunk. It gives up the lock while it does so: the chunk counts as under way, so the job stays.
+// Queues the device's leg of a chunk. All that needs memory comes before the first copy is queued: from then on, the copy is
+// known until it has ended. It gives up the lock while it does so: the chunk counts as under way, so the job stays.
 void DeviceQueue::copy(std::unique_lock<std::mutex>& lock, Chunk& chunk) {
     Job& job = *chunk.job;
     Line& line = line_of(job);
     bool& followed = job.followed[job.urgent() ? 1 : 0];
     chunk.leg = Leg::device;
     lock.unlock();
-    Copy made{&chunk, nullptr, nullptr, std::nullopt, followed};
-    std::optional<PortError> error;
+    std::list<Copy> made;
+    std::optional<PortError> refused;
     bool queued = false;
-    try {
+    std::optional<PortError> error = error_of([&] {
+        made.push_back({&chunk, nullptr, nullptr, std::nullopt, followed});
+        Copy& copy = made.back();
         device_->enter();
-        made.start = events_.take();
-        made.end = events_.take();
+        copy.start = events_.take();
+        copy.end = events_.take();
         if (!followed) {
             order_.follow(line.stream.get(), job.last_use, line.moves);
             followed = true;
         }
-        device_->record(made.start, line.stream.get());
+        device_->record(copy.start, line.stream.get());
         queued = true;
-        try {
-            queue_copies(chunk, line.stream.get());
-        } catch (const std::exception&) {
-            error = handled_error();
-        }
+        refused = error_of([&] { queue_copies(chunk, line.stream.get()); });
         // Also after an error: some of the copies may have been queued, and they use the host's memory until they have ended.
-        device_->record(made.end, line.stream.get());
-    } catch (const PortFailure& failure) {
-        error = failure.error();
-        made.lost = failure.error();
+        device_->record(copy.end, line.stream.get());
+    });
+    if (queued && error) {
+        made.back().lost = copy_of(*error);
     }
     lock.lock();
-    if (error) {
-        job.fail(std::move(*error));
+    if (error || refused) {
+        job.fail(std::move(error ? *error : *refused));
     }
     if (queued) {
-        line.copies.push_back(std::move(made));
+        line.copies.splice(line.copies.end(), made);
         line.nbytes += chunk.nbytes;
         line.wake.notify_one();
         return;
     }
-    for (const Event event : {made.start, made.end}) {
-        if (event != nullptr) {
-            events_.give(event);
+    for (const Copy& copy : made) {
+        for (const Event event : {copy.start, copy.end}) {
+            if (event != nullptr) {
+                events_.give(event);
+            }
         }
     }
     end_chunk(chunk);
@@ -122,26 +122,25 @@ void DeviceQueue::watch(Line& line) {
         if (line.copies.empty()) {
             break;
         }
-        const Copy oldest = line.copies.front();
+        const Copy& oldest = line.copies.front();  // only this thread takes it out
         lock.unlock();
-        std::optional<PortError> error = oldest.lost;
+        std::optional<PortError> error;
         double start = 0;
         double end = 0;
-        if (!error) {
-            try {
+        if (oldest.lost) {
+            error = copy_of(*oldest.lost);
+        } else {
+            error = error_of([&] {
                 device_->enter();
                 device_->synchronize(oldest.end);
-            } catch (const PortFailure& failure) {
-                error = failure.error();
-            }
+            });
         }
-        if (!error) {
-            try {
-                start = clock_.take_time(oldest.start);
-                end = std::max(start, clock_.take_time(oldest.end));
-            } catch (const PortFailure&) {  // the device was lost since then
-                start = end = monotonic_seconds();
-            }
+        const auto take_times = [&] {
+            start = clock_.take_time(oldest.start);
+            end = std::max(start, clock_.take_time(oldest.end));
+        };
+        if (!error && error_of(take_times)) {  // the device was lost since then
+            start = end = monotonic_seconds();
         }
         lock.lock();
         if (error) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/clock.hpp"
+#include "core/room.hpp"
 #include "core/signals_blocked.hpp"
 
 namespace farpool::device {
@@ -85,6 +86,7 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
         return;
     }
     std::exception_ptr refused;
+    bool awaited = false;
     {
         const std::lock_guard lock(mutex_);
         require_open();
@@ -99,7 +101,10 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
         } catch (...) {
             refused = std::current_exception();  // those before it are submitted
         }
-        results_.wake();
+        awaited = results_.settle();
+    }
+    if (awaited) {
+        results_.notify_all();
     }
     wake_launcher();
     if (refused) {
@@ -107,6 +112,7 @@ void DeviceQueue::submit(std::span<Submission> batch, bool) {
     }
 }
 
+// All that needs memory comes before the change: if there is none, the entry is not submitted.
 void DeviceQueue::add(Submission& submission) {
     const std::int64_t id = submission.id;
     if (jobs_.contains(id)) {
@@ -125,24 +131,40 @@ void DeviceQueue::add(Submission& submission) {
         std::ranges::copy_if(submission.pieces, std::back_inserter(job.pieces),
                              [](const Piece& piece) { return piece.nbytes > 0; });
     }
-    bool doomed = false;
-    for (const std::int64_t other : submission.after) {
-        const auto found = jobs_.find(other);
-        if (found == jobs_.end()) {
-            doomed = doomed || results_.has_failure(other);
-        } else {
-            job.after.push_back(other);
-            found->second->dependents.push_back(id);
-            ++job.waiting_for;
-        }
-    }
-    jobs_.emplace(id, std::move(made));
-    results_.forget_failure(id);
+    const bool doomed = std::ranges::any_of(
+        submission.after, [&](std::int64_t other) { return results_.has_failure(other) && !jobs_.contains(other); });
+    results_.expect(jobs_.size() + 1);
+    make_room(ends_, links_ + submission.after.size() + 1);
+    link(std::move(made), submission.after);
+    links_ += job.after.size();
+    job.waiting_for = job.after.size();
     job.end = monotonic_seconds();
     if (doomed || (job.barrier() && job.waiting_for == 0)) {
         complete(job, doomed);
-    } else if (!job.barrier()) {
-        open_.insert(&job);
+    }
+}
+
+// Adds a job, which waits for those of `after` that have not ended. If it throws, nothing was changed.
+void DeviceQueue::link(std::unique_ptr<Job> made, std::span<const std::int64_t> after) {
+    Job& job = *made;
+    job.after.reserve(after.size());
+    try {
+        for (const std::int64_t other : after) {
+            if (const auto found = jobs_.find(other); found != jobs_.end()) {
+                found->second->dependents.push_back(job.id);
+                job.after.push_back(other);
+            }
+        }
+        if (!job.barrier()) {
+            open_.insert(&job);
+        }
+        jobs_[job.id] = std::move(made);
+    } catch (...) {
+        for (const std::int64_t other : job.after) {
+            jobs_.at(other)->dependents.pop_back();
+        }
+        open_.erase(&job);
+        throw;
     }
 }
 
@@ -158,10 +180,10 @@ void DeviceQueue::reprioritize(std::int64_t id, std::int64_t priority) {
             }
             Job& job = *found->second;
             const bool raised = priority > job.priority;
-            const bool was_open = open_.erase(&job) > 0;
+            auto place = open_.extract(&job);
             job.priority = priority;
-            if (was_open) {
-                open_.insert(&job);
+            if (!place.empty()) {
+                open_.insert(std::move(place));
             }
             for (const auto& [leg, chunk] : at_tier_) {
                 if (chunk->job == &job) {
@@ -201,25 +223,9 @@ void DeviceQueue::guard(const char* what, Work work) {
     }
 }
 
-// The error that is being handled.
-PortError DeviceQueue::handled_error() noexcept {
-    PortError error{ErrorKind::tier, "out of memory", "cuda", 0, {}};  // short texts need no memory
-    try {
-        try {
-            throw;
-        } catch (const PortFailure& failure) {
-            error = failure.error();
-        } catch (const std::exception& other) {
-            error.message = other.what();
-        }
-    } catch (...) {  // the error is as short as it is
-    }
-    return error;
-}
-
 // Notes the error that is being handled.
 void DeviceQueue::note_broken(const char* what) noexcept {
-    PortError error = handled_error();
+    PortError error = handled_error("cuda");
     try {
         error.message =
             std::string(what) + ": " + error.message +
@@ -290,15 +296,10 @@ void DeviceQueue::end_chunk(Chunk& chunk) {
 
 // Reports the end of a job, and of those that have only waited for it.
 void DeviceQueue::complete(Job& job, bool cancelled) {
-    struct End {
-        std::int64_t id;
-        bool cancelled;
-        double time;
-    };
-    std::vector<End> todo{{job.id, cancelled, job.end}};  // a stack: chains of barriers and cancellations may be long
-    while (!todo.empty()) {
-        const End end = todo.back();
-        todo.pop_back();
+    ends_.push_back({job.id, cancelled, job.end});  // a stack: chains of barriers and cancellations may be long
+    while (!ends_.empty()) {
+        const End end = ends_.back();
+        ends_.pop_back();
         const auto found = jobs_.find(end.id);
         if (found == jobs_.end()) {
             continue;  // cancelled before, because another transfer that it waited for had failed
@@ -320,13 +321,14 @@ void DeviceQueue::complete(Job& job, bool cancelled) {
             }
             Job& next = *waiting->second;
             if (bad) {
-                todo.push_back({next.id, true, ended.end});
+                ends_.push_back({next.id, true, ended.end});
             } else if (--next.waiting_for == 0 && next.barrier()) {
-                todo.push_back({next.id, false, ended.end});
+                ends_.push_back({next.id, false, ended.end});
             }
         }
         results_.add({ended.id, end.cancelled ? std::nullopt : std::move(ended.error), end.cancelled, ended.start, ended.end,
                       ended.keepalive});
+        links_ -= ended.dependents.size();
         jobs_.erase(found);
     }
 }
@@ -336,8 +338,9 @@ void DeviceQueue::complete(Job& job, bool cancelled) {
 bool DeviceQueue::close(double seconds) {
     const double deadline = monotonic_seconds() + seconds;
     std::unique_lock lock(mutex_);
-    if (!std::exchange(closing_, true)) {
+    if (!closing_) {
         drop_all();
+        closing_ = true;
         for (Line& line : lines_) {
             line.wake.notify_all();  // if the launcher has failed, it wakes them no more
         }

@@ -21,9 +21,10 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
+#include <new>
 #include <set>
 #include <thread>
 #include <unordered_map>
@@ -74,6 +75,8 @@ public:
     void fill(std::uintptr_t target, std::size_t nbytes, std::uint16_t value);
     // Bytes of the pieces, from its start, in which a block that is not page-locked is written to its tier and read again.
     std::size_t chunk() const noexcept { return config_.chunk; }
+    // Bytes of device memory that the queue holds for moves between ranges that overlap; 0 after `close` has succeeded.
+    std::size_t bounce() const noexcept { return released_ ? 0 : config_.bounce; }
     // All streams whose queued work may use the arena: the program's, and until `close` has succeeded the one of moves.
     std::vector<ProgramStream> streams() const;
 
@@ -85,12 +88,18 @@ private:
         std::optional<PortError> lost;  // why the device cannot tell when it has ended
         bool has_begun;                 // or waits for the copies before it alone
     };
+    // The end of a job that is to be reported.
+    struct End {
+        std::int64_t id;
+        bool cancelled;
+        double time;
+    };
     // A stream of copies in one direction, and the thread that waits for their ends.
     struct Line {
         explicit Line(std::shared_ptr<Device> device) : stream(std::move(device)) {}
 
         OwnedStream stream;
-        std::deque<Copy> copies;           // in the order of their ends
+        std::list<Copy> copies;            // in the order of their ends; a list takes one over without memory
         std::size_t nbytes = 0;            // of these copies
         std::uint64_t moves = 0;           // that the stream has waited for
         double seconds_per_byte = 1e-10;   // of the latest copies
@@ -106,11 +115,13 @@ private:
     }
     Line& line_of(const Job& job);
     void add(Submission& submission);
+    void link(std::unique_ptr<Job> made, std::span<const std::int64_t> after);
     void start_thread(std::thread& thread, bool& left, const char* name, std::function<void()> body);
     void require_not_released() const;
     template <typename Work>
     void guard(const char* what, Work work);
-    static PortError handled_error() noexcept;
+    template <typename Work>
+    static std::optional<PortError> error_of(Work work);
     void note_broken(const char* what) noexcept;
     std::vector<std::thread*> threads();
     void wake_launcher() { tiers_->nudge(); }
@@ -145,6 +156,8 @@ private:
 
     std::shared_ptr<QueueCore> tiers_;  // the legs between tiers and staging memory
     std::unordered_map<std::int64_t, std::unique_ptr<Job>> jobs_;
+    std::vector<End> ends_;      // scratch memory of `complete`
+    std::size_t links_ = 0;      // at least as many as pending jobs have dependents
     std::set<Job*, Rank> open_;  // jobs with legs to start
     std::unordered_map<std::int64_t, Chunk*> at_tier_;
     std::int64_t tier_legs_ = 0;
@@ -157,5 +170,18 @@ private:
     std::atomic<bool> broken_ = false;
     std::optional<PortError> broken_by_;
 };
+
+// The error that keeps the work from being done: the device refuses it, or the host has no memory for it. Other errors pass.
+template <typename Work>
+std::optional<PortError> DeviceQueue::error_of(Work work) {
+    try {
+        work();
+        return std::nullopt;
+    } catch (const PortFailure&) {
+        return handled_error("cuda");
+    } catch (const std::bad_alloc&) {
+        return handled_error("cuda");
+    }
+}
 
 }  // namespace farpool::device

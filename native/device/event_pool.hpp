@@ -4,10 +4,11 @@
 
 #include <memory>
 #include <mutex>
-#include <span>
+#include <ranges>
 #include <utility>
 #include <vector>
 
+#include "core/room.hpp"
 #include "device/device.hpp"
 
 namespace farpool::device {
@@ -20,18 +21,16 @@ public:
     ~EventPool() { end(); }
 
     Event take() {
-        {
-            const std::lock_guard lock(mutex_);
-            if (!spare_.empty()) {
-                const Event event = spare_.back();
-                spare_.pop_back();
-                return event;
-            }
-        }
-        const Event event = device_->make_event();
         const std::lock_guard lock(mutex_);
-        made_.push_back(event);
-        return event;
+        if (!spare_.empty()) {
+            const Event event = spare_.back();
+            spare_.pop_back();
+            return event;
+        }
+        make_room(made_, made_.size() + 1);
+        make_room(spare_, made_.size() + 1);  // so that `give` needs no memory
+        made_.push_back(device_->make_event());
+        return made_.back();
     }
     // Ends all events, also those that were not given back.
     void end() noexcept {
@@ -43,10 +42,13 @@ public:
         spare_.clear();
     }
     // Gives an event back, which may be recorded again at once: waits that are queued already stay with its earlier record.
-    void give(Event event) { give({&event, 1}); }
-    void give(std::span<const Event> events) {
+    void give(Event event) noexcept { give_all(std::views::single(event)); }
+    template <std::ranges::input_range Events>
+    void give_all(Events&& events) noexcept {
         const std::lock_guard lock(mutex_);
-        spare_.insert(spare_.end(), events.begin(), events.end());
+        for (const Event event : events) {
+            spare_.push_back(event);
+        }
     }
 
 private:

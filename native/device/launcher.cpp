@@ -1,6 +1,5 @@
 // The part of a device's queue that decides which leg of which transfer is next: the launcher's thread.
 #include <algorithm>
-#include <system_error>
 
 #include "device/device_queue.hpp"
 
@@ -9,6 +8,7 @@ namespace farpool::device {
 namespace {
 
 constexpr double idle_seconds = 3600;  // the launcher is woken for all that happens
+constexpr double retry_seconds = 0.1;  // until it asks for memory again
 
 }  // namespace
 
@@ -18,7 +18,9 @@ void DeviceQueue::run() {
     std::unique_lock lock(mutex_);
     while (!closing_) {
         const Seen seen = tiers_->seen();
-        const bool progressed = note_tier_ends() | advance(lock);
+        bool progressed = false;
+        const std::optional<PortError> error = error_of([&] { progressed = note_tier_ends(); });
+        progressed = advance(lock) || progressed;
         const bool awaited = results_.settle();
         lock.unlock();
         if (awaited) {
@@ -26,19 +28,18 @@ void DeviceQueue::run() {
         }
         if (!progressed) {
             retire();
-            tiers_->wait_past(seen, 1, idle_seconds);
+            tiers_->wait_past(seen, 1, error ? retry_seconds : idle_seconds);
         }
         lock.lock();
     }
 }
 
 void DeviceQueue::retire() {
-    try {
+    // A device that does not answer is reported by the threads that wait for copies. Without memory, the next time will do.
+    (void)error_of([&] {
         device_->enter();
         order_.retire();
-    } catch (const PortFailure&) {
-        // A device that does not answer is reported by the threads that wait for copies.
-    }
+    });
 }
 
 bool DeviceQueue::note_tier_ends() {
@@ -80,7 +81,7 @@ bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock, Job& job) {
             cut(job, locks_, config_.chunk);
         } catch (const std::exception&) {  // nothing of it was started
             job.chunks.clear();
-            job.fail(handled_error());
+            job.fail(handled_error("cuda"));
             complete(job, false);
             return true;
         }
@@ -95,10 +96,23 @@ bool DeviceQueue::advance(std::unique_lock<std::mutex>& lock, Job& job) {
     }
     Chunk& next = job.chunks[job.begun];
     const bool by_device = !job.staged || !job.fetch();
-    if ((by_device && !may_copy(job)) || (job.staged && !take_staging(next))) {
+    if (by_device && !may_copy(job)) {
+        return false;
+    }
+    bool ready = true;
+    std::optional<PortError> error;
+    if (job.staged) {
+        error = error_of([&] { ready = take_staging(next); });
+    }
+    if (!ready) {
         return false;
     }
     ++job.begun;
+    if (error) {
+        job.fail(std::move(*error));
+        end_chunk(next);
+        return true;
+    }
     if (by_device) {
         copy(lock, next);
     } else {
@@ -140,28 +154,19 @@ void DeviceQueue::submit_tier_leg(Chunk& chunk) {
     Job& job = *chunk.job;
     chunk.leg = Leg::tier;
     const std::int64_t leg = ++tier_legs_;
-    const auto refused = [&] {
-        at_tier_.erase(leg);
-        job.fail(handled_error());
-        end_chunk(chunk);
-    };
-    std::vector<Piece> pieces;
     try {
+        std::vector<Piece> pieces;
         for (const Part& part : chunk.parts) {
             pieces.push_back({part.offset, part.host, part.nbytes});
         }
         at_tier_.emplace(leg, &chunk);
-    } catch (const std::exception&) {
-        refused();
-        return;
-    }
-    Submission submission{.id = leg, .port = job.port, .direction = job.direction, .pieces = pieces, .priority = job.priority};
-    try {
+        Submission submission{
+            .id = leg, .port = job.port, .direction = job.direction, .pieces = pieces, .priority = job.priority};
         tiers_->submit({&submission, 1});
-    } catch (const PortFailure&) {
-        refused();
-    } catch (const std::system_error&) {  // no thread could be started for this tier
-        refused();
+    } catch (const std::exception&) {  // such as no memory, or no thread for this tier: the leg was not submitted
+        at_tier_.erase(leg);
+        job.fail(handled_error("cuda"));
+        end_chunk(chunk);
     }
 }
 

@@ -12,7 +12,8 @@ namespace farpool::device {
 Moves::Moves(std::shared_ptr<Device> device, std::size_t bounce)
     : device_(std::move(device)), stream_(device_), bounce_bytes_(bounce), bounce_(device_, bounce) {}
 
-void Moves::queue(ProgramOrder& order, std::int64_t last_use, const std::function<void()>& work) {
+template <typename Work>
+void Moves::queue(ProgramOrder& order, std::int64_t last_use, Work work) {
     const std::lock_guard lock(mutex_);
     if (closed_) {
         fail_closed("the transfer queue was closed");

@@ -1,7 +1,6 @@
 // Moves and fills of ranges of the arena, on a stream of their own.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -29,7 +28,8 @@ public:
     void fill(ProgramOrder& order, std::uintptr_t target, std::size_t count, std::uint16_t value);
 
 private:
-    void queue(ProgramOrder& order, std::int64_t last_use, const std::function<void()>& work);
+    template <typename Work>
+    void queue(ProgramOrder& order, std::int64_t last_use, Work work);
 
     std::shared_ptr<Device> device_;
     OwnedStream stream_;

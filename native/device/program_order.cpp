@@ -1,10 +1,12 @@
 #include "device/program_order.hpp"
 
 #include <algorithm>
+#include <ranges>
 #include <stdexcept>
 
 #include "core/clock.hpp"
 #include "core/error.hpp"
+#include "core/room.hpp"
 
 namespace farpool::device {
 
@@ -15,6 +17,7 @@ namespace {
 constexpr std::size_t most_uses = 512;
 constexpr std::size_t worth_retiring = 64;
 constexpr std::size_t most_ran = 4096;          // times that are kept until `take_ran`
+constexpr double brief_seconds = 50e-6;         // of accesses whose times are not asked for one by one
 constexpr ProgramStream per_thread_stream = 2;  // CU_STREAM_PER_THREAD
 
 }  // namespace
@@ -30,17 +33,24 @@ ProgramOrder::ProgramOrder(std::shared_ptr<Device> device, EventPool& events, De
 
 // Call with the lock, except in the constructor.
 void ProgramOrder::note_stream(Stream stream, std::uint64_t id) {
+    Program* earlier = nullptr;  // with the same handle
     for (const auto& known : programs_) {
         if (known->stream == stream && !known->destroyed) {
             if (known->id == id) {
                 return;
             }
-            known->destroyed = true;
+            earlier = known.get();
         }
     }
-    programs_.push_back(std::make_unique<Program>());
-    programs_.back()->stream = stream;
-    programs_.back()->id = id;
+    auto made = std::make_unique<Program>();
+    made->stream = stream;
+    made->id = id;
+    made->uses.reserve(most_uses);
+    make_room(programs_, programs_.size() + 1);
+    if (earlier != nullptr) {
+        earlier->destroyed = true;
+    }
+    programs_.push_back(std::move(made));
 }
 
 ProgramOrder::Program& ProgramOrder::program(Stream stream) {
@@ -113,7 +123,7 @@ bool ProgramOrder::end(ProgramStream stream, std::int64_t ordinal) {
 }
 
 void ProgramOrder::thin(Program& program) {
-    std::deque<Use> kept;
+    std::size_t kept = 0;
     for (std::size_t index = 0; index < program.uses.size(); ++index) {
         Use& use = program.uses[index];
         if (index % 2 == 0 && index + 1 < program.uses.size()) {
@@ -123,10 +133,10 @@ void ProgramOrder::thin(Program& program) {
             next.ordinal = std::max(next.ordinal, use.ordinal);
             events_.give(use.event);
         } else {
-            kept.push_back(use);
+            program.uses[kept++] = use;
         }
     }
-    program.uses = std::move(kept);
+    program.uses.resize(kept);
     ++program.thinned;
 }
 
@@ -183,37 +193,57 @@ void ProgramOrder::retire() {
         std::vector<Use> passed(program.uses.begin(), program.uses.end());
         const std::uint64_t thinned = program.thinned;
         lock.unlock();
-        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, so few are asked.
-        passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
-                     passed.end());
+        // Without the lock, so the program's threads go on. Events of a stream pass one after the other, most often all have.
+        if (!passed.empty() && !device_->passed(passed.back().event)) {
+            passed.erase(std::ranges::partition_point(passed, [&](const Use& use) { return device_->passed(use.event); }),
+                         passed.end());
+        }
         lock.lock();
         if (passed.empty() || program.thinned != thinned) {
             continue;  // an event that was given back tells of other work
         }
+        std::vector<Ran> ran;
+        ran.reserve(passed.size());
+        make_room(ran_, std::min(most_ran, ran_.size() + passed.size()));
         program.uses.erase(program.uses.begin(), program.uses.begin() + static_cast<std::ptrdiff_t>(passed.size()));
         lock.unlock();
-        std::vector<Ran> ran = times_of(program, passed);
+        take_times(program, passed, ran);
         lock.lock();
         const std::size_t room = most_ran - std::min(most_ran, ran_.size());
         ran_.insert(ran_.end(), ran.begin(), ran.begin() + static_cast<std::ptrdiff_t>(std::min(room, ran.size())));
     }
 }
 
-// When the device computed for these uses, which have passed; gives their events back.
-std::vector<Ran> ProgramOrder::times_of(Program& program, std::span<const Use> uses) {
-    std::vector<Ran> ran;
-    std::vector<Event> spare;
+// Writes down when each of these uses ended. The last end is known, and nothing ended before `began`. We ask the device for few
+// of the others: a question takes longer than a short access.
+void ProgramOrder::note_ends(std::span<Use> uses, double began) {
+    const double last = uses.back().ended;
+    began = std::max(began, uses.front().since);
+    if (last - began <= brief_seconds) {  // in equal parts
+        const double each = (last - began) / static_cast<double>(uses.size());
+        for (std::size_t index = 0; index + 1 < uses.size(); ++index) {
+            uses[index].ended = std::min(last, began + each * static_cast<double>(index + 1));
+        }
+    } else if (uses.size() > 1) {
+        const std::span<Use> first = uses.first(uses.size() / 2);
+        first.back().ended = std::min(last, clock_.exchange_time(first.back().event));
+        note_ends(first, began);
+        note_ends(uses.subspan(first.size()), first.back().ended);
+    }
+}
+
+// Appends when the device computed for these uses, which have passed, to `ran`, which has room for it. Gives their events back.
+void ProgramOrder::take_times(Program& program, std::span<Use> uses, std::vector<Ran>& ran) {
+    uses.back().ended = clock_.exchange_time(uses.back().event);
+    note_ends(uses, program.ended_at);
     for (const Use& use : uses) {
-        spare.push_back(use.event);
-        const double end = clock_.exchange_time(spare.back());
-        const double start = std::min(std::max(program.ended_at, use.since), end);
-        program.ended_at = std::max(program.ended_at, end);
+        const double start = std::min(std::max(program.ended_at, use.since), use.ended);
+        program.ended_at = std::max(program.ended_at, use.ended);
         if (use.ordinal >= 0) {
-            ran.push_back({use.ordinal, start, end});
+            ran.push_back({use.ordinal, start, use.ended});
         }
     }
-    events_.give(spare);
-    return ran;
+    events_.give_all(std::views::transform(uses, &Use::event));
 }
 
 std::vector<Ran> ProgramOrder::take_ran() {

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -59,12 +58,13 @@ private:
         std::int64_t ordinal;  // highest ordinal of this use, and of uses before it whose events were given back
         double since;          // when the host queued the work
         Event event;
+        double ended = 0.0;  // when the device had done the work
     };
     struct Program {
         Stream stream;
         std::uint64_t id;
-        bool destroyed = false;  // another stream has the handle
-        std::deque<Use> uses;
+        bool destroyed = false;     // another stream has the handle
+        std::vector<Use> uses;      // has room for as many as are kept
         std::uint64_t thinned = 0;  // how often events were given back that may not have passed
         double queued_at = 0.0;     // when the host began to queue the latest access
         double ended_at = 0.0;      // when the device had done the latest work that is known to have ended
@@ -77,7 +77,8 @@ private:
     void wait_for(Stream stream, std::int64_t last_use, const Program* except);
     void wait_for_moves(Stream stream, std::uint64_t& moves);
     void thin(Program& program);
-    std::vector<Ran> times_of(Program& program, std::span<const Use> uses);
+    void note_ends(std::span<Use> uses, double began);
+    void take_times(Program& program, std::span<Use> uses, std::vector<Ran>& ran);
 
     std::shared_ptr<Device> device_;
     EventPool& events_;

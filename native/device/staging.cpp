@@ -11,6 +11,7 @@ Staging::Staging(std::shared_ptr<Device> device, std::size_t nbytes, std::size_t
       kept_at_(kept_) {}
 
 bool Staging::take(Chunk& chunk) {
+    extents_.make_room();  // so that the memory can be given back without memory
     chunk.staging = extents_.alloc(static_cast<std::int64_t>(chunk.nbytes));
     if (chunk.staging < 0 && chunk.job->urgent()) {
         chunk.staging = std::exchange(kept_, -1);
@@ -26,7 +27,7 @@ bool Staging::take(Chunk& chunk) {
     return true;
 }
 
-void Staging::give_back(Chunk& chunk) {
+void Staging::give_back(Chunk& chunk) noexcept {
     const std::int64_t offset = std::exchange(chunk.staging, -1);
     if (offset >= 0 && offset == kept_at_) {
         kept_ = offset;

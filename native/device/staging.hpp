@@ -19,7 +19,7 @@ public:
     // Gives a chunk memory, and its parts their addresses there; false if there is none now.
     bool take(Chunk& chunk);
     // Takes a chunk's memory back, if it has any.
-    void give_back(Chunk& chunk);
+    void give_back(Chunk& chunk) noexcept;
     // Unlocks and unmaps the memory; no chunk may have any.
     void release() noexcept { memory_.release(); }
 

@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <random>
+#include <tuple>
 
 #include "tests/device_world.hpp"
 
@@ -88,38 +90,107 @@ void use(World& world, BlockId block, const std::function<void()>& asked = [] {}
     world.driver->release(*access);
 }
 
-// While this lives, the nth allocation from now on of more than `most` bytes fails, on other threads than this one.
+// While this lives, allocations of more than `most` bytes fail, the nth from now on and as many as `count` in all, on other
+// threads than this one, or on this one alone.
 class Exhausted {
 public:
-    Exhausted(std::size_t most, std::size_t nth) {
-        spared = gettid();
-        until_failure = nth;
+    enum class On : std::uint8_t { others, this_one };
+
+    Exhausted(std::size_t most, std::size_t nth, std::size_t count = 1, On on = On::others) {
+        owner = gettid();
+        owner_alone = on == On::this_one;
+        first = nth;
+        last = nth + count - 1;
+        asked = 0;
         largest = most;
     }
     Exhausted(const Exhausted&) = delete;
     Exhausted& operator=(const Exhausted&) = delete;
     ~Exhausted() { largest = SIZE_MAX; }
 
-    static bool refuses(std::size_t nbytes) { return nbytes > largest && gettid() != spared && --until_failure == 0; }
+    static bool refuses(std::size_t nbytes) {
+        if (nbytes <= largest || spared || (gettid() == owner) != owner_alone) {
+            return false;
+        }
+        const std::size_t number = ++asked;
+        return number >= first && number <= last;
+    }
+    // Whether an allocation has failed.
+    static bool happened() { return asked >= first; }
+
+    static inline thread_local bool spared = false;  // this thread's allocations never fail
 
 private:
     static inline std::atomic<std::size_t> largest = SIZE_MAX;
-    static inline std::atomic<std::size_t> until_failure = 0;
-    static inline std::atomic<pid_t> spared = 0;
+    static inline std::atomic<std::size_t> first = 0;
+    static inline std::atomic<std::size_t> last = 0;
+    static inline std::atomic<std::size_t> asked = 0;
+    static inline std::atomic<pid_t> owner = 0;
+    static inline std::atomic<bool> owner_alone = false;
 };
 
-// A device for which the host runs out of memory.
-struct ExhaustedCuda : farpool::device::Cuda {
+// A device whose own allocations never fail: the simulated driver is not what is tested.
+class SparedCuda : public farpool::device::Cuda {
+    using Event = farpool::device::Event;
+    using Stream = farpool::device::Stream;
+    struct Spared {
+        Spared() { Exhausted::spared = true; }
+        ~Spared() { Exhausted::spared = false; }
+    };
+
+public:
+    using Cuda::Cuda;
+    void enter() override {
+        const Spared now;
+        Cuda::enter();
+    }
+    Event make_event() override {
+        const Spared now;
+        return Cuda::make_event();
+    }
+    void record(Event event, Stream stream) override {
+        const Spared now;
+        Cuda::record(event, stream);
+    }
+    void wait(Stream stream, Event event) override {
+        const Spared now;
+        Cuda::wait(stream, event);
+    }
+    bool passed(Event event) override {
+        const Spared now;
+        return Cuda::passed(event);
+    }
+    void synchronize(Event event) override {
+        const Spared now;
+        Cuda::synchronize(event);
+    }
+    double elapsed(Event from, Event to) override {
+        const Spared now;
+        return Cuda::elapsed(from, to);
+    }
+    void copy_in(Stream stream, std::uintptr_t target, const void* source, std::size_t nbytes) override {
+        const Spared now;
+        Cuda::copy_in(stream, target, source, nbytes);
+    }
+    void copy_out(Stream stream, void* target, std::uintptr_t source, std::size_t nbytes) override {
+        const Spared now;
+        Cuda::copy_out(stream, target, source, nbytes);
+    }
+};
+
+// A device of which calls fail with errors of any kind.
+template <typename Error>
+struct FailingCuda : farpool::device::Cuda {
     using Cuda::Cuda;
     void record(farpool::device::Event event, farpool::device::Stream stream) override {
         if (at_record) {
-            throw std::bad_alloc();
+            throw Error();
         }
         Cuda::record(event, stream);
     }
     void synchronize(farpool::device::Event event) override {
         if (at_end) {
-            throw std::bad_alloc();
+            throw Error();
         }
         Cuda::synchronize(event);
     }
@@ -302,11 +373,11 @@ TEST("a range whose work has no event at its end is not given to another block")
 }
 
 TEST("if a thread of the queue fails, the process goes on, accesses fail, and the memory of copies stays as it is") {
-    // A queue's threads expect no other error than PortFailure of these calls.
+    // A queue's threads expect no such errors of these calls.
     for (const bool launcher : {true, false}) {
-        const auto cuda = std::make_shared<std::shared_ptr<ExhaustedCuda>>();
+        const auto cuda = std::make_shared<std::shared_ptr<FailingCuda<std::bad_exception>>>();
         Setup setup = four_chunks(1);
-        setup.open = [&] { return *cuda = std::make_shared<ExhaustedCuda>(0, FAKE_CUDA_PATH); };
+        setup.open = [&] { return *cuda = std::make_shared<FailingCuda<std::bad_exception>>(0, FAKE_CUDA_PATH); };
         World world(setup);
         const BlockId block = world.driver->pager().create(std::vector<std::int64_t>{1 << 10}, 0);
         use(world, block);
@@ -314,8 +385,8 @@ TEST("if a thread of the queue fails, the process goes on, accesses fail, and th
         world.submit({transfer(world, 1, Direction::read, 2)});
         until("the queue is broken", [&] { return world.queue->broken(); });
         until("the other threads have nothing to do", others_sleep);
-        CHECK(mentions(world.queue->trouble(), "a thread of the device's queue has ended: std::bad_alloc"));
-        CHECK(error_of([&] { use(world, block); }).find("bad_alloc") != std::string::npos);
+        CHECK(mentions(world.queue->trouble(), "a thread of the device's queue has ended: std::bad_exception"));
+        CHECK(error_of([&] { use(world, block); }).find("bad_exception") != std::string::npos);
         CHECK(!world.queue->close(patience));
         CHECK(!world.queue->close(0));
         while (fake_cuda().advance(1 << 20) > 0) {
@@ -362,6 +433,127 @@ TEST("a transfer for which the queue's thread finds no memory fails alone") {
             CHECK(failures >= 2);  // cut into parts and chunks, and copied or submitted
             rig.close();
         }
+    }
+}
+
+TEST("a call to the device for which there is no memory fails its transfer, or is made again") {
+    for (const bool launcher : {true, false}) {
+        const auto cuda = std::make_shared<std::shared_ptr<FailingCuda<std::bad_alloc>>>();
+        Setup setup = four_chunks(1);
+        setup.open = [&] { return *cuda = std::make_shared<FailingCuda<std::bad_alloc>>(0, FAKE_CUDA_PATH); };
+        Rig rig(setup);
+        std::atomic<bool>& failing = launcher ? (*cuda)->at_record : (*cuda)->at_end;
+        failing = true;
+        rig.submit({transfer(rig, 1, Direction::read, 1)});
+        if (launcher) {
+            rig.collect(1);
+            CHECK(mentions(rig.results.at(1).error, "bad_alloc"));
+            failing = false;
+        } else {
+            until("the trouble is known", [&] { return mentions(rig.queue->trouble(), "bad_alloc"); });
+            CHECK(rig.queue->poll().empty());
+            failing = false;
+            rig.collect(1);
+            CHECK(!rig.results.at(1).error);
+        }
+        rig.submit({transfer(rig, 2, Direction::write, 4), transfer(rig, 3, Direction::read, 4, {2})});
+        rig.collect(3);
+        CHECK(!rig.results.at(2).error && !rig.results.at(3).error);
+        CHECK(!rig.queue->broken() && !rig.queue->trouble());
+        rig.close();
+    }
+}
+
+TEST("whichever allocation of the queue's threads fails, no copy is lost, and the next transfers succeed") {
+    constexpr std::size_t nbytes = 4 * chunk;
+    for (const auto& [staged, direction, count] :
+         {std::tuple(true, Direction::read, 1), std::tuple(true, Direction::write, 1), std::tuple(false, Direction::read, 1),
+          std::tuple(false, Direction::write, 1), std::tuple(true, Direction::read, 5),
+          std::tuple(true, Direction::write, 5)}) {
+        std::size_t failures = 0;
+        for (bool failed = true; failed; failures += failed ? 1 : 0) {
+            CHECK(failures < 1000);
+            Setup setup = four_chunks(failures);
+            setup.page_locked = 64 << 10;
+            setup.locked_chunk = 64 << 10;
+            setup.open = [] { return std::make_shared<SparedCuda>(0, FAKE_CUDA_PATH); };
+            Rig rig(setup);
+            std::vector<farpool::device::HostPart> parts;
+            until("the memory is page-locked", [&] { return rig.locks->parts(&rig.mapped, 0, rig.locked.nbytes(), parts); });
+            rig.use(0, 0, [] {});
+            auto* const port = staged ? static_cast<farpool::Port*>(&rig.port) : &rig.mapped;
+            std::byte* const below = staged ? rig.port.at(0) : rig.locked.data();
+            const bool fetch = direction == Direction::read;
+            std::byte* const target = fetch ? rig.at(0) : below;
+            std::memset(fetch ? below : rig.at(0), 7, nbytes);
+            std::memset(below + nbytes, 7, nbytes);  // what the second transfer reads
+            const Direction back = fetch ? Direction::write : Direction::read;
+            const Order first{
+                .id = 1, .direction = direction, .port = port, .pieces = {rig.piece(0, 0, nbytes)}, .last_use = 0};
+            {
+                const Exhausted exhausted(0, failures + 1, static_cast<std::size_t>(count));
+                rig.submit({first,
+                            {.id = 2, .direction = back, .port = port, .pieces = {rig.piece(nbytes, 0, nbytes)}, .after = {1}},
+                            {.id = 3, .after = {2}}});
+                rig.collect(3);
+                failed = Exhausted::happened();
+            }
+            bool bad = false;
+            for (const auto& [id, result] : rig.results) {
+                CHECK(bad ? result.cancelled || result.error : !result.cancelled);
+                CHECK(!result.error || mentions(result.error, "bad_alloc") || mentions(result.error, "out of memory"));
+                bad = bad || result.error.has_value();
+            }
+            CHECK(failed || !bad);
+            CHECK(rig.results.at(1).error || holds(target, nbytes, 7));
+            CHECK(!rig.queue->broken() && !rig.queue->trouble());
+            std::memset(target, 0, nbytes);
+            Order again = first;
+            again.id = 4;
+            rig.submit({again, {.id = 5, .after = {4}}});
+            rig.collect(5);
+            CHECK(!rig.results.at(4).error && !rig.results.at(5).cancelled);
+            CHECK(holds(target, nbytes, 7));
+            rig.close();
+        }
+        CHECK(failures >= 5);
+    }
+}
+
+TEST("whichever allocation of a submission fails, the entries before it are submitted, and the others can be submitted again") {
+    for (std::size_t failures = 0, failed = 1; failed != 0; failures += failed) {
+        CHECK(failures < 1000);
+        Rig rig(four_chunks(failures));
+        rig.port.allowed = 0;  // so that nothing has ended when something waits for it
+        const std::vector<Order> orders = {transfer(rig, 1, Direction::write, 2),
+                                           transfer(rig, 2, Direction::read, 2, {1}),
+                                           {.id = 3, .after = {1, 2}},
+                                           transfer(rig, 4, Direction::write, 1, {3, 1})};
+        std::vector<farpool::Submission> batch;
+        for (const Order& order : orders) {
+            batch.push_back({order.id, order.port, order.direction, order.pieces, order.after, order.priority,
+                             Rig::keepalive(order.id), order.last_use});
+        }
+        {
+            const Exhausted exhausted(0, failures + 1, 1, Exhausted::On::this_one);
+            try {
+                rig.queue->submit(batch);
+                failed = 0;
+            } catch (const std::bad_alloc&) {
+            }
+        }
+        const auto left = std::ranges::find_if(batch, [](const auto& one) { return one.keepalive != nullptr; });
+        CHECK(std::all_of(left, batch.end(), [](const auto& one) { return one.keepalive != nullptr; }));
+        CHECK_EQUAL(rig.queue->pending(), static_cast<std::size_t>(left - batch.begin()));
+        CHECK_EQUAL(left == batch.end(), failed == 0);
+        rig.queue->submit({left, batch.end()});
+        rig.port.allowed = UINT32_MAX;
+        rig.collect(orders.size());
+        for (const auto& [id, result] : rig.results) {
+            CHECK(!result.error && !result.cancelled);
+        }
+        CHECK(rig.place(1) < rig.place(2) && rig.place(2) < rig.place(3) && rig.place(3) < rig.place(4));
+        rig.close();
     }
 }
 

@@ -16,6 +16,19 @@ namespace {
 
 constexpr double fast = 1e12;  // bytes per second
 
+// The times of so many accesses.
+std::vector<farpool::Ran> all_ran(Rig& rig, std::size_t count) {
+    std::vector<farpool::Ran> ran;
+    std::int64_t barrier = 0;
+    until("all accesses are reported", [&] {
+        rig.submit({{.id = ++barrier}});  // wakes the launcher
+        const auto more = rig.queue->take_ran();
+        ran.insert(ran.end(), more.begin(), more.end());
+        return ran.size() == count;
+    });
+    return ran;
+}
+
 Setup in_real_time(std::size_t streams) { return {.real_time_rate = fast, .streams = streams}; }
 
 void opened_after_copy(Gate& gate, const char* copy, std::uint64_t count) {
@@ -387,6 +400,71 @@ TEST("events that are seen long after they have passed keep their times") {
     }
 }
 
+// A device that does something else when it is asked for the first time whether an event has passed.
+struct InterruptedCuda : farpool::device::Cuda {
+    using Cuda::Cuda;
+    bool passed(farpool::device::Event event) override {
+        const bool answer = Cuda::passed(event);
+        if (const auto call = std::exchange(meanwhile, nullptr)) {
+            call();
+        }
+        return answer;
+    }
+    std::function<void()> meanwhile;
+};
+
+TEST("a copy waits for work whose event was given back while the device was asked about the events before it") {
+    fake_cuda().reset(1, copies_first);
+    fake_cuda().set(fake_real_time_rate, fast);
+    const auto cuda = std::make_shared<InterruptedCuda>(0, FAKE_CUDA_PATH);
+    cuda->enter();
+    farpool::device::EventPool events(cuda);
+    const farpool::device::OwnedStream program(cuda), copies(cuda);
+    const auto handle = reinterpret_cast<farpool::ProgramStream>(program.get());
+    farpool::device::DeviceClock clock(cuda, events, copies.get());
+    farpool::device::ProgramOrder order(cuda, events, clock, handle);
+
+    Gate gate;
+    constexpr std::int64_t passed = 10;  // accesses; the others wait at the gate
+    std::int64_t ordinal = 0;
+    const auto access = [&] {
+        order.begin(handle);
+        order.order(handle, -1);
+        order.end(handle, ordinal++);
+    };
+    while (ordinal < passed) {
+        access();
+    }
+    const farpool::device::Event last = events.take();
+    cuda->record(last, program.get());
+    cuda->synchronize(last);
+    const auto wait_at_gate = [](void* at) { static_cast<const Gate*>(at)->pass(); };
+    CHECK_EQUAL(fake_cuda().launch(program.get(), wait_at_gate, &gate, 0), 0);
+    while (ordinal < 500) {
+        access();
+    }
+    cuda->meanwhile = [&] {
+        while (ordinal < 600) {  // more than have an event each
+            access();
+        }
+    };
+    order.retire();
+
+    std::uint64_t moves = 0;
+    const auto waits = calls("cuStreamWaitEvent");
+    order.follow(copies.get(), 2 * passed - 1, moves);
+    const auto waited = calls("cuStreamWaitEvent") - waits;
+    const farpool::device::Event followed = events.take();
+    cuda->record(followed, copies.get());
+    linger();
+    const bool early = cuda->passed(followed);
+    gate.open();
+    cuda->synchronize(followed);
+    CHECK_EQUAL(waited, 1U);
+    CHECK(!early);
+    CHECK_EQUAL(fake_cuda().violations(), std::string{});
+}
+
 TEST("a stream that has the handle of a destroyed one waits for its work and for moves like any other") {
     for (const bool numbered : {true, false}) {
         Setup setup = in_real_time(2);
@@ -454,14 +532,7 @@ TEST("accesses have the times of the device, in the order of their ends") {
         rig.queue->end_use(rig.handle(0), ordinal);
     }
     rig.use(1, 3, [] {});
-    std::vector<farpool::Ran> ran;
-    std::int64_t barrier = 0;
-    until("all accesses are reported", [&] {
-        rig.submit({{.id = ++barrier}});  // wakes the launcher
-        const auto more = rig.queue->take_ran();
-        ran.insert(ran.end(), more.begin(), more.end());
-        return ran.size() == 4;
-    });
+    std::vector<farpool::Ran> ran = all_ran(rig, 4);
     std::ranges::sort(ran, {}, &farpool::Ran::end);
     CHECK_EQUAL(std::erase_if(ran, [](const farpool::Ran& one) { return one.ordinal == 3; }), 1U);
     for (const int ordinal : {0, 1, 2}) {
@@ -471,6 +542,36 @@ TEST("accesses have the times of the device, in the order of their ends") {
         CHECK(one.end - one.start >= 0.15);  // a busy host may set the clock some milliseconds late
     }
     CHECK(ran[1].start >= ran[0].end && ran[2].start >= ran[1].end);
+    rig.close();
+}
+
+TEST("short accesses share the time between two events, and long ones have their own") {
+    constexpr int brief = 48, all = 64;
+    constexpr double brief_seconds = 1e-6, long_seconds = 1e-3, blocked_seconds = 0.3;
+    Rig rig(in_real_time(1));
+    std::atomic<bool> done = false;
+    const double begun = farpool::monotonic_seconds();
+    rig.launch(0, [] {}, blocked_seconds);
+    for (int ordinal = 0; ordinal < all; ++ordinal) {
+        rig.queue->begin_use(rig.handle(0));
+        rig.queue->order_use(rig.handle(0), -1);
+        rig.launch(0, [&, ordinal] { done = ordinal == all - 1; }, ordinal < brief ? brief_seconds : long_seconds);
+        rig.queue->end_use(rig.handle(0), ordinal);
+    }
+    const std::uint64_t asked = calls("cuEventElapsedTime");
+    // Otherwise the device waits for the host between them, so that they take longer.
+    const bool queued_at_once = farpool::monotonic_seconds() - begun < blocked_seconds;
+    until("the work is done", [&] { return done.load(); });
+    std::vector<farpool::Ran> ran = all_ran(rig, all);
+    CHECK(!queued_at_once || calls("cuEventElapsedTime") - asked <= all / 2);
+    double seconds = 0;
+    for (int ordinal = 1; ordinal < all - 1; ++ordinal) {
+        const auto& one = ran[static_cast<std::size_t>(ordinal)];
+        CHECK_EQUAL(one.ordinal, ordinal);
+        CHECK(one.start >= ran[static_cast<std::size_t>(ordinal) - 1].end);
+        seconds += ordinal < brief ? brief_seconds : long_seconds;
+        CHECK(!queued_at_once || std::abs(one.end - ran[0].end - seconds) < long_seconds / 2);
+    }
     rig.close();
 }
 

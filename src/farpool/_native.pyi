@@ -1742,6 +1742,10 @@ class DeviceQueue(TransferQueue):
     def chunk(self) -> int:
         """Bytes of the pieces, from its start, in which a block that is not page-locked is written and read."""
 
+    @property
+    def bounce(self) -> int:
+        """Bytes of device memory that the queue holds for moves between ranges that overlap; 0 after a successful `close`."""
+
     def streams(self) -> list[int]:
         """All streams whose queued work may use the arena; after a successful `close` the program's streams."""
 

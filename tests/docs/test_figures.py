@@ -201,13 +201,14 @@ def device() -> list[str]:
     outcome = result("device")
     thread = outcome["thread"]
     micro = {name: statistics.median(thread[name]) * 1e6 for name in ("host_access", "device_access", "driver_calls")}
-    transfers = [statistics.median(thread[name]) * 1e6 for name in ("host_transfer", "transfer", "waited_transfer")]
+    kinds = ("host_transfer", "transfer", "waited_transfer", "wake")
+    transfers = [statistics.median(thread[kind]) * 1e6 for kind in kinds]
     streamed = [statistics.median(outcome["streaming"][where]) / 1e9 for where in ("host", "device")]
     rows = [
         f"| µs of the thread for a resident access: on the host, on the device, of these the simulated driver's | "
         f"{micro['host_access']:.2f}, {micro['device_access']:.2f}, {micro['driver_calls']:.2f} |",
         f"| streaming, behind 2 GB/s each: host, device | {', '.join(f'{one:.2f}' for one in streamed)} GB/s |",
-        f"| µs of the thread for a transfer: on the host, on the device, there while it waits | "
+        f"| µs of the thread for a transfer: on the host, on the device, there while it waits, waking a thread alone | "
         f"{', '.join(f'{one:.1f}' for one in transfers)} |",
     ]
     for kept in outcome["interpreter"]:

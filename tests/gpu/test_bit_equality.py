@@ -8,13 +8,9 @@ import pytest
 import torch
 
 import farpool
-from tests.fake_cuda import SIMULATED
 from tests.gpu.programs import batch, build, train, weight_bytes
 
-pytestmark = [
-    pytest.mark.usefixtures("gpu"),
-    pytest.mark.skipif(not (torch.cuda.is_available() or SIMULATED), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.usefixtures("gpu"), *(() if torch.cuda.is_available() else (pytest.mark.slow,))]
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

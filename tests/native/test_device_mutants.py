@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 QUEUE, LAUNCHER, COPIES, MOVES = "device_queue.cpp", "launcher.cpp", "copies.cpp", "moves.cpp"
 STAGING, ORDER, CLOCK, CUDA = "staging.cpp", "program_order.cpp", "device_clock.cpp", "cuda.cpp"
 FOLLOW = "    wait_for_moves(stream, moves);\n    wait_for(stream, last_use, nullptr);"
+ALLOCATION = "queued = true, ::operator delete(::operator new(8));"
 MUTANTS = [
     Mutant("copies follow nothing", COPIES, "order_.follow(line.stream.get(), job.last_use, line.moves);", "(void)0;"),
     Mutant("copies do not follow accesses", ORDER, FOLLOW, "    (void)last_use, wait_for_moves(stream, moves);"),
@@ -47,6 +48,7 @@ MUTANTS = [
     Mutant("a capture gets an event", ORDER, "if (!device_->capturing(stream)) {", "{"),
     Mutant("a capture is not refused", ORDER, "device_->capturing(reinterpret_cast<Stream>(stream))", "false"),
     Mutant("thinned events lose accesses", ORDER, "            next.low = use.low;", ""),
+    Mutant("thinned events count as passed", ORDER, "    ++program.thinned;", ""),
     Mutant("events are never thinned", ORDER, "        thin(own);", ""),
     Mutant("ends of copies are not awaited", COPIES, "                device_->synchronize(oldest.end);", ""),
     Mutant("transfers do not wait", COPIES, "if (job.waiting_for > 0) {", "if (false) {"),
@@ -56,6 +58,7 @@ MUTANTS = [
     Mutant("moves do not bounce", MOVES, "distance < std::min(nbytes, bounce_bytes_);", "false;"),
     Mutant("copies are queued without bound", COPIES, "seconds < config_.queued_seconds", "seconds < 1e9"),
     Mutant("one copy is queued", COPIES, "least_copies = 2;", "least_copies = 1;"),
+    Mutant("ended copies do not wake the launcher", COPIES, "!open_.empty();", "false;"),
     Mutant("urgent copies have no stream", COPIES, "job.direction, job.urgent());", "job.direction, false);"),
     Mutant("others take the link", COPIES, "    return oldest.has_begun;", "    return false;"),
     Mutant("an urgent copy that waits has the link", COPIES, "device_->passed(oldest.start);", "true;"),
@@ -66,14 +69,16 @@ MUTANTS = [
     Mutant("moves at the close are not awaited", MOVES, "while (!device_->passed(last)) {", "while (false) {"),
     Mutant("urgency is not passed on", QUEUE, "            if (raised) {", "            if (false && raised) {"),
     Mutant("tiers hear of no urgency", QUEUE, "tiers_->reprioritize(leg, priority);", ""),
-    Mutant("a copy of unknown end is forgotten", COPIES, "made.lost = failure.error();", ""),
+    Mutant("a copy of unknown end is forgotten", COPIES, "made.back().lost = copy_of(*error);", ""),
     Mutant("the first anchor is not awaited", CLOCK, "    device_->synchronize(anchor_);", ""),
     Mutant("streams have no numbers", ORDER, "known->id == id", "true"),
-    Mutant("destroyed streams are forgotten", ORDER, "            known->destroyed = true;", "known->uses.clear();"),
+    Mutant("destroyed streams are forgotten", ORDER, "earlier->destroyed = true;", "earlier->uses.clear();"),
     Mutant("work of destroyed streams is not awaited", MOVES, "        order.follow_destroyed(stream());", ""),
     Mutant("unsupported batches are tried again", CUDA, "        batches_ = false;", ""),
     Mutant("a transfer that is not cut stays", LAUNCHER, "            complete(job, false);", "open_.erase(&job);"),
-    Mutant("a leg that is not submitted stays", LAUNCHER, "        refused();\n        return;", "        return;"),
+    Mutant("a leg that is not submitted stays", LAUNCHER, "        at_tier_.erase(leg);", "        return;"),
+    Mutant("results have no room", QUEUE, "    results_.expect(jobs_.size() + 1);", ""),
+    Mutant("a copy that is queued needs memory", COPIES, "queued = true;", ALLOCATION),
     Mutant("old delays count as new ones", CLOCK, "drift * std::max(0.0, seconds - latest_)", "0.0"),
     Mutant("a clock is set by no delay", CLOCK, "time + std::min(least_delay_, drift * seconds);", "time;"),
     Mutant("late events set a clock back", CLOCK, "std::min(least_delay_, drift * seconds)", "least_delay_"),

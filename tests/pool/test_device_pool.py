@@ -111,6 +111,34 @@ def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: Fake
         assert stats.tiers[1].peak > 0
 
 
+def test_device_memory_beside_the_arena_is_on_the_account_until_the_pool_is_closed(machine: FakeMachine) -> None:
+    with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
+        held = pool.ledger.accounts()["hbm", "bounce"]
+        assert held.reserved == held.touched == 4 << 20
+        assert "hbm          bounce" in pool.explain()
+    assert ("hbm", "bounce") not in pool.ledger.accounts()
+    machine.fake.set("device_limit", held.reserved)
+    with block_pool(FAST, [Dram("1MiB")], timeout=60):
+        pass
+    machine.fake.set("device_limit", held.reserved - 1)
+    with pytest.raises(ConfigError, match="no room for"):
+        block_pool(FAST, [Dram("1MiB")], timeout=60)
+
+
+def test_the_arena_of_a_device_is_not_subtracted_from_the_peak_of_host_memory(machine: FakeMachine) -> None:
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+    with block_pool(1 << 28, [Dram("1MiB")], timeout=60) as pool:
+        before = peak()
+        stats = pool.stats()
+        after = peak()
+        held = sum(tier.touched for tier in stats.tiers)
+        assert stats.unpaged_peak is not None
+        assert before - held <= stats.unpaged_peak <= after - held
+
+
 def test_the_budget_can_be_lowered_and_raised_again(machine: FakeMachine) -> None:
     with block_pool(FAST, [Dram("1MiB")], timeout=60) as pool:
         for budget in (FAST, FAST // 2, FAST):
@@ -243,6 +271,7 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
     assert ctypes.string_at(tiers.address(0), BLOCK), "still mapped"
     left = memory()
     assert left is not None
+    assert left.ledger.total(tier="hbm", owner="bounce").reserved > 0
     block_pools._LEFT_OPEN.remove(left)
     machine.ledger = Ledger()  # what is locked stays locked
 

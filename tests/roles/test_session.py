@@ -12,7 +12,7 @@ import pytest
 
 from farpool.cluster.registry import Commit, Condition, Delete, Put, Registry
 from farpool.cluster.roles import HeldRole, Session, holder_of
-from farpool.errors import ConfigError, RegistryAwayError, RegistryError, RegistryLeaseError
+from farpool.errors import ConfigError, RegistryAwayError, RegistryError, RegistryLeaseError, RegistryUnwritableError
 from tests.forking import in_forked_child
 from tests.nodes import eventually
 from tests.roles.conftest import MakeSession
@@ -212,6 +212,48 @@ def test_giving_up_a_role_that_arrives_late_leaves_it_to_the_next_holder(
     assert not registry.commit(*transaction).succeeded
     again.confirm()
     assert theirs.take("r") is None
+
+
+def refuse(*transaction: Any, timeout: float | None = None) -> Commit:
+    raise RegistryUnwritableError("the disk is full")
+
+
+def test_a_role_that_was_given_up_while_the_registry_was_away_becomes_free_with_the_next_renewal(
+    make: MakeSession, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = make(), make()
+    held, kept = taken(ours), taken(ours, "kept")
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.registry, "commit", refuse)
+        held.close()
+        assert held.lost
+        ours.renew()
+        assert theirs.take("r") is None
+    ours.renew()
+    assert taken(theirs).token > held.token
+    kept.confirm()
+    before = registry.range("").revision
+    ours.renew()
+    assert registry.range("").revision == before  # nothing is left to delete
+
+
+@pytest.mark.parametrize("how", ["again", "followed", "closed"])
+def test_an_entry_that_a_session_could_not_delete_is_never_taken_for_that_of_a_later_holder(
+    make: MakeSession, registry: Registry, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    ours, theirs = make(), make()
+    held = taken(ours)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.registry, "commit", refuse)
+        held.close()
+    if how == "followed":  # the lease ended in between
+        registry.revoke(held.lease)
+    elif how == "closed":
+        ours.close()
+    later = taken(ours if how == "again" else theirs)
+    ours.renew()
+    later.confirm()
+    assert later.token > held.token
 
 
 def test_closing_a_session_frees_its_roles_at_once(make: MakeSession, registry: Registry) -> None:

@@ -21,7 +21,7 @@ from farpool.cluster.tenants.follower import KnownPolicy
 from farpool.cluster.tenants.records import FLEET, MediumPolicy, TenantPolicy, policy_key
 from farpool.errors import RegistryAwayError
 from tests.members.registered import joined, write
-from tests.nodes import eventually
+from tests.nodes import PATIENCE, eventually
 
 GIB = 1 << 30
 IDENTITY = bytes(range(16))
@@ -40,8 +40,8 @@ class Applied:
     def apply(self, policy: KnownPolicy, evicts: bool) -> None:
         if self.fails:
             raise RuntimeError("not now")
-        self.policies.append(policy)
         self.evicts.append(evicts)
+        self.policies.append(policy)  # last, because tests wait for it
 
     def log(self, event: str, *, level: int = 0, **fields: object) -> None:
         self.events.append(event)
@@ -57,7 +57,9 @@ Make = Callable[..., tuple[Tenancy, Applied]]
 
 
 @pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals_and_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (following, tenancy):  # so that a follower has begun, however slow a registry on a busy machine is
+        monkeypatch.setattr(module, "CALL_TIMEOUT_S", PATIENCE)
     monkeypatch.setattr(following, "_LOOK_INTERVAL_S", 0.02)
     monkeypatch.setattr(tenancy, "_CONFIRMATION_INTERVAL_S", 0.05)
     monkeypatch.setattr(following, "_LONGEST_PAUSE_S", 0.2)
@@ -343,12 +345,16 @@ def test_changes_are_not_lost_if_the_registry_goes_away_before_the_next_watch(
     guarantee(pool, 1, GIB)
     follower, applied = make(start=False)
     guarantee(pool, 1, 2 * GIB)
-    [_, of_members] = follower._watches
+    [of_tenants, of_members] = follower._watches
+    # An etcd reports a change some time after the write, and a look does not wait for it.
+    reported = of_tenants.next(PATIENCE)
+    assert reported.entries
 
     def away(timeout: float) -> Changes:
         raise RegistryAwayError("away", registry="")
 
     with monkeypatch.context() as context:
+        context.setattr(of_tenants, "next", lambda timeout: reported)
         context.setattr(of_members, "next", away)
         follower._try_look()
     follower._try_look()

@@ -9,8 +9,22 @@ from pathlib import Path
 import pytest
 
 from farpool import Dram, Nvme, Pool
-from tests.fake_cuda import SIMULATED, FakeMachine
+from tests.fake_cuda import FakeMachine
 from tests.tensors.evil_pool import EvilPool
+
+_LONG_ON_A_GPU = {"test_compile.py", "test_from_pretrained.py", "test_tracing.py"}
+"""Modules whose tests build many models, so that on the simulated GPU they belong to the long tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long on the simulated GPU as slow."""
+    for item in items:
+        if (
+            item.path.parent == Path(__file__).parent
+            and item.path.name in _LONG_ON_A_GPU
+            and "[simulated-gpu" in item.name
+        ):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
@@ -25,7 +39,7 @@ def tight() -> EvilPool:
     return EvilPool(fast=4096, largest=256)
 
 
-@pytest.fixture(params=["cpu", "simulated-gpu"] if SIMULATED else ["cpu"])
+@pytest.fixture(params=["cpu", "simulated-gpu"])
 def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     """A real pool with three tiers and a budget that the tests' modules exceed.
 

@@ -51,7 +51,7 @@ class Bench(harness.Benchmark):
     layer_seconds: float = 0.001
     link: float = 55e9  # bytes per second each way, in virtual time
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)  # time to compute over time on the link
-    QUICK: ClassVar = {"rounds": 1, "accesses": 500, "transfers": 100, "fast": 4 << 20, "layers": 8}
+    QUICK: ClassVar = {"rounds": 1, "accesses": 500, "transfers": 50, "fast": 4 << 20, "layers": 8}
 
     def open(self) -> None:
         for path in (self.driver, self.program):
@@ -95,7 +95,7 @@ class Bench(harness.Benchmark):
         columns += "|the driver's calls alone {driver_calls:1e6*.2f}|calls {calls_per_access:.1f}"
         yield Grid.of("An access, everything resident: µs of the thread", columns, [outcome.thread])
         columns = "on the host {host_transfer:1e6*.1f}|on the device {transfer:1e6*.1f}"
-        columns += "|there while the program waits {waited_transfer:1e6*.1f}"
+        columns += "|there while the program waits {waited_transfer:1e6*.1f}|waking a thread alone {wake:1e6*.1f}"
         yield Grid.of("A transfer: µs of the thread", columns, [outcome.thread])
         columns = "link {rate:rate}|host, GB/s {host:1e-9*.2f}|device, GB/s {device:1e-9*.2f}"
         columns += "|device / host {ratio:.3f}|same bytes {equal:yes}"

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/relax.hpp"
 #include "tests/fake_cuda/control.hpp"
 #include "tests/fake_cuda/simulation.hpp"
 
@@ -18,6 +19,7 @@ constexpr int invalid_value = 1, out_of_memory = 2, not_initialized = 3, invalid
 constexpr int invalid_handle = 400, not_ready = 600, already_locked = 712, not_locked = 713;
 constexpr int capture_unsupported = 900, capture_implicit = 906;
 constexpr int global_mode = 0;
+constexpr unsigned looks_before_sleep = 100;
 
 // What must be true for a call: nothing; cuInit was called; this thread has a context; and no capture forbids it.
 enum class Needs { nothing, driver, context, no_capture };
@@ -62,7 +64,15 @@ int refused(Simulation& device, const char* name, Needs needs) {
 template <typename Body>
 int call(const char* name, Needs needs, Body body) {
     Simulation& device = simulation();
-    const std::lock_guard lock(device.mutex);
+    // Calls are short, so a thread that meets another one looks again before it sleeps, as in a real driver.
+    std::unique_lock lock(device.mutex, std::try_to_lock);
+    for (unsigned attempt = 1; !lock.owns_lock() && attempt < looks_before_sleep; ++attempt) {
+        farpool::relax(attempt);
+        lock.try_lock();
+    }
+    if (!lock.owns_lock()) {
+        lock.lock();
+    }
     const int result = refused(device, name, needs);
     return result != 0 ? result : body(device);
 }

@@ -1,5 +1,7 @@
 #include "tests/fake_cuda/simulation.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -82,6 +84,7 @@ void Simulation::reset(std::uint64_t seed, Policy order) {
         stopping_ = true;
         for (auto& [handle, stream] : streams) {
             workers.push_back(std::move(stream.worker));
+            stream.wake.notify_one();
         }
         changed_.notify_all();
     }
@@ -160,8 +163,9 @@ int Simulation::queue(const char* call, void* handle, std::uint64_t context, Ope
     }
     if (!stream->worker.joinable()) {
         stream->worker = std::thread([this, stream] { serve(*stream); });
+    } else if (runnable(*stream)) {
+        stream->wake.notify_one();
     }
-    changed_.notify_all();
     return 0;
 }
 
@@ -231,8 +235,23 @@ void Simulation::finish(Stream& stream) {
     if (const Operation& head = stream.queue.front(); head.kind == Kind::record) {
         head.mark->time = stream.end;
         head.mark->passed = true;
+        if (real_time_) {
+            wake_behind(*head.mark);
+        }
     }
     stream.queue.pop_front();
+}
+
+// Wakes the threads that wait for this mark, and no others: a device has no threads that take the host's processors.
+void Simulation::wake_behind(const Mark& mark) {
+    if (mark.awaited) {
+        changed_.notify_all();
+    }
+    for (auto& [handle, stream] : streams) {
+        if (!stream.queue.empty() && stream.queue.front().kind == Kind::wait && stream.queue.front().mark.get() == &mark) {
+            stream.wake.notify_one();
+        }
+    }
 }
 
 void Simulation::execute(std::uint64_t handle) {
@@ -248,6 +267,7 @@ void Simulation::execute(std::uint64_t handle) {
 
 int Simulation::run_until(std::shared_ptr<Mark> mark) {
     if (real_time_) {
+        mark->awaited = true;
         changed_.wait(mutex, [&] { return mark->passed || lost != 0; });
     }
     while (!mark->passed && lost == 0) {
@@ -269,14 +289,17 @@ std::uint64_t Simulation::advance(std::uint64_t count, const Mark* wanted) {
 }
 
 void Simulation::serve(Stream& stream) {
+    prctl(PR_SET_TIMERSLACK, 1);  // nanoseconds: a sleep ends when the operation does
     std::unique_lock lock(mutex);
     while (true) {
-        changed_.wait(lock, [&] { return stopping_ || (lost == 0 && runnable(stream)); });
+        stream.wake.wait(lock, [&] { return stopping_ || (lost == 0 && runnable(stream)); });
         if (stopping_) {
             return;
         }
         Operation& head = stream.queue.front();  // stays where it is while others append to the queue
-        if (!fails(head)) {
+        if (fails(head)) {
+            changed_.notify_all();
+        } else {
             const double end = end_of(stream);
             lock.unlock();
             work(head, head.nbytes);
@@ -285,7 +308,6 @@ void Simulation::serve(Stream& stream) {
             lock.lock();
             finish(stream);
         }
-        changed_.notify_all();
     }
 }
 

@@ -24,6 +24,7 @@ struct Mark {
     std::uint64_t stream = 0;
     bool queued = false;  // false if its record went into a graph
     bool passed = false;
+    bool awaited = false;  // by a thread of the host, in real time
     double time = 0;
 };
 
@@ -51,7 +52,8 @@ struct Stream {
     double end = 0;        // time at which its last operation ended
     std::deque<Operation> queue = {};
     std::thread worker = {};
-    std::uint64_t id = 0;  // of all streams, also of destroyed ones
+    std::condition_variable_any wake = {};  // of the worker
+    std::uint64_t id = 0;                   // of all streams, also of destroyed ones
 };
 
 struct Event {
@@ -126,10 +128,11 @@ private:
     bool fails(const Operation& operation);
     void execute(std::uint64_t stream);
     void finish(Stream& stream);
+    void wake_behind(const Mark& mark);
     double end_of(const Stream& stream) const;
     void serve(Stream& stream);
 
-    std::condition_variable_any changed_;
+    std::condition_variable_any changed_;  // an awaited mark has passed, or the device was lost
     std::mt19937_64 random_;
     std::uint64_t handle_ = 0x1000;
     bool real_time_ = false;

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from farpool.abc.objects import Touched
 from farpool.cluster.names import Names
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.errors import NameMissingError, RegistryAwayError
+from farpool.errors import NameHeldError, NameMissingError, RegistryAwayError, RegistryUnwritableError
 from tests.registry.cluster import Cluster, needs_etcd, running_cluster
 from tests.store.names.memory_store import MemoryStore
 
@@ -110,6 +111,42 @@ def test_a_program_never_opens_an_older_version_than_it_has_published(
         monkeypatch.setattr(registry, "get", away)
         with names.open("n") as opened:
             assert (opened.info.version, opened.read(), opened.held) == (2, b"second", False)
+
+
+def test_a_program_deletes_its_entries_once_the_registry_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other_store = MemoryStore(), MemoryStore()
+    path = tmp_path / "registry"
+    with (
+        SqliteRegistry(path) as registry,
+        SqliteRegistry(path) as other_registry,
+        Names(store, registry, lease=3600.0, hold=0.0) as names,
+        Names(other_store, other_registry, lease=3600.0, hold=0.0) as other,
+    ):
+        names.publish("n", b"value")
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise RegistryUnwritableError("the disk is full")
+
+        def fail(*arguments: Any, keep: bool | None = None, **more: Any) -> Touched:
+            if keep:
+                patch.setattr(registry, "commit", refuse)
+                raise TimeoutError("no answer")
+            return touch_many(*arguments, keep=keep, **more)
+
+        touch_many = store.touch_many
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "touch_many", fail)
+            with names.open("n"), pytest.raises(TimeoutError):
+                names.publish("n", b"other")
+        left = [entry.key.rsplit("/", 1)[1].partition("-")[0] for entry in registry.range("hold/", "writer/").entries]
+        assert sorted(left) == ["n", "reader", "writer"]
+        with pytest.raises(NameHeldError):
+            other.publish("n", b"theirs")
+        names._session.renew()
+        assert not registry.range("hold/", "writer/").entries
+        assert other.publish("n", b"theirs").version == 2
 
 
 def _names(cluster: Cluster, timeout: float) -> Names:

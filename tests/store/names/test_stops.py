@@ -15,7 +15,7 @@ import pytest
 
 from farpool.cluster.names import Names
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.errors import FarpoolError, NameMissingError
+from farpool.errors import FarpoolError, NameMissingError, RegistryUnwritableError
 from tests.store.names.memory_store import MemoryStore
 
 SETTINGS: dict[str, Any] = {"hold": 0.0, "lease": 3600.0, "timeout": 60.0, "orphan_ttl": 100.0}
@@ -96,6 +96,9 @@ class World:
 
     def verify(self) -> None:
         """Each name has all its objects, and nothing else is kept once a sweep has run."""
+        # With a renewal, a program deletes the entries that it could not delete while the host refused to write. If the
+        # host still refuses, this raises the reason.
+        self.theirs._session.renew()
         self.theirs.sweep()
         self.theirs.sweep()
         self.store.evict()
@@ -108,6 +111,7 @@ class World:
         manifests = {key for key in self.store.kept if self.store.objects[key][0].startswith(b"FPNAME")}
         assert self.store.kept - manifests == live
         assert len(manifests) <= len(self.theirs.list_names())
+        self.theirs._session.renew()
         assert not self.registry.range("released/", "hold/", "writer/").entries
 
     def close(self) -> None:
@@ -194,6 +198,30 @@ def test_a_program_that_was_stopped_or_killed_at_any_step_changes_nothing_later(
     else:
         pytest.fail("the program takes more steps than were expected")
     assert at > 6
+
+
+def test_a_full_disk_at_the_end_of_a_publish_leaves_nothing_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in range(1, MOST_STEPS):
+        with contextlib.closing(World(tmp_path / f"{at}.sqlite")) as world:
+            commit, commits = world.registry.commit, 0
+
+            def full(*arguments: Any, at: int = at, commit: Any = commit, **settings: Any) -> Any:
+                nonlocal commits
+                commits += 1
+                if commits >= at:
+                    raise RegistryUnwritableError("the disk is full")
+                return commit(*arguments, **settings)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(world.registry, "commit", full)
+                with contextlib.suppress(RegistryUnwritableError):
+                    world.theirs.publish("n", CONTENTS[0])
+            world.verify()
+            if commits < at:
+                break
+    assert at > 4
 
 
 def test_no_publish_waits_for_a_program_that_died_while_it_swept(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import logging
+import os
 import secrets
 from typing import Any
 
@@ -20,12 +21,17 @@ __all__ = ["Agent", "bindings"]
 
 _PROGRESS_INTERVAL_US = 100_000
 """Microseconds that the progress thread sleeps at most; traffic wakes it."""
+_OPENINGS_MAX = 5
+"""Most times that an agent is opened before its failure counts: each lists the network's interfaces anew."""
 
 
 @functools.cache
 def bindings() -> Any:
     """Load NIXL's native module; ConfigError if the package is not installed or cannot be loaded here."""
     raises = logging.raiseExceptions
+    # UCX else writes what it complains of to stdout, among what programs and the worker say there. It looks when it is
+    # loaded.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
         native = importlib.import_module("nixl_cu13._bindings")
     except ImportError as error:
@@ -58,13 +64,29 @@ class Agent:
         config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = self.native.NIXL_THREAD_SYNC_STRICT
         try:
-            # The name is unique among all agents that meet.
-            self._agent: Any = self.native.nixlAgent(f"farpool-{secrets.token_hex(8)}", config)
-            self._agent.createBackend("UCX", {})
+            self._agent = self._opened(config)
         except Exception as error:
             raise ConfigError(
-                f"NIXL cannot be used here: {error or type(error).__name__}", setting="transport"
+                f"NIXL cannot be used here: {error or type(error).__name__}; UCX says more if UCX_LOG_LEVEL is 'info' "
+                "and UCX_LOG_FILE the path of a file for it",
+                setting="transport",
             ) from error
+
+    def _opened(self, config: Any) -> Any:
+        opening = 1
+        while True:
+            # The name is unique among all agents that meet.
+            agent = self.native.nixlAgent(f"farpool-{secrets.token_hex(8)}", config)
+            try:
+                agent.createBackend("UCX", {})
+            except self.native.nixlBackendError:
+                # UCX lists the network's interfaces, then opens each, and fails if one of them vanishes between, as
+                # those of containers do at any time; the next list lacks it. NIXL does not say whether this was why.
+                if opening == _OPENINGS_MAX:
+                    raise
+                opening += 1
+            else:
+                return agent
 
     def register(self, address: int, nbytes: int) -> None:
         """Make host memory of this process usable for transfers; MemoryError if the system does not allow it."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from farpool import forks
 from farpool.cluster.names.context import Context
 from farpool.cluster.names.records import Holder, encode, hold_key
-from farpool.cluster.registry import Condition, Delete, Put
+from farpool.cluster.registry import Condition, Put
 from farpool.cluster.roles import Session
 from farpool.errors import RegistryError
 
@@ -90,13 +90,8 @@ class ReaderHolds:
                 return
             # A deletion that is sent again may arrive late. The condition keeps it from deleting the entry of the next
             # reader. If our entry itself was sent again and arrived late, it has another revision now, so we read it.
-            with suppress(RegistryError):  # the registry deletes the entry when the lease ends
-                if not self._delete(key, revision) and (entry := self._registry.get(key, timeout=self._timeout)):
-                    self._delete(key, entry.revision)
-
-    @property
-    def _timeout(self) -> float:
-        return self._context.timeout
-
-    def _delete(self, key: str, revision: int) -> bool:
-        return self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout).succeeded
+            lease, timeout = reading[2], self._context.timeout
+            if not self._session.delete(Condition(key, revision), lease, timeout=timeout):
+                with suppress(RegistryError):  # the registry deletes the entry when the lease ends
+                    if entry := self._registry.get(key, timeout=timeout):
+                        self._session.delete(Condition(key, entry.revision), lease, timeout=timeout)

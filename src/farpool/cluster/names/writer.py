@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from farpool.closing import Closing
@@ -23,7 +22,7 @@ from farpool.cluster.names.records import (
 from farpool.cluster.names.sending import Sending, writer_lost
 from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put
 from farpool.cluster.roles import HeldRole
-from farpool.errors import NameMissingError, NameMovedError, RegistryError, RegistryLeaseError
+from farpool.errors import NameMissingError, NameMovedError, RegistryLeaseError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -81,10 +80,7 @@ class Writer(Closing):
             self._move(entry, record, made, [sending.hold], [Delete(sending.hold.key)])
         except BaseException:
             if sending.hold is not None:
-                with suppress(RegistryError):  # the registry deletes the entry when the lease ends
-                    self._context.registry.commit(
-                        [sending.hold], [Delete(sending.hold.key)], timeout=self._context.timeout
-                    )
+                self._role.delete(sending.hold, timeout=self._context.timeout)
                 # The sent objects belong to no version now, and a sweep has to release them.
                 self._ended(False)
             raise

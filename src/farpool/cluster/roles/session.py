@@ -2,7 +2,8 @@
 
 A program opens a `Session`, which has one lease in the registry and renews it. To take a role, the session writes an
 entry under the role's key, on the condition that the key has no entry, and binds that entry to the session's lease. So
-a role becomes free when its holder gives the role up, closes the session, or does not renew the lease in time.
+a role becomes free when its holder gives the role up, closes the session, or does not renew the lease in time. If the
+registry is away when the holder gives the role up, the session deletes the entry once the registry answers again.
 
 A program cannot be sure that it still holds a role: right after a check, the program may be stopped for longer than its
 lease lasts. So each holder has a *fencing token*, which is the revision of the holder's entry. The token is higher than
@@ -109,6 +110,8 @@ class Session(Closing):
         self._lock = threading.Lock()
         self._lease = 0
         self._roles: dict[str, HeldRole | None] = {}  # None while a thread is taking the role
+        # Entries that this session could not delete, because the registry did not answer or refused to write.
+        self._left: set[Condition] = set()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -255,6 +258,8 @@ class Session(Closing):
     def renew(self) -> None:
         """Renew the lease, if the session has one. The session's thread calls this three times in `ttl` seconds.
 
+        This also tries again to delete the entries that `delete` could not delete.
+
         Raises
         ------
         RegistryError
@@ -263,11 +268,54 @@ class Session(Closing):
         # Read once: the registry's answer is about this lease, even if the session has a new one by then.
         lease = self._lease
         if lease:
+            # Calls that take longer together would delay the next renewal.
+            deadline = time.monotonic() + self._ttl / _RENEWALS_PER_TTL
             try:
-                # A call that takes longer would delay the next renewal.
                 self._registry.keep_alive(lease, timeout=self._ttl / _RENEWALS_PER_TTL)
             except RegistryLeaseError:
                 self._lose(lease)
+            self._delete_left(deadline)
+
+    def delete(self, condition: Condition, lease: int, *, timeout: float | None = None) -> bool:
+        """Delete an entry that was bound to a lease of this session, unless the entry was changed since.
+
+        If this fails, for example because the registry does not answer, the session tries again after each renewal of
+        the lease. Otherwise the entry would stay for as long as the session renews its lease.
+
+        Parameters
+        ----------
+        condition : Condition
+            Key and revision of the entry. An entry with another revision may belong to another program, and stays.
+        lease : int
+            Number of the lease. When it ends, the registry deletes the entry.
+        timeout : float, optional
+            Seconds that the call of the registry may take.
+
+        Returns
+        -------
+        bool
+            False if the registry has no entry with this revision.
+        """
+        try:
+            done = self._registry.commit([condition], [Delete(condition.key)], timeout=self._seconds(timeout))
+        except RegistryError:
+            with self._lock:
+                if lease == self._lease:
+                    self._left.add(condition)
+            return True
+        return done.succeeded
+
+    def _delete_left(self, deadline: float) -> None:
+        with self._lock:
+            left = list(self._left)
+        for condition in left:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                return
+            with suppress(RegistryError):  # the next renewal tries again
+                self._registry.commit([condition], [Delete(condition.key)], timeout=seconds)
+                with self._lock:
+                    self._left.discard(condition)
 
     def _keep(self, ended: threading.Event) -> None:
         calling: threading.Thread | None = None
@@ -287,6 +335,7 @@ class Session(Closing):
             # Another thread may have got a new lease in the meantime, which stays.
             if self._lease == lease:
                 self._lease = 0
+                self._left.clear()
             self._roles = {role: held for role, held in self._roles.items() if held is None or held.lease != lease}
 
     def _holds(self, held: HeldRole) -> bool:
@@ -310,6 +359,7 @@ class Session(Closing):
             self._closed = True
             self._ended.set()
             self._roles = {}
+            self._left.clear()
             lease, self._lease = self._lease, 0
         # Outside the lock, because the registry may take long to answer.
         if lease:
@@ -437,9 +487,14 @@ class HeldRole(Closing):
         )
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Give the role up, so that other programs may take it. Idempotent."""
+        """Give the role up, so that other programs may take it. Idempotent.
+
+        If the registry does not answer, the role becomes free when the session can renew its lease again, or when the
+        lease ends.
+        """
         if self._session._forget(self):
-            with suppress(RegistryError):  # the registry deletes the entry with the lease
-                self._session.registry.commit(
-                    [self.condition], [Delete(self.role)], timeout=self._session._seconds(timeout)
-                )
+            self.delete(self.condition, timeout=timeout)
+
+    def delete(self, condition: Condition, *, timeout: float | None = None) -> bool:
+        """Delete an entry that is bound to the role's lease; see `Session.delete`."""
+        return self._session.delete(condition, self.lease, timeout=timeout)

@@ -93,15 +93,15 @@ class BlockPool:
         fast = device.arena.nbytes
         ledger.add("fast", "arena", requested=fast, reserved=fast, touched=fast)
         ledger.add("host", "staging", **device.staging)
-        self.config = config
+        self.config, self.ledger = config, ledger
         self._dropped: deque[Dropped] = deque()
         """Storages that the program has dropped and whose blocks are still to be freed."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         """The storages in use."""
         self._births = itertools.count()
         """Counter. A storage gets a number when it is made, and a loose storage gets another at its first use."""
-        self.ledger = ledger
         self._lower, self._device = lower, device
+        self._book_bounce()
         self.arena, self._queue = device.arena, device.queue
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(fast, packed=self.arena.alignment)
@@ -265,6 +265,7 @@ class BlockPool:
         # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
             watch.look()
+        self._book_bounce()
         if ended:
             self._lower.close()
         else:
@@ -292,6 +293,10 @@ class BlockPool:
             )
         if watch is not None:
             watch.raise_findings()
+
+    def _book_bounce(self) -> None:
+        if self._device.bounce is not None:
+            self.ledger.set_bytes("hbm", "bounce", self._device.bounce())
 
     def __del__(self) -> None:
         # A pool without transfers on the host may go. Else a transfer, or work that the program has queued on the

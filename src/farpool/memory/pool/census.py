@@ -56,7 +56,9 @@ def take(
     )
     tiers = tuple(_lower_tier(space, ledger) for space in spaces)
     counters = pager.counters
-    touched = arena.touched + sum(tier.touched for tier in tiers)
+    # The arena of a GPU is not in the process's memory, but the staging memory for its copies is.
+    host = ledger.total(tier="host", owner="staging") if pager.late else arena
+    touched = host.touched + sum(tier.touched for tier in tiers)
     return Stats(
         fast=fast,
         tiers=tiers,

@@ -48,6 +48,9 @@ class FastTier:
     beside : callable, optional
         On a GPU: function that returns the bytes that torch has allocated and reserved there in addition to the arenas
         of this process's pools.
+    bounce : callable, optional
+        On a GPU: function that returns the bytes of device memory that the queue holds in addition to the arena. Blocks
+        move through them to places that overlap their old ones.
     """
 
     arena: HostArena | CudaArena
@@ -57,6 +60,7 @@ class FastTier:
     staging: dict[str, int] = field(default_factory=dict)
     stream: Callable[[], int] | None = None
     beside: Callable[[], tuple[int, int]] | None = None
+    bounce: Callable[[], int] | None = None
 
 
 def open_device(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
@@ -114,6 +118,7 @@ def _cuda(config: PoolConfig, tiers: Sequence[Tier], ledger: Ledger) -> FastTier
         {"requested": staging, "reserved": staging, "page_locked": staging, "touched": staging},
         current_stream(index),
         lambda: torch_bytes(arena.tensor.device),
+        lambda: queue.bounce,
     )
 
 
