@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -23,8 +22,7 @@ constexpr double retry_seconds = 0.05;  // between attempts to save pages that a
 }  // namespace
 
 FaultThread::FaultThread(Parts& parts, Transfers& transfers)
-    : parts_(parts), transfers_(transfers), zeros_(page_nbytes), incoming_(page_nbytes) {
-    std::memset(zeros_.data(), 0, page_nbytes);
+    : parts_(parts), transfers_(transfers), incoming_(page_nbytes) {
     const SignalsBlocked blocked;
     thread_ = std::thread([this] { listen(); });
     pthread_setname_np(thread_.native_handle(), "farpool-faults");
@@ -92,12 +90,15 @@ void FaultThread::serve(Page page, const Fault& fault, Lock& lock) {
         case State::resting:
             use(page, fault);
             return;
+        case State::ahead:
+            use_ahead(page, fault);
+            return;
         case State::absent:
             break;
     }
     if (parts_.pages.is_lost(page)) {
         parts_.userfault.poison(parts_.mapping.at(page));
-    } else if (transfers_.make_room(1) == 0) {
+    } else if (transfers_.make_room(1, true) == 0) {
         ++parts_.counters.waits_for_room;
         parked_.push_back({fault, monotonic_seconds()});
         parts_.parks = true;
@@ -114,8 +115,9 @@ void FaultThread::demand(Page page, const Fault& fault, Lock& lock) {
         look_ahead(fault.thread, page, 1);
         return;
     }
+    const std::byte* bytes = fresh ? parts_.zeros.data() : parts_.lower.address(page, 1);
     parts_.pages.begin_load(page);
-    if (!fresh) {
+    if (bytes == nullptr) {
         lock.unlock();
         std::optional<PortError> error;
         try {
@@ -127,10 +129,11 @@ void FaultThread::demand(Page page, const Fault& fault, Lock& lock) {
         if (error) {
             throw PortFailure(*error);
         }
-        parts_.counters.read_bytes += page_nbytes;
+        bytes = incoming_.data();
     }
-    parts_.userfault.copy(parts_.mapping.at(page), fresh ? zeros_.data() : incoming_.data(), page_nbytes, !fault.write);
-    parts_.pages.end_load(page, true, false);
+    parts_.counters.read_bytes += fresh ? 0 : page_nbytes;
+    parts_.userfault.copy(parts_.mapping.at(page), bytes, page_nbytes, !fault.write);
+    parts_.pages.end_load(page, State::mapped);
     if (fault.write) {
         parts_.pages.set_dirty(page);
     }
@@ -138,12 +141,34 @@ void FaultThread::demand(Page page, const Fault& fault, Lock& lock) {
     look_ahead(fault.thread, page, 1);
 }
 
+void FaultThread::use_ahead(Page page, const Fault& fault) {
+    Page count = 0;
+    do {
+        parts_.pages.map(page + count);
+        if (fault.write) {
+            parts_.pages.set_dirty(page + count);
+        }
+        ++count;
+    } while (page + count < parts_.pages.pages() && parts_.pages.state(page + count) == State::ahead &&
+             !parts_.pages.is_first(page + count));
+    // The thread that waits for this page is woken last, when it finds all pages as it needs them.
+    const Page seen = fault.kind == Fault::Kind::protected_ ? 0 : 1;
+    if (fault.write && seen < count) {
+        parts_.userfault.protect(parts_.mapping.at(page + seen), (count - seen) * page_nbytes, false);
+    }
+    if (seen == 1 && !parts_.userfault.map(parts_.mapping.at(page), page_nbytes, !fault.write)) {
+        parts_.pages.set_dirty(page);
+    }
+    ++parts_.counters.reused;
+    parts_.counters.ahead_used += count;
+    parts_.streams.used(count);
+    look_ahead(fault.thread, page, count, true);
+}
+
 void FaultThread::use(Page page, const Fault& fault) {
-    const bool ahead = parts_.pages.is_ahead(page);
-    const Page most =
-        std::min(ahead ? parts_.settings.longest : parts_.streams.expected(fault.thread, page), parts_.pages.pages() - page);
+    const Page most = std::min(parts_.streams.expected(fault.thread, page), parts_.pages.pages() - page);
     Page count = 1;
-    while (count < most && parts_.pages.state(page + count) == State::resting && parts_.pages.is_ahead(page + count) == ahead) {
+    while (count < most && parts_.pages.state(page + count) == State::resting) {
         ++count;
     }
     const bool open = fault.write || (count == 1 && parts_.pages.is_dirty(page));
@@ -159,11 +184,7 @@ void FaultThread::use(Page page, const Fault& fault) {
         }
     }
     ++parts_.counters.reused;
-    if (ahead) {
-        parts_.counters.ahead_used += count;
-        parts_.streams.used(count);
-    }
-    if (ahead || most > 1) {
+    if (most > 1) {
         look_ahead(fault.thread, page, count);
     }
 }
@@ -187,7 +208,7 @@ void FaultThread::answer_mapped(Page page, const Fault& fault) {
         if (!parts_.userfault.map(parts_.mapping.at(page), page_nbytes, !open)) {
             parts_.pages.set_dirty(page);
         }
-    } else if (parts_.userfault.copy(parts_.mapping.at(page), zeros_.data(), page_nbytes, false)) {
+    } else if (parts_.userfault.copy(parts_.mapping.at(page), parts_.zeros.data(), page_nbytes, false)) {
         // The program has removed the page itself (madvise with MADV_REMOVE). Otherwise, the page had come before this fault
         // was looked at, and the call has only woken the thread.
         parts_.pages.set_dirty(page);
@@ -201,7 +222,7 @@ void FaultThread::retry_parked(Lock& lock) {
     }
     for (const Parked& one : std::exchange(parked_, {})) {
         const Page page = parts_.mapping.page_of(one.fault.address);
-        if (page < parts_.pages.pages() && parts_.pages.state(page) == State::absent && transfers_.make_room(1) == 0) {
+        if (page < parts_.pages.pages() && parts_.pages.state(page) == State::absent && transfers_.make_room(1, true) == 0) {
             if (monotonic_seconds() < one.since + parts_.settings.timeout) {
                 parked_.push_back(one);
             } else {
@@ -214,13 +235,13 @@ void FaultThread::retry_parked(Lock& lock) {
     parts_.parks = !parked_.empty();
 }
 
-void FaultThread::look_ahead(std::uint32_t thread, Page page, Page count) {
+void FaultThread::look_ahead(std::uint32_t thread, Page page, Page count, bool loaded) {
     const Advice advice = parts_.advices.at(page);
     if (advice == Advice::random) {
         return;
     }
     const Page most = parts_.pages.budget() / 8;  // unused pages must not fill the memory
-    for (const Run& run : parts_.streams.note(thread, page, count, advice == Advice::sequential)) {
+    for (const Run& run : parts_.streams.note(thread, page, count, advice == Advice::sequential, loaded)) {
         Page first = run.first;
         const Page end =
             static_cast<Page>(std::min<std::uint64_t>(std::uint64_t{first} + std::min(run.count, most), parts_.pages.pages()));

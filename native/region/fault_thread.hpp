@@ -34,13 +34,15 @@ private:
     void demand(Page page, const Fault& fault, Lock& lock);
     // Maps a page that rests, and those behind it that the thread needs next.
     void use(Page page, const Fault& fault);
+    // The program has come to a run that was loaded ahead.
+    void use_ahead(Page page, const Fault& fault);
     void answer_mapped(Page page, const Fault& fault);
     void retry_parked(Lock& lock);
-    void look_ahead(std::uint32_t thread, Page page, Page count);
+    // `loaded`: the pages had been loaded ahead.
+    void look_ahead(std::uint32_t thread, Page page, Page count, bool loaded = false);
 
     Parts& parts_;
     Transfers& transfers_;
-    const Staging zeros_;
     const Staging incoming_;
     std::vector<Parked> parked_;  // faults that wait for room
     double next_retry_ = 0;

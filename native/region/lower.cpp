@@ -49,6 +49,11 @@ std::string Lower::tier(Page page) const { return of(page).extent.tier; }
 
 const Port* Lower::port(Page page) const { return of(page).extent.port; }
 
+std::byte* Lower::address(Page first, Page count) const {
+    const auto& [begin, extent, sums] = of(first);
+    return extent.checked ? nullptr : extent.port->address(extent.offset + bytes(first - begin), bytes(count));
+}
+
 void Lower::read(Page first, Page count, std::byte* into) const {
     const Stored& stored = of(first);
     const Page place = first - stored.first;

@@ -36,6 +36,9 @@ public:
     std::string tier(Page page) const;
     const Port* port(Page page) const;
 
+    // Where the bytes of pages of one extent are in this process, if nothing but a copy of them is needed; otherwise null.
+    std::byte* address(Page first, Page count) const;
+
     // Moves pages of one extent. Blocks, and throws PortFailure. Reading compares checksums.
     void read(Page first, Page count, std::byte* into) const;
     void write(Page first, Page count, const std::byte* from);

@@ -17,6 +17,9 @@ namespace {
 
 std::size_t bytes(Page pages) { return std::size_t{pages} * page_nbytes; }
 
+// MADV_DONTNEED_LOCKED of Linux 5.18: also if the program has locked the pages (mlock).
+constexpr int unmap_locked = 24;
+
 [[noreturn]] void fail(const std::string& what) { fail_tier("fast", "Region: " + what + ": " + reason(errno), errno); }
 
 }  // namespace
@@ -37,6 +40,7 @@ Mapping::Mapping(Page most) : most_(most), fd_(memfd_create("farpool-region", MF
 
 Mapping::~Mapping() {
     munmap(data_, bytes(most_));
+    punch(0, most_);  // a forked child still has the file open
     close(fd_);
 }
 
@@ -44,17 +48,18 @@ void Mapping::grow(Page from, Page to) {
     if (ftruncate(fd_, static_cast<off_t>(bytes(to))) != 0) {
         fail("the file in memory does not grow");
     }
-    void* const place =
-        mmap(at(from), bytes(to - from), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, static_cast<off_t>(bytes(from)));
-    if (place == MAP_FAILED) {
+    // Without access at first, so that no page comes into the file unseen: of a program that locks all its memory (mlockall),
+    // the kernel would bring in every page at once.
+    void* const place = mmap(at(from), bytes(to - from), PROT_NONE, MAP_SHARED | MAP_FIXED, fd_, static_cast<off_t>(bytes(from)));
+    // A forked child could not get missing pages: faults there are not reported to this process. So it has no such range at
+    // all.
+    if (place == MAP_FAILED || madvise(place, bytes(to - from), MADV_DONTFORK) != 0 || munlock(place, bytes(to - from)) != 0 ||
+        mprotect(place, bytes(to - from), PROT_READ | PROT_WRITE) != 0) {
         const int code = errno;
         shrink(to, from);
         errno = code;
         fail("the pages are not mapped");
     }
-    // A forked child could not get missing pages: faults there are not reported to this process. So it has no such range at
-    // all.
-    madvise(at(from), bytes(to - from), MADV_DONTFORK);
 }
 
 void Mapping::shrink(Page from, Page to) noexcept {
@@ -68,17 +73,6 @@ Page Mapping::page_of(std::uintptr_t address) const noexcept {
     return static_cast<Page>((address - reinterpret_cast<std::uintptr_t>(data_)) / page_nbytes);
 }
 
-void Mapping::load(Page first, Page count, const std::byte* from) const {
-    for (std::size_t done = 0; done < bytes(count);) {
-        const ssize_t wrote = pwrite(fd_, from + done, bytes(count) - done, static_cast<off_t>(bytes(first) + done));
-        if (wrote > 0) {
-            done += static_cast<std::size_t>(wrote);
-        } else if (errno != EINTR) {
-            fail("there is no memory for pages");
-        }
-    }
-}
-
 void Mapping::save(Page first, Page count, std::byte* into) const {
     for (std::size_t done = 0; done < bytes(count);) {
         const ssize_t got = pread(fd_, into + done, bytes(count) - done, static_cast<off_t>(bytes(first) + done));
@@ -90,15 +84,7 @@ void Mapping::save(Page first, Page count, std::byte* into) const {
     }
 }
 
-void Mapping::zero(Page first, Page count) const {
-    while (fallocate(fd_, 0, static_cast<off_t>(bytes(first)), static_cast<off_t>(bytes(count))) != 0) {
-        if (errno != EINTR) {
-            fail("there is no memory for pages");
-        }
-    }
-}
-
-void Mapping::unmap(Page first, Page count) const noexcept { madvise(at(first), bytes(count), MADV_DONTNEED); }
+void Mapping::unmap(Page first, Page count) const noexcept { madvise(at(first), bytes(count), unmap_locked); }
 
 void Mapping::punch(Page first, Page count) const noexcept {
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(bytes(first)),
@@ -109,5 +95,15 @@ std::uint64_t Mapping::backed() const noexcept {
     struct stat now{};
     return fstat(fd_, &now) == 0 ? static_cast<std::uint64_t>(now.st_blocks) * 512 : 0;
 }
+
+Zeros::Zeros(Page count) : nbytes_(bytes(count)) {
+    void* const place = mmap(nullptr, nbytes_, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (place == MAP_FAILED) {
+        fail("there is no free range of " + std::to_string(nbytes_) + " addresses");
+    }
+    data_ = static_cast<const std::byte*>(place);
+}
+
+Zeros::~Zeros() { munmap(const_cast<std::byte*>(data_), nbytes_); }
 
 }  // namespace farpool::region

@@ -1,7 +1,11 @@
 // The memory of a region: pages of a file in memory, and the range of addresses at which the program sees them.
 //
-// Pages come into the file and into the program's range apart from each other. A page that is in the file and not mapped costs
-// the program one short fault at its next use, by which we learn that the page is used.
+// A page that is in the file and not mapped costs the program one short fault at its next use, by which we learn that the page
+// is used.
+//
+// Pages come into the file through the program's range alone (`Userfault::copy`), which makes them one by one. A write to the
+// file may make a huge page, where the system allows that for shared memory: its other pages would be in memory, uncounted and
+// with zeros, before their bytes come.
 #pragma once
 
 #include <cstddef>
@@ -32,11 +36,8 @@ public:
 
     // The calls below take `count` pages from `first` on.
 
-    // Copies from or to the file, mapped or not. Written pages that are not mapped stay so.
-    void load(Page first, Page count, const std::byte* from) const;
+    // Copies from the file, mapped or not. Pages that are not mapped stay so.
     void save(Page first, Page count, std::byte* into) const;
-    // Puts zeros into the file where it has no pages.
-    void zero(Page first, Page count) const;
     // Takes pages out of the program's range; the file keeps them.
     void unmap(Page first, Page count) const noexcept;
     // Gives pages back to the operating system, out of the program's range too.
@@ -48,6 +49,20 @@ private:
     Page most_;
     int fd_;
     std::byte* data_;
+};
+
+// Pages that read as zeros and take no memory.
+class Zeros {
+public:
+    explicit Zeros(Page count);
+    ~Zeros();
+    Zeros(const Zeros&) = delete;
+    Zeros& operator=(const Zeros&) = delete;
+    const std::byte* data() const noexcept { return data_; }
+
+private:
+    std::size_t nbytes_;
+    const std::byte* data_;
 };
 
 }  // namespace farpool::region

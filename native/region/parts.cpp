@@ -34,6 +34,7 @@ int new_event() {
 Parts::Parts(Settings what)
     : settings(checked(std::move(what))),
       mapping(settings.most),
+      zeros(settings.longest),
       nudged(new_event()),
       pages(settings.budget, settings.policy),
       streams(settings.longest) {}

@@ -35,8 +35,8 @@ struct Counters {
     std::uint64_t write_faults = 0;  // first writes to protected pages
     std::uint64_t demand_pages = 0;  // loaded because a thread waits
     std::uint64_t ahead_pages = 0;   // loaded ahead
-    std::uint64_t ahead_used = 0;    // of those, used
-    std::uint64_t ahead_wasted = 0;  // of those, evicted unused
+    std::uint64_t ahead_used = 0;    // of those, in runs to which the program came
+    std::uint64_t ahead_wasted = 0;  // of those, evicted before
     std::uint64_t evicted_pages = 0;
     std::uint64_t read_bytes = 0;     // from lower tiers
     std::uint64_t written_bytes = 0;  // to lower tiers
@@ -76,6 +76,7 @@ struct Parts {
     Userfault userfault;
     Mapping mapping;
     Lower lower;
+    const Zeros zeros;  // for the longest run
     const int nudged;  // an event descriptor that wakes the fault thread
 
     std::mutex mutex;

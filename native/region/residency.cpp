@@ -12,23 +12,26 @@ Residency::Residency(Page budget, std::string_view policy) : budget_(budget), po
 
 void Residency::resize(Page pages) { table_.resize(pages); }
 
+policy::SlotList& Residency::list_of(const Entry& entry) {
+    policy::SlotList& leaving = entry.state == State::ahead ? ahead_ : clean_;
+    return entry.saving ? saved_soon_ : entry.dirty ? unsaved_ : entry.pinned ? pinned_clean_ : leaving;
+}
+
 void Residency::begin_load(Page page) {
     table_[page].state = State::loading;
     ++resident_;
 }
 
-void Residency::end_load(Page page, bool mapped, bool ahead) {
+void Residency::end_load(Page page, State now, bool first) {
     Entry& entry = table_[page];
-    if (mapped) {
-        entry.state = State::mapped;
-        if (!entry.pinned) {
-            policy_->insert(page, {.key = page});
-        }
-        return;
+    entry.state = now;
+    entry.first = first;
+    if (is_listed(entry)) {
+        list_of(entry).push(page);
+    } else if (!entry.pinned) {
+        policy_->insert(page, {.key = page});
     }
-    entry.state = State::resting;
-    entry.ahead = ahead;
-    list_of(entry).push(page);
+    passed_over_ = now == State::ahead ? 0 : passed_over_;
 }
 
 void Residency::drop_load(Page page) {
@@ -38,15 +41,17 @@ void Residency::drop_load(Page page) {
 
 void Residency::map(Page page) {
     Entry& entry = table_[page];
+    const bool again = entry.state == State::resting;
     list_of(entry).remove(page);
     entry.state = State::mapped;
+    entry.first = false;
     if (!entry.pinned) {
         policy_->insert(page, {.key = page});
-        if (!entry.ahead) {
-            policy_->touch(page);  // it has been used again
+        if (again) {
+            policy_->touch(page);
         }
     }
-    entry.ahead = false;
+    passed_over_ = again ? passed_over_ : 0;
 }
 
 void Residency::rest(Page page) {
@@ -65,9 +70,13 @@ std::vector<Page> Residency::unsaved() const {
     return pages;
 }
 
-Page Residency::evict() {
-    const Page page = clean_.oldest();
+Page Residency::evict(bool urgent) {
+    const Page many = budget_ / 4;
+    const bool idle = ahead_.size() > many || passed_over_ > many || (clean_.empty() && urgent);
+    const bool ahead = idle && !ahead_.empty();
+    const Page page = (ahead ? ahead_ : clean_).oldest();
     if (page != policy::no_slot) {
+        passed_over_ += ahead || ahead_.empty() ? 0 : 1;
         leave(page);
     }
     return page;
@@ -75,7 +84,7 @@ Page Residency::evict() {
 
 bool Residency::evict(Page page) {
     const Entry& entry = table_[page];
-    if (entry.state != State::resting || entry.dirty || entry.saving || entry.pinned) {
+    if (!is_listed(entry) || entry.dirty || entry.saving || entry.pinned) {
         return false;
     }
     leave(page);
@@ -83,10 +92,11 @@ bool Residency::evict(Page page) {
 }
 
 void Residency::leave(Page page) {
-    clean_.remove(page);
-    table_[page].state = State::absent;
-    wasted_ += table_[page].ahead ? 1 : 0;
-    table_[page].ahead = false;
+    Entry& entry = table_[page];
+    list_of(entry).remove(page);
+    wasted_ += entry.state == State::ahead ? 1 : 0;
+    entry.state = State::absent;
+    entry.first = false;
     --resident_;
 }
 
@@ -119,7 +129,7 @@ void Residency::forget(Page page) {
     Entry& entry = table_[page];
     if (entry.state == State::mapped) {
         policy_->remove(page, Leaving::deleted);
-    } else if (entry.state == State::resting) {
+    } else if (is_listed(entry)) {
         list_of(entry).remove(page);
     }
     resident_ -= entry.state == State::absent ? 0 : 1;
@@ -131,12 +141,12 @@ void Residency::pin(Page page, bool on) {
     if (entry.pinned == on) {
         return;
     }
-    if (entry.state == State::resting) {
+    if (is_listed(entry)) {
         list_of(entry).remove(page);
     }
     entry.pinned = on;
     pinned_ += on ? 1 : -1;
-    if (entry.state == State::resting) {
+    if (is_listed(entry)) {
         list_of(entry).push(page);
     } else if (entry.state == State::mapped) {
         if (on) {

@@ -5,6 +5,9 @@
 // that has rested longest. Dirty pages are saved while they rest, so that pages that leave are clean. (The idea comes from the
 // free and modified page lists of VAX/VMS: Levy and Lipman, "Virtual Memory Management in the VAX/VMS Operating System",
 // Computer 1982.)
+//
+// Pages that were loaded *ahead* come in runs. The program sees them at once, without the right to write, except the first page
+// of each run: the fault there says that the run is used.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +22,7 @@
 
 namespace farpool::region {
 
-enum class State : std::uint8_t { absent, loading, mapped, resting };
+enum class State : std::uint8_t { absent, loading, mapped, resting, ahead };
 
 class Residency {
 public:
@@ -44,21 +47,22 @@ public:
     bool is_stored(Page page) const { return table_[page].stored; }  // the lower tiers have bytes of it
     bool is_lost(Page page) const { return table_[page].lost; }
     bool is_pinned(Page page) const { return table_[page].pinned; }
-    bool is_ahead(Page page) const { return table_[page].ahead; }  // loaded ahead of use, and not used yet
+    bool is_first(Page page) const { return table_[page].first; }  // of a run that was loaded ahead
 
-    // absent -> loading -> mapped, resting or absent
+    // absent -> loading -> `now` or absent. `first`: the page is the first of a run.
     void begin_load(Page page);
-    void end_load(Page page, bool mapped, bool ahead);
+    void end_load(Page page, State now, bool first = false);
     void drop_load(Page page);
-    // resting -> mapped: the program uses the page.
+    // resting or ahead -> mapped: the program uses the page.
     void map(Page page);
     // mapped -> resting
     void rest(Page page);
     // The page that rests next, of those that `keep` does not keep; `policy::no_slot` if there is none.
     Page victim(policy::InUse keep) { return policy_->victim({}, keep); }
-    // Of the clean resting pages, the one that has rested longest; `policy::no_slot` if there is none. It becomes absent.
-    Page evict();
-    // A given clean resting page becomes absent. False if it is something else.
+    // Of the clean resting pages, the one that has rested longest becomes absent; instead of it one that was loaded ahead, if
+    // these are many or were passed over long, or if there is no other and it is `urgent`. `policy::no_slot` if there is none.
+    Page evict(bool urgent);
+    // A given page becomes absent, if it rests and is clean or was loaded ahead, and is not pinned. False if it is not so.
     bool evict(Page page);
 
     // Of a mapped page.
@@ -75,33 +79,34 @@ public:
 
 private:
     struct Entry {
-        State state : 2 = State::absent;
+        State state : 3 = State::absent;
         bool dirty : 1 = false;
         bool saving : 1 = false;
         bool stored : 1 = false;
         bool lost : 1 = false;
         bool pinned : 1 = false;
-        bool ahead : 1 = false;
+        bool first : 1 = false;
     };
-    static_assert(sizeof(Entry) == 1);
+    static_assert(sizeof(Entry) == 2);
 
-    policy::SlotList& list_of(const Entry& entry) {
-        return entry.saving ? saved_soon_ : entry.dirty ? unsaved_ : entry.pinned ? pinned_clean_ : clean_;
-    }
+    static bool is_listed(const Entry& entry) { return entry.state == State::resting || entry.state == State::ahead; }
+    policy::SlotList& list_of(const Entry& entry);
     void leave(Page page);
 
     const Page budget_;
     Page resident_ = 0;
     Page pinned_ = 0;
     Page wasted_ = 0;
+    Page passed_over_ = 0;  // clean pages that have left since a page that was loaded ahead came or was used
     std::vector<Entry> table_;
     std::unique_ptr<policy::Policy> policy_;  // of the mapped pages that are not pinned
     policy::Links links_;
-    // Of the resting pages:
+    // Of the resting pages, and of those that were loaded ahead:
     policy::SlotList clean_{links_};  // those that may leave
     policy::SlotList saved_soon_{links_};
     policy::SlotList unsaved_{links_};
     policy::SlotList pinned_clean_{links_};
+    policy::SlotList ahead_{links_};
 };
 
 }  // namespace farpool::region

@@ -21,12 +21,12 @@ Streams::Thread& Streams::of(std::uint32_t thread) {
     return threads_[thread];
 }
 
-std::vector<Run> Streams::note(std::uint32_t number, Page first, Page count, bool eager) {
+std::vector<Run> Streams::note(std::uint32_t number, Page first, Page count, bool eager, bool loaded) {
     Thread& thread = of(number);
     thread.noted = ++notes_;
-    const auto found =
-        std::ranges::find_if(thread.trails, [&](const Trail& trail) { return trail.length > 0 && trail.next == first; });
-    if (found == thread.trails.end()) {
+    const auto distance = [&](const Trail& trail) { return trail.length > 0 ? first - trail.next : ~Page{0}; };
+    const auto found = std::ranges::min_element(thread.trails, {}, distance);
+    if (found->length == 0 || distance(*found) > (loaded ? 2 * found->length : 0)) {
         Trail& oldest = *std::ranges::min_element(thread.trails, {}, &Trail::noted);
         oldest = {first + count, 1, notes_};
         thread.strides.record(first, 1);

@@ -30,8 +30,9 @@ public:
     explicit Streams(Page longest) : longest_(longest), limit_(longest) {}
 
     // Notes that a thread needed `count` pages from `first` on; the runs that it needs next, the soonest first. `eager`: the
-    // program has said that it reads on.
-    std::vector<Run> note(std::uint32_t thread, Page first, Page count, bool eager);
+    // program has said that it reads on. `loaded`: the pages had been loaded ahead, so the thread may have used some between
+    // unseen.
+    std::vector<Run> note(std::uint32_t thread, Page first, Page count, bool eager, bool loaded = false);
     // Pages from `first` on that the thread needs next if it goes on as before: 1 if it is on no trail there.
     Page expected(std::uint32_t thread, Page first) const;
     // Notes that a thread writes to a page that was protected; the number of pages from there on that it probably writes.

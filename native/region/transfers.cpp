@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -33,7 +34,7 @@ Page Transfers::load(Page first, Page count, Job::Kind kind, const std::shared_p
         ++alike;
     }
     alike = std::min(parts_.lower.together(first, alike), parts_.settings.longest);
-    const Page got = alike == 0 ? 0 : make_room(alike);
+    const Page got = alike == 0 ? 0 : make_room(alike, kind != Job::Kind::ahead);
     if (got == 0) {
         return 0;
     }
@@ -48,10 +49,10 @@ Page Transfers::load(Page first, Page count, Job::Kind kind, const std::shared_p
     return got;
 }
 
-Page Transfers::make_room(Page wanted) {
+Page Transfers::make_room(Page wanted, bool urgent) {
     wanted = std::min(wanted, std::max<Page>(parts_.pages.budget() / 8, 1));
     if (parts_.pages.room() < wanted) {
-        evict(wanted - parts_.pages.room());
+        evict(wanted - parts_.pages.room(), urgent);
     }
     // An eighth of the memory rests, once memory is full: enough to see uses, and few enough that faults on them are rare.
     const Page target = std::max<Page>(parts_.pages.budget() / 8, 1);
@@ -71,17 +72,17 @@ Page Transfers::make_room(Page wanted) {
         rest(std::move(chosen));
     }
     if (parts_.pages.room() < wanted) {
-        evict(wanted - parts_.pages.room());
+        evict(wanted - parts_.pages.room(), urgent);
     }
     parts_.counters.peak_pages =
         std::max<std::uint64_t>(parts_.counters.peak_pages, parts_.pages.resident() + std::min(wanted, parts_.pages.room()));
     return std::min(wanted, parts_.pages.room());
 }
 
-void Transfers::evict(Page count) {
+void Transfers::evict(Page count, bool urgent) {
     std::vector<Page> leaving;
     while (leaving.size() < count) {
-        const Page page = parts_.pages.evict();
+        const Page page = parts_.pages.evict(urgent);
         if (page == policy::no_slot) {
             break;
         }
@@ -172,47 +173,73 @@ void Transfers::lose(Page page, const PortError& error) {
     parts_.changed.notify_all();
 }
 
+const std::byte* Transfers::fetch(const Job& job, std::byte* staging) const {
+    if (job.fresh) {
+        return parts_.zeros.data();
+    }
+    if (const std::byte* const place = parts_.lower.address(job.first, job.count)) {
+        return place;
+    }
+    parts_.lower.read(job.first, job.count, staging);
+    return staging;
+}
+
+void Transfers::show(const Job& job, const std::byte* bytes) const {
+    std::byte* const begin = parts_.mapping.at(job.first);
+    if (job.kind == Job::Kind::demand) {
+        parts_.userfault.copy(begin, bytes, page_nbytes, !job.write);
+        return;
+    }
+    // A thread that waits for one of the pages sleeps until the end of the load, when it cannot miss the fault by which we learn
+    // that the pages are used.
+    parts_.userfault.copy(begin, bytes, job.count * page_nbytes, true, true);
+    parts_.mapping.unmap(job.first, job.kind == Job::Kind::ahead ? 1 : job.count);
+}
+
+void Transfers::end_load(const Job& job, const std::optional<PortError>& error) {
+    if (job.kind == Job::Kind::demand) {
+        if (error) {
+            lose(job.first, *error);
+            return;
+        }
+        parts_.pages.end_load(job.first, State::mapped);
+        if (job.write) {
+            parts_.pages.set_dirty(job.first);
+        }
+        return;
+    }
+    // A thread that waits for one of the pages repeats its access, and then finds the page in memory, or demands it alone.
+    if (error) {
+        parts_.mapping.punch(job.first, job.count);
+    }
+    const State now = job.kind == Job::Kind::ahead ? State::ahead : State::resting;
+    for (Page page = job.first; page < job.first + job.count; ++page) {
+        error ? parts_.pages.drop_load(page) : parts_.pages.end_load(page, now, now == State::ahead && page == job.first);
+    }
+    parts_.userfault.wake(parts_.mapping.at(job.first), job.count * page_nbytes);
+}
+
 void Transfers::run_load(const Job& job, std::byte* staging) {
     std::optional<PortError> error;
+    const std::byte* bytes = nullptr;
+    // A demanded page is shown only with the lock: its thread goes on at once, and its next fault must find the page mapped.
+    std::unique_lock lock(parts_.mutex, std::defer_lock);
     try {
-        if (job.fresh) {
-            parts_.mapping.zero(job.first, job.count);
-        } else {
-            parts_.lower.read(job.first, job.count, staging);
-            if (job.kind != Job::Kind::demand) {
-                parts_.mapping.load(job.first, job.count, staging);
-            }
+        bytes = fetch(job, staging);
+        if (job.kind == Job::Kind::demand) {
+            lock.lock();
         }
+        show(job, bytes);
     } catch (const PortFailure& failure) {
         error = failure.error();
     }
-    const std::lock_guard lock(parts_.mutex);
+    if (!lock.owns_lock()) {
+        lock.lock();
+    }
     if (!error) {
         parts_.counters.read_bytes += job.fresh ? 0 : job.count * page_nbytes;
     }
-    if (job.kind == Job::Kind::demand) {
-        try {
-            if (error) {
-                throw PortFailure(*error);
-            }
-            parts_.userfault.copy(parts_.mapping.at(job.first), staging, page_nbytes, !job.write);
-            parts_.pages.end_load(job.first, true, false);
-            if (job.write) {
-                parts_.pages.set_dirty(job.first);
-            }
-        } catch (const PortFailure& failure) {
-            lose(job.first, failure.error());
-        }
-    } else {
-        // A thread that waits for one of the pages repeats its access, and then finds the page resting, or demands it alone.
-        if (error) {
-            parts_.mapping.punch(job.first, job.count);
-        }
-        for (Page page = job.first; page < job.first + job.count; ++page) {
-            error ? parts_.pages.drop_load(page) : parts_.pages.end_load(page, false, job.kind == Job::Kind::ahead);
-        }
-        parts_.userfault.wake(parts_.mapping.at(job.first), job.count * page_nbytes);
-    }
+    end_load(job, error);
     if (job.ticket) {
         --job.ticket->pending;
         job.ticket->error = job.ticket->error ? job.ticket->error : error;
@@ -226,8 +253,11 @@ void Transfers::run_load(const Job& job, std::byte* staging) {
 void Transfers::run_save(const Job& job, std::byte* staging) {
     std::optional<PortError> error;
     try {
-        parts_.mapping.save(job.first, job.count, staging);
-        parts_.lower.write(job.first, job.count, staging);
+        std::byte* const place = parts_.lower.address(job.first, job.count);
+        parts_.mapping.save(job.first, job.count, place != nullptr ? place : staging);
+        if (place == nullptr) {
+            parts_.lower.write(job.first, job.count, staging);
+        }
     } catch (const PortFailure& failure) {
         error = failure.error();
     }

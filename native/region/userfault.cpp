@@ -89,6 +89,7 @@ constexpr unsigned long call_new = _IO(0xAA, 0x00);  // of /dev/userfaultfd
 
 constexpr std::uint64_t register_all = 1 | 2 | 4;  // missing, write-protect, minor
 constexpr std::uint64_t mode_protect = 2;          // of copy and continue
+constexpr std::uint64_t copy_asleep = 1;           // wakes no thread
 constexpr std::uint64_t protect_on = 1;
 constexpr std::uint64_t protect_off_asleep = 2;  // wakes no thread
 constexpr std::uint8_t event_pagefault = 0x12;
@@ -122,17 +123,14 @@ int open_userfault() {
 [[noreturn]] void refuse_open(int code) {
     if (code == EPERM) {
         refuse(
-            "this process may not use userfaultfd, by which a region gets its pages. Allow it in one of these ways: sudo "
-            "sysctl "
+            "this process may not use userfaultfd, by which a region gets its pages. Allow it in one of these ways: sudo sysctl "
             "vm.unprivileged_userfaultfd=1; give the process the capability CAP_SYS_PTRACE; give its user read and write "
-            "access "
-            "to /dev/userfaultfd; in a container, also allow the system call userfaultfd in its seccomp profile");
+            "access to /dev/userfaultfd; in a container, also allow the system call userfaultfd in its seccomp profile");
     }
     if (code == ENOSYS) {
         refuse(
             "this kernel has no userfaultfd, or a seccomp profile hides it: use Linux 5.19 or newer with CONFIG_USERFAULTFD, "
-            "and "
-            "allow the system call userfaultfd in the container's seccomp profile");
+            "and allow the system call userfaultfd in the container's seccomp profile");
     }
     refuse("the kernel opens no userfaultfd: " + reason(code));
 }
@@ -158,8 +156,7 @@ Userfault::Userfault() : fd_(open_userfault()) {
         close(fd_);
         refuse(
             "this kernel's userfaultfd does not notice writes to shared memory: use Linux 5.19 or newer (on x86-64 or aarch64) "
-            "with "
-            "CONFIG_PTE_MARKER_UFFD_WP");
+            "with CONFIG_PTE_MARKER_UFFD_WP");
     }
 }
 
@@ -199,11 +196,12 @@ void Userfault::wait(int other, int milliseconds) const noexcept {
     poll(watched.data(), watched.size(), milliseconds);
 }
 
-bool Userfault::copy(std::byte* begin, const std::byte* from, std::size_t nbytes, bool protect) const {
+bool Userfault::copy(std::byte* begin, const std::byte* from, std::size_t nbytes, bool protect, bool asleep) const {
+    const std::uint64_t mode = (protect ? mode_protect : 0) | (asleep ? copy_asleep : 0);
     bool all = true;
     std::size_t done = 0;
     for (unsigned attempt = 1; done < nbytes;) {
-        Copy what{at(begin + done), at(from + done), nbytes - done, protect ? mode_protect : 0, 0};
+        Copy what{at(begin + done), at(from + done), nbytes - done, mode, 0};
         if (ioctl(fd_, call_copy, &what) == 0) {
             break;
         }

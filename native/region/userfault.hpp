@@ -41,9 +41,9 @@ public:
 
     // The next four calls begin at a page and take whole pages.
 
-    // Puts a copy of the bytes where no page is, and wakes its threads. With `protect` the first write is noticed. False if a
-    // page was there already; its threads are woken as well.
-    bool copy(std::byte* begin, const std::byte* from, std::size_t nbytes, bool protect) const;
+    // Puts a copy of the bytes where no page is, and wakes its threads unless `asleep`. With `protect` the first write is
+    // noticed. False if a page was there already, whose threads are woken.
+    bool copy(std::byte* begin, const std::byte* from, std::size_t nbytes, bool protect, bool asleep = false) const;
     // Maps pages that are in memory, and wakes their threads. False if writes to them will not be noticed although `protect`
     // asks for it (Linux before 6.4).
     bool map(std::byte* begin, std::size_t nbytes, bool protect) const;

@@ -2,12 +2,20 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
 #include "core/signals_blocked.hpp"
 
 namespace farpool::region {
+
+namespace {
+
+// A lower rank is more urgent.
+std::size_t rank(Job::Kind kind) { return kind == Job::Kind::demand ? 0 : kind == Job::Kind::save ? 2 : 1; }
+
+}  // namespace
 
 Staging::Staging(std::size_t nbytes) : data_(static_cast<std::byte*>(std::aligned_alloc(page_nbytes, nbytes))) {
     if (data_ == nullptr) {
@@ -34,7 +42,7 @@ Workers::Workers(unsigned count, std::size_t nbytes, std::function<void(const Jo
 void Workers::add(Job job) {
     {
         const std::lock_guard lock(mutex_);
-        (job.kind == Job::Kind::demand ? demands_ : others_).push_back(std::move(job));
+        jobs_[rank(job.kind)].push_back(std::move(job));
     }
     wake_.notify_one();
 }
@@ -54,13 +62,14 @@ void Workers::close() noexcept {
 
 void Workers::work() {
     const Staging staging(nbytes_);
+    const auto waiting = [this] { return std::ranges::find_if(jobs_, [](const auto& jobs) { return !jobs.empty(); }); };
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [this] { return closing_ || !demands_.empty() || !others_.empty(); });
+        wake_.wait(lock, [&] { return closing_ || waiting() != jobs_.end(); });
         if (closing_) {
             return;
         }
-        std::deque<Job>& jobs = demands_.empty() ? others_ : demands_;
+        std::deque<Job>& jobs = *waiting();
         const Job job = std::move(jobs.front());
         jobs.pop_front();
         lock.unlock();

@@ -1,6 +1,7 @@
 // Threads that carry out jobs which wait for a tier, each with memory of its own for the bytes on their way.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -56,7 +57,7 @@ public:
     Workers(unsigned count, std::size_t nbytes, std::function<void(const Job&, std::byte*)> run);
     ~Workers() { close(); }
 
-    // Adds a job. Threads take demands before all others.
+    // Adds a job. Threads take demands first and saves last: programs wait for loads.
     void add(Job job);
     // Drops the jobs that were not begun, and waits for the others. Idempotent.
     void close() noexcept;
@@ -68,8 +69,7 @@ private:
     const std::function<void(const Job&, std::byte*)> run_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<Job> demands_;
-    std::deque<Job> others_;
+    std::array<std::deque<Job>, 3> jobs_;  // demands, other loads, saves
     bool closing_ = false;
     std::vector<std::thread> threads_;
 };

@@ -59,11 +59,12 @@ double time_random(const volatile unsigned char* bytes, Page pages, unsigned see
     return median(std::move(times));
 }
 
-// A thread that answers each fault with a copy of the page from `source` and evicts the page that came longest ago; it spins as
-// a region's thread does.
+// A thread that answers each fault with a copy of a run of pages from `source` and evicts the run that came longest ago; it
+// spins as a region's thread does. If it `saves`, it brings zeros instead, and copies runs to `source` before they leave.
 class BareLoop {
 public:
-    BareLoop(const std::byte* source, Page pages, Page budget) : source_(source), budget_(budget) {
+    BareLoop(std::byte* source, Page pages, Page budget, Page run = 1, bool saves = false)
+        : source_(source), pages_(pages), budget_(budget / run), run_(run * page_nbytes), saves_(saves), zeros_(run) {
         memory_ = memfd_create("bare", MFD_CLOEXEC);
         if (memory_ < 0 || ftruncate(memory_, static_cast<off_t>(pages * page_nbytes)) != 0) {
             std::abort();
@@ -84,6 +85,7 @@ public:
     ~BareLoop() {
         ending_ = true;
         thread_.join();
+        munmap(bytes, pages_ * page_nbytes);
         close(faults_);
         close(memory_);
     }
@@ -105,23 +107,31 @@ private:
                 }
                 continue;
             }
-            const std::uint64_t address = message.arg.pagefault.address / page_nbytes * page_nbytes;
-            const std::uint64_t offset = address - reinterpret_cast<std::uintptr_t>(bytes);
+            const std::uint64_t address = message.arg.pagefault.address;
+            const std::uint64_t offset = (address - reinterpret_cast<std::uintptr_t>(bytes)) / run_ * run_;
             if (came.size() - oldest >= budget_) {
-                fallocate(memory_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(came[oldest++]), page_nbytes);
+                const auto leaving = static_cast<off_t>(came[oldest++]);
+                if (saves_ && pread(memory_, source_ + leaving, run_, leaving) != static_cast<ssize_t>(run_)) {
+                    std::abort();
+                }
+                fallocate(memory_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, leaving, static_cast<off_t>(run_));
             }
             uffdio_copy copy{};
-            copy.dst = address;
-            copy.src = reinterpret_cast<std::uintptr_t>(source_ + offset);
-            copy.len = page_nbytes;
+            copy.dst = reinterpret_cast<std::uintptr_t>(bytes) + offset;
+            copy.src = reinterpret_cast<std::uintptr_t>(saves_ ? zeros_.data() : source_ + offset);
+            copy.len = run_;
             ioctl(faults_, UFFDIO_COPY, &copy);
             came.push_back(offset);
             spin_until = monotonic_seconds() + 50e-6;
         }
     }
 
-    const std::byte* source_;
-    const Page budget_;
+    std::byte* const source_;
+    const std::size_t pages_;
+    const std::size_t budget_;  // in runs
+    const std::size_t run_;     // in bytes
+    const bool saves_;
+    const region::Zeros zeros_;
     int memory_;
     int faults_;
     std::atomic<bool> ending_ = false;
@@ -131,12 +141,38 @@ private:
 struct Sweep {
     double write;
     double read;
+    double bare_write;
+    double bare_read;
     double port_write;
     double port_read;
 };
 
-// Bytes per second of sweeps of a region four times its budget, and of its tier alone in pieces of 2 MiB.
-Sweep sweep(Port& port) {
+// Writes memory from the beginning to the end; the bytes per second.
+double time_write(void* bytes) {
+    const double start = monotonic_seconds();
+    std::memset(bytes, 3, far_pages * page_nbytes);
+    return static_cast<double>(far_pages) * page_nbytes / (monotonic_seconds() - start);
+}
+
+// Reads what was written.
+double time_read(const void* bytes) {
+    const auto* words = static_cast<const std::uint64_t*>(bytes);
+    std::uint64_t sum = 0;
+    const double start = monotonic_seconds();
+    for (std::size_t index = 0; index < far_pages * page_nbytes / sizeof(std::uint64_t); ++index) {
+        sum += words[index];
+    }
+    const double seconds = monotonic_seconds() - start;
+    if (sum != 0x0303030303030303u * (far_pages * page_nbytes / sizeof(std::uint64_t))) {
+        std::fprintf(stderr, "the sweep read other bytes than it wrote\n");
+        std::exit(1);
+    }
+    return static_cast<double>(far_pages) * page_nbytes / seconds;
+}
+
+// Bytes per second of sweeps of a region four times its budget, of bare loops that move runs of 2 MiB from and to `memory`, and
+// of the tier alone in pieces of 2 MiB.
+Sweep sweep(Port& port, Memory& memory) {
     Sweep result{};
     const auto staging = region::Staging(2 * mib);
     std::memset(staging.data(), 1, 2 * mib);
@@ -153,22 +189,20 @@ Sweep sweep(Port& port) {
     result.port_read = total / (monotonic_seconds() - start);
     Region region({.name = "sweep", .most = far_pages, .budget = near_pages});
     region.grow(far_pages, {{&port, 0, far_pages, "tier", false}});
-    start = monotonic_seconds();
-    std::memset(region.data(), 3, far_pages * page_nbytes);
-    result.write = total / (monotonic_seconds() - start);
+    result.write = time_write(region.data());
     region.sync(0, far_pages);
-    const auto* words = reinterpret_cast<const std::uint64_t*>(region.data());
-    std::uint64_t sum = 0;
-    start = monotonic_seconds();
-    for (std::size_t index = 0; index < far_pages * page_nbytes / sizeof(std::uint64_t); ++index) {
-        sum += words[index];
-    }
-    result.read = total / (monotonic_seconds() - start);
-    if (sum != 0x0303030303030303u * (far_pages * page_nbytes / sizeof(std::uint64_t))) {
-        std::fprintf(stderr, "the sweep read other bytes than it wrote\n");
-        std::exit(1);
-    }
+    result.read = time_read(region.data());
     region.close();
+    constexpr Page run = 2 * mib / page_nbytes;
+    {
+        const BareLoop bare(memory.data(), far_pages, near_pages, run, true);
+        result.bare_write = time_write(bare.bytes);
+    }
+    std::memset(memory.data(), 3, far_pages * page_nbytes);
+    {
+        const BareLoop bare(memory.data(), far_pages, near_pages, run);
+        result.bare_read = time_read(bare.bytes);
+    }
     return result;
 }
 
@@ -206,11 +240,11 @@ int main(int argc, char** argv) {
         file = std::make_unique<FilePort>(fd, "file", FilePort::Options{true, 4096, 0, true, false});
         far = file.get();
     }
-    const Sweep swept = sweep(*far);
+    const Sweep swept = sweep(*far, memory);
     std::printf(
         "{\"random_fault_us\": %.2f, \"bare_fault_us\": %.2f, \"random_ratio\": %.3f, \"sweep_write_gbps\": %.3f, "
-        "\"sweep_read_gbps\": %.3f, \"tier_write_gbps\": %.3f, \"tier_read_gbps\": %.3f}\n",
-        median(regions) * 1e6, median(bares) * 1e6, median(ratios), swept.write / 1e9, swept.read / 1e9, swept.port_write / 1e9,
+        "\"sweep_read_gbps\": %.3f, \"bare_write_gbps\": %.3f, \"bare_read_gbps\": %.3f, \"tier_write_gbps\": %.3f, \"tier_read_gbps\": %.3f}\n",
+        median(regions) * 1e6, median(bares) * 1e6, median(ratios), swept.write / 1e9, swept.read / 1e9, swept.bare_write / 1e9, swept.bare_read / 1e9, swept.port_write / 1e9,
         swept.port_read / 1e9);
     return 0;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import forks
 from farpool._native import Driver, Grant
-from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierError, TierTimeoutError
+from farpool.errors import (
+    BudgetError,
+    ConfigError,
+    FarpoolError,
+    FarpoolWarning,
+    PoolClosedError,
+    TierError,
+    TierTimeoutError,
+)
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
@@ -141,9 +150,9 @@ class BlockPool:
         self._budget = Budget(
             self.pager, self.arena, self.allocation, self.driver, self._check_open, ledger, lower.tiers, config.timeout
         )
-        self._guests = Guests(
-            self.driver, self.spaces, ledger, self._change_budget, lambda: self.fast, lower.tiers, self._check_open
-        )
+        self._guests = Guests(self.driver, self.spaces, ledger, self._add_budget, lower.tiers, self._check_open)
+        self._resizing = threading.Lock()
+        """Held during a change of the budget, which gives up the lock of `driver` while it waits."""
         self.closed = False
         # We register last, so that neither the exit handler nor a forked child finds a pool that is half made.
         _POOLS.add(self)
@@ -151,6 +160,7 @@ class BlockPool:
 
     def forked(self) -> None:
         """Mark the pool as closed in a forked child. No native threads run there, and a lock may never be released."""
+        self._resizing = threading.Lock()
         self.closed = True
         self.driver.forget_parent()
 
@@ -175,7 +185,7 @@ class BlockPool:
 
     @property
     def fast(self) -> int:
-        """The budget of the fast tier, in bytes."""
+        """The budget of the fast tier, in bytes, without the parts of guests."""
         return self.pager.capacity
 
     @property
@@ -604,9 +614,23 @@ class BlockPool:
                 setting="fast",
             )
         budget = parse_size(fast, "fast")
-        with self.driver:
+        with self._resizing, self.driver:
             self._check_open()
             self._change_budget(budget)
+
+    def _add_budget(self, nbytes: int, guest: str) -> None:
+        """Change the budget by a number of bytes that a guest gives back, or takes (less than 0)."""
+        with self._resizing, self.driver:
+            self._check_open()
+            if -nbytes >= self.fast:
+                raise BudgetError(
+                    f"{guest} needs {format_size(-nbytes)} of the fast tier, which has {format_size(self.fast)}: give "
+                    "the pool a larger fast tier, or the region a smaller part of it",
+                    op=guest,
+                    needed=-nbytes,
+                    budget=self.fast,
+                )
+            self._change_budget(self.fast + nbytes)
 
     def _change_budget(self, budget: int) -> None:
         self._collect_dropped()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from farpool.errors import BudgetError, PoolClosedError
+from farpool.errors import PoolClosedError
 from farpool.ledger import Ledger
 from farpool.memory.pool.space import TierSpace
 from farpool.memory.tiers import Tier
-from farpool.sizes import format_size
 
 __all__ = ["Guest", "Guests", "Room"]
 
@@ -50,21 +49,21 @@ class Guests:
         lock: AbstractContextManager[Any],
         spaces: Sequence[TierSpace],
         ledger: Ledger,
-        change_budget: Callable[[int], None],
-        capacity: Callable[[], int],
+        add_budget: Callable[[int, str], None],
         tiers: Sequence[Tier],
         check_open: Callable[[], None],
     ) -> None:
         self._lock = lock
         self._spaces = spaces
         self._ledger = ledger
-        self._change_budget = change_budget
-        self._capacity = capacity
+        self._add_budget = add_budget
         self.tiers = tiers
         """The lower tiers of the pool, from fast to slow."""
         self._check_open = check_open
         self._fast: dict[Guest, int] = {}
         """Bytes of the fast tier, by guest."""
+        self._ended = False
+        """True once all guests were ended: no guest may enter any more."""
 
     def names(self) -> list[str]:
         """Return the names of all guests."""
@@ -79,19 +78,14 @@ class Guests:
             The arena cannot be made smaller by so many bytes; nothing was changed.
         PoolFullError, TierTimeoutError
             Blocks cannot be evicted to make the arena smaller; nothing was changed.
+        PoolClosedError
+            The pool is closed, or is being closed.
         """
+        self._add_budget(-fast, guest.name)
         with self._lock:
             self._check_open()
-            budget = self._capacity()
-            if fast >= budget:
-                raise BudgetError(
-                    f"{guest.name} needs {format_size(fast)} of the fast tier, which has {format_size(budget)}: give "
-                    "the pool a larger fast tier, or the region a smaller part of it",
-                    op=guest.name,
-                    needed=fast,
-                    budget=budget,
-                )
-            self._change_budget(budget - fast)
+            if self._ended:
+                raise PoolClosedError(f"{guest.name}: the pool is being closed")
             self._ledger.add("fast", "regions", requested=fast, reserved=fast, touched=fast)
             self._fast[guest] = fast
 
@@ -101,8 +95,9 @@ class Guests:
             fast = self._fast.pop(guest, 0)
             if fast:
                 self._ledger.subtract("fast", "regions", requested=fast, reserved=fast, touched=fast)
-                if self._is_open():
-                    self._change_budget(self._capacity() + fast)
+        if fast:
+            with suppress(PoolClosedError):  # a closed pool has no arena
+                self._add_budget(fast, guest.name)
 
     def reserve(self, tier: int, nbytes: int) -> Room | None:
         """Reserve bytes in a lower tier; return None if the tier lacks room."""
@@ -118,11 +113,7 @@ class Guests:
 
     def end_all(self) -> list[str]:
         """End all guests, because the pool is closed; return the names of those whose memory is still in use."""
-        return [guest.name for guest in list(self._fast) if not guest.end()]
-
-    def _is_open(self) -> bool:
-        try:
-            self._check_open()
-        except PoolClosedError:
-            return False
-        return True
+        with self._lock:
+            self._ended = True
+            guests = list(self._fast)
+        return [guest.name for guest in guests if not guest.end()]

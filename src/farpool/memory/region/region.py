@@ -124,14 +124,15 @@ class Region(RegionMemory):
             timeout=pool.config.timeout,
         )
         self._fast = share
-        try:
-            self._guests.enter(self, share)
-            self.grow(size, self._places.extend(pages))
-        except BaseException:
-            self._ended = True
-            self.unmap()
-            self._leave()
-            raise
+        with self._resizing:  # the pool may be closed now by another thread, which ends its regions
+            try:
+                self._guests.enter(self, share)
+                self.grow(size, self._places.extend(pages))
+            except BaseException:
+                self._ended = True
+                self.unmap()
+                self._leave()
+                raise
         forks.begin_again(self)
 
     def forked(self) -> None:

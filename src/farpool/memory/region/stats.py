@@ -16,13 +16,13 @@ class RegionStats:
     faults : int
         Accesses that had to wait for an answer.
     reused : int
-        Faults on pages that were still in memory, or had been loaded ahead.
+        Faults on pages that were still in memory, and on runs loaded ahead.
     write_faults : int
         First writes to pages that were clean.
     demand_pages, ahead_pages : int
         Pages loaded because a thread waited for them, and pages loaded ahead.
     ahead_used, ahead_wasted : int
-        Pages loaded ahead that were used, and that left memory unused.
+        Pages loaded ahead in runs to which the program came, and pages loaded ahead that left memory before.
     evicted_pages : int
         Pages that left memory.
     saved_pages : int
