@@ -70,7 +70,7 @@ std::vector<Page> Residency::unsaved() const {
     return pages;
 }
 
-Page Residency::evict(bool urgent) {
+Page Residency::evict_next(bool urgent) {
     const Page many = budget_ / 4;
     const bool idle = ahead_.size() > many || passed_over_ > many || (clean_.empty() && urgent);
     const bool ahead = idle && !ahead_.empty();

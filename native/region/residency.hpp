@@ -61,7 +61,7 @@ public:
     Page victim(policy::InUse keep) { return policy_->victim({}, keep); }
     // Of the clean resting pages, the one that has rested longest becomes absent; instead of it one that was loaded ahead, if
     // these are many or were passed over long, or if there is no other and it is `urgent`. `policy::no_slot` if there is none.
-    Page evict(bool urgent);
+    Page evict_next(bool urgent);
     // A given page becomes absent, if it rests and is clean or was loaded ahead, and is not pinned. False if it is not so.
     bool evict(Page page);
 

@@ -82,7 +82,7 @@ Page Transfers::make_room(Page wanted, bool urgent) {
 void Transfers::evict(Page count, bool urgent) {
     std::vector<Page> leaving;
     while (leaving.size() < count) {
-        const Page page = parts_.pages.evict(urgent);
+        const Page page = parts_.pages.evict_next(urgent);
         if (page == policy::no_slot) {
             break;
         }
