@@ -59,10 +59,11 @@ public:
     void rest(Page page);
     // The page that rests next, of those that `keep` does not keep; `policy::no_slot` if there is none.
     Page victim(policy::InUse keep) { return policy_->victim({}, keep); }
-    // Of the clean resting pages, the one that has rested longest becomes absent; instead of it one that was loaded ahead, if
-    // these are many or were passed over long, or if there is no other and it is `urgent`. `policy::no_slot` if there is none.
+    // The page that leaves memory next becomes absent: of the clean resting pages, the one that has rested longest. It is one that
+    // was loaded ahead, if these are many, if many others have left before them, or if there is no other and the need is
+    // `urgent`. `policy::no_slot` if there is none.
     Page evict_next(bool urgent);
-    // A given page becomes absent, if it rests and is clean or was loaded ahead, and is not pinned. False if it is not so.
+    // This page becomes absent. False if it is in use, dirty, being saved, pinned or absent already.
     bool evict(Page page);
 
     // Of a mapped page.

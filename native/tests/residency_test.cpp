@@ -47,7 +47,7 @@ TEST("many pages that were loaded ahead do not fill the memory") {
     CHECK_EQUAL(world.pages.evict_next(false), 10U);
 }
 
-TEST("pages that were loaded ahead and that nobody comes for leave after a while") {
+TEST("pages that were loaded ahead and are not used leave after a while") {
     World world;
     world.load(1, 1, State::ahead);
     world.load(10, 6, State::resting);
