@@ -150,9 +150,9 @@ bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
     return code == 0;
 }
 
-std::uint64_t left_in(const std::string& folder) noexcept {
+std::uint64_t left_in(const std::string& path) noexcept {
     struct statvfs state{};
-    const bool is_known = statvfs(folder.c_str(), &state) == 0 && state.f_blocks > 0;
+    const bool is_known = statvfs(path.c_str(), &state) == 0 && state.f_blocks > 0;
     return is_known ? std::uint64_t{state.f_bavail} * state.f_frsize : std::numeric_limits<std::uint64_t>::max();
 }
 

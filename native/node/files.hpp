@@ -62,8 +62,8 @@ Segment make_nameless_segment(const std::string& name, const SegmentHeader& sett
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
 // Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, if it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Bytes that the file system of a folder can still give; the largest number if it has no limit or does not say.
-std::uint64_t left_in(const std::string& folder) noexcept;
+// Bytes that the file system of a folder or a file can still give; the largest number if it has no limit or does not say.
+std::uint64_t left_in(const std::string& path) noexcept;
 // True if an error of back() says that there is no more memory: returning some may help.
 bool is_lack_of_memory(int error) noexcept;
 // Returns whole pages of the range to the system, if the file system supports holes. Their content is undefined from now on.

@@ -24,6 +24,7 @@ from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import dial
 from farpool.errors import AccessDeniedError, ConfigError
+from tests.small_disk import small_disk
 
 COMMAND = [sys.executable, "-c", "from farpool.cli.main import main; main()", "node"]
 
@@ -391,6 +392,19 @@ def test_metrics_that_cannot_be_served_leave_nothing_behind(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_made_is_not_left_behind(tmp_path: Path, nbytes: int) -> None:
     assert "--nvme" in refusal(folder=tmp_path / "n", nvme=(str(tmp_path / "nv"), nbytes))
     assert not any(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_grow_stays_as_it_was(tmp_path: Path) -> None:
+    with small_disk(8) as disk:
+        path = disk / "nv"
+        with Node(
+            parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=tmp_path / "n", nvme=(str(path), 1 << 20)
+        ):
+            pass
+        before = path.read_bytes()
+        assert len(before) > 1 << 20
+        assert "--nvme" in refusal(folder=tmp_path / "n", nvme=(str(path), 64 << 20))
+        assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])

@@ -9,6 +9,7 @@ from torch import nn
 import farpool
 from farpool import ArgumentError, Dram, Faulty, PagedTensor, Pool, PoolFullError, TierError
 from farpool.memory.pool.pool import blocks_of
+from farpool.memory.tiers.faulty import Fault
 from tests.tensors.bits import assert_same, tensors_of
 
 FAST = 1 << 18
@@ -119,13 +120,22 @@ def test_if_a_tier_fails_half_way_the_module_is_as_it_was(others: int) -> None:
     model, plain = Model(), Model()
     trained_once(model)
     trained_once(plain)
-    tier = Faulty(Dram("8MiB"), script={7: "fail"})
+    tier = Faulty(Dram("8MiB"))
     tiers = [Faulty(Dram("16KiB", "broken"), fail_writes=1.0)] * others + [tier]
+    entered: list[int] = []
+
+    def progress(done: int, of: int) -> None:
+        entered.append(done)
+        if len(entered) == 4:  # The next tensor is one block: of several, others could fail first, in the broken tier.
+            tier._script[tier.operations] = Fault.FAIL
+
     with Pool(FAST, tiers) as pool:
         blocks = blocks_of(pool)
         filler = filled(pool)
         with pytest.raises(TierError, match="on purpose"):
-            farpool.offload(model, pool)
+            farpool.offload(model, pool, progress=progress)
+        assert len(entered) == 4
+        assert len(tier.injected) == 1
         found = tensors_of(model)
         assert all(type(tensor) is not PagedTensor for tensor in found.values())
         for name, tensor in tensors_of(plain).items():

@@ -219,6 +219,14 @@ def test_a_full_disk_is_a_config_error_with_both_numbers(disk: Path) -> None:
         write(tier)
 
 
+def test_other_programs_never_find_the_disk_full_because_of_a_pool_that_does_not_fit(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: pytest.fail("room was taken that is not there"))
+    with pytest.raises(ConfigError, match="are free"):
+        Nvme(disk / "pool", "8MiB").open()
+
+
 def test_a_full_disk_leaves_an_empty_file_empty(disk: Path) -> None:
     (disk / "pool").touch()
     with pytest.raises(ConfigError, match="are free"):

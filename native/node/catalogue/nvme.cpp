@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "core/signals_blocked.hpp"
+#include "node/files.hpp"
 
 namespace farpool {
 
@@ -77,6 +78,14 @@ Nvme::Nvme(const std::string& path, std::uint64_t nbytes, bool fresh, std::funct
         throw std::runtime_error(path + " is not empty and not a file of a node; it was not touched, choose another path");
     }
     if (found == 0 || fresh || header.capacity != capacity_ || segment_fault(header, found, SegmentKind::shelf) != nullptr) {
+        // Asked before anything is taken: an attempt that fails has taken all that is left for a moment, and other programs
+        // then find the file system full.
+        const std::uint64_t needed = segment_header_nbytes + capacity_;
+        const std::uint64_t has = std::min(needed, static_cast<std::uint64_t>(status.st_blocks) * 512);
+        if (needed - has > left_in(path)) {
+            errno = ENOSPC;
+            fail(path);
+        }
         std::memset(page.data(), 0, segment_header_nbytes);
         header.kind = static_cast<std::uint32_t>(SegmentKind::shelf);
         header.capacity = capacity_;

@@ -221,6 +221,9 @@ class Nvme(PortTier):
         status = os.statvfs(os.path.dirname(self._path))
         free = status.f_bavail * status.f_frsize + os.fstat(fd).st_blocks * 512
         try:
+            if status.f_blocks and wanted > free:
+                # An attempt would take all that is left for a moment, and other programs would find the disk full.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(fd, 0)
             # Write the header first: if this process is killed while it allocates, the file can be recognized as ours.
             os.pwrite(fd, PoolFileHeader.for_this_process(self._info.capacity).pack(), 0)
