@@ -16,7 +16,9 @@ std::byte* MemoryPort::address(std::uint64_t offset, std::size_t nbytes) const {
     return memory_.data() + offset;
 }
 
-void MemoryPort::read(std::uint64_t offset, void* into, std::size_t nbytes) { std::memcpy(into, address(offset, nbytes), nbytes); }
+void MemoryPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
+    std::memcpy(into, address(offset, nbytes), nbytes);
+}
 
 void MemoryPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
     std::memcpy(address(offset, nbytes), from, nbytes);

@@ -21,8 +21,7 @@ constexpr double retry_seconds = 0.05;  // between attempts to save pages that a
 
 }  // namespace
 
-FaultThread::FaultThread(Parts& parts, Transfers& transfers)
-    : parts_(parts), transfers_(transfers), incoming_(page_nbytes) {
+FaultThread::FaultThread(Parts& parts, Transfers& transfers) : parts_(parts), transfers_(transfers), incoming_(page_nbytes) {
     const SignalsBlocked blocked;
     thread_ = std::thread([this] { listen(); });
     pthread_setname_np(thread_.native_handle(), "farpool-faults");

@@ -50,7 +50,8 @@ void Mapping::grow(Page from, Page to) {
     }
     // Without access at first, so that no page comes into the file unseen: of a program that locks all its memory (mlockall),
     // the kernel would bring in every page at once.
-    void* const place = mmap(at(from), bytes(to - from), PROT_NONE, MAP_SHARED | MAP_FIXED, fd_, static_cast<off_t>(bytes(from)));
+    void* const place =
+        mmap(at(from), bytes(to - from), PROT_NONE, MAP_SHARED | MAP_FIXED, fd_, static_cast<off_t>(bytes(from)));
     // A forked child could not get missing pages: faults there are not reported to this process. So it has no such range at
     // all.
     if (place == MAP_FAILED || madvise(place, bytes(to - from), MADV_DONTFORK) != 0 || munlock(place, bytes(to - from)) != 0 ||

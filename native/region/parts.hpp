@@ -77,7 +77,7 @@ struct Parts {
     Mapping mapping;
     Lower lower;
     const Zeros zeros;  // for the longest run
-    const int nudged;  // an event descriptor that wakes the fault thread
+    const int nudged;   // an event descriptor that wakes the fault thread
 
     std::mutex mutex;
     std::condition_variable changed;  // a transfer has ended

@@ -59,8 +59,8 @@ public:
     void rest(Page page);
     // The page that rests next, of those that `keep` does not keep; `policy::no_slot` if there is none.
     Page victim(policy::InUse keep) { return policy_->victim({}, keep); }
-    // The page that leaves memory next becomes absent: of the clean resting pages, the one that has rested longest. It is one that
-    // was loaded ahead, if these are many, if many others have left before them, or if there is no other and the need is
+    // The page that leaves memory next becomes absent: of the clean resting pages, the one that has rested longest. It is one
+    // that was loaded ahead, if these are many, if many others have left before them, or if there is no other and the need is
     // `urgent`. `policy::no_slot` if there is none.
     Page evict_next(bool urgent);
     // This page becomes absent. False if it is in use, dirty, being saved, pinned or absent already.

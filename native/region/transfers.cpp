@@ -190,8 +190,8 @@ void Transfers::show(const Job& job, const std::byte* bytes) const {
         parts_.userfault.copy(begin, bytes, page_nbytes, !job.write);
         return;
     }
-    // A thread that waits for one of the pages sleeps until the end of the load, when it cannot miss the fault by which we learn
-    // that the pages are used.
+    // A thread that waits for one of the pages sleeps until the end of the load, when it cannot miss the fault by which we
+    // learn that the pages are used.
     parts_.userfault.copy(begin, bytes, job.count * page_nbytes, true, true);
     parts_.mapping.unmap(job.first, job.kind == Job::Kind::ahead ? 1 : job.count);
 }

@@ -123,7 +123,8 @@ int open_userfault() {
 [[noreturn]] void refuse_open(int code) {
     if (code == EPERM) {
         refuse(
-            "this process may not use userfaultfd, by which a region gets its pages. Allow it in one of these ways: sudo sysctl "
+            "this process may not use userfaultfd, by which a region gets its pages. Allow it in one of these ways: sudo "
+            "sysctl "
             "vm.unprivileged_userfaultfd=1; give the process the capability CAP_SYS_PTRACE; give its user read and write "
             "access to /dev/userfaultfd; in a container, also allow the system call userfaultfd in its seccomp profile");
     }

@@ -243,8 +243,9 @@ int main(int argc, char** argv) {
     const Sweep swept = sweep(*far, memory);
     std::printf(
         "{\"random_fault_us\": %.2f, \"bare_fault_us\": %.2f, \"random_ratio\": %.3f, \"sweep_write_gbps\": %.3f, "
-        "\"sweep_read_gbps\": %.3f, \"bare_write_gbps\": %.3f, \"bare_read_gbps\": %.3f, \"tier_write_gbps\": %.3f, \"tier_read_gbps\": %.3f}\n",
-        median(regions) * 1e6, median(bares) * 1e6, median(ratios), swept.write / 1e9, swept.read / 1e9, swept.bare_write / 1e9, swept.bare_read / 1e9, swept.port_write / 1e9,
-        swept.port_read / 1e9);
+        "\"sweep_read_gbps\": %.3f, \"bare_write_gbps\": %.3f, \"bare_read_gbps\": %.3f, \"tier_write_gbps\": %.3f, "
+        "\"tier_read_gbps\": %.3f}\n",
+        median(regions) * 1e6, median(bares) * 1e6, median(ratios), swept.write / 1e9, swept.read / 1e9, swept.bare_write / 1e9,
+        swept.bare_read / 1e9, swept.port_write / 1e9, swept.port_read / 1e9);
     return 0;
 }

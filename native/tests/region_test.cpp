@@ -669,9 +669,9 @@ TEST("a forked child that lives on keeps no memory of a region that was closed")
             for (int fd = 3; fd < 256; ++fd) {
                 const std::string link = "/proc/self/fd/" + std::to_string(fd);
                 char target[64] = {};
-                struct stat file {};
-                if (readlink(link.c_str(), target, sizeof target - 1) > 0 && std::strstr(target, "memfd:farpool-region") != nullptr &&
-                    fstat(fd, &file) == 0) {
+                struct stat file{};
+                if (readlink(link.c_str(), target, sizeof target - 1) > 0 &&
+                    std::strstr(target, "memfd:farpool-region") != nullptr && fstat(fd, &file) == 0) {
                     kept += static_cast<std::uint64_t>(file.st_blocks) + (kept == 0 ? 1 : 0);
                 }
             }

@@ -79,10 +79,10 @@ TEST("a walk that writes lets through twice as many pages each time") {
 TEST("a walk goes on after pages that the thread used unseen, if they had been loaded ahead") {
     Streams streams(64);
     streams.note(1, 10, 1, false);
-    CHECK_EQUAL(streams.note(1, 11, 1, false, true)[0].count, 2U);     // loads 12 and 13
-    CHECK_EQUAL(streams.note(1, 14, 4, false, true)[0].first, 18U);    // the thread used 12 and 13 unseen
-    CHECK(streams.note(1, 20, 1, false).empty());                      // a page that was not loaded is on no walk
-    CHECK(streams.note(1, 18 + 9, 1, false, true).empty());            // this one is too far
+    CHECK_EQUAL(streams.note(1, 11, 1, false, true)[0].count, 2U);   // loads 12 and 13
+    CHECK_EQUAL(streams.note(1, 14, 4, false, true)[0].first, 18U);  // the thread used 12 and 13 unseen
+    CHECK(streams.note(1, 20, 1, false).empty());                    // a page that was not loaded is on no walk
+    CHECK(streams.note(1, 18 + 9, 1, false, true).empty());          // this one is too far
     CHECK_EQUAL(streams.note(1, 18, 4, false, true)[0].first, 22U);
 }
 
