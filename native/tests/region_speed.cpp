@@ -154,7 +154,7 @@ double time_write(void* bytes) {
     return static_cast<double>(far_pages) * page_nbytes / (monotonic_seconds() - start);
 }
 
-// Reads what was written.
+// Reads the bytes that time_write wrote.
 double time_read(const void* bytes) {
     const auto* words = static_cast<const std::uint64_t*>(bytes);
     std::uint64_t sum = 0;

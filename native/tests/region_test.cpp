@@ -514,7 +514,7 @@ TEST("bytes that come back damaged are answered with SIGBUS and a message") {
     CHECK(text.find("are not those that were written") != std::string::npos);
 }
 
-TEST("a tier that refuses writes loses nothing: sync raises, and what is written goes on when the tier does") {
+TEST("a tier that refuses writes loses nothing: sync raises, and writes go on when the tier does") {
     if (!is_allowed()) {
         return;
     }
