@@ -1,6 +1,7 @@
-// Speed of regions, next to a bare loop that answers page faults and does nothing else, in one run. Prints one JSON object.
+// Speed of regions four times their budget, next to a bare loop that answers page faults and does nothing else, and next to the
+// lower tier alone, in one run. `farpool bench region` runs it. Prints one JSON object with the samples of each round.
 //
-// region_speed [FILE]: with a file, the sweep's lower tier is this file, read and written past the page cache.
+// region_speed ROUNDS MIB [FILE]: regions of so many MiB; with a file, this file is the lower tier, past the page cache.
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <poll.h>
@@ -14,8 +15,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -33,9 +36,8 @@ using farpool::region::Region;
 namespace {
 
 constexpr std::size_t mib = std::size_t{1} << 20;
-constexpr Page far_pages = 256 * mib / page_nbytes;
-constexpr Page near_pages = far_pages / 4;
-constexpr int faults_timed = 10000;
+constexpr Page run_pages = 2 * mib / page_nbytes;
+constexpr Page faults_timed = 10000;
 
 double median(std::vector<double> values) {
     std::ranges::nth_element(values, values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));
@@ -51,9 +53,9 @@ double time_random(const volatile unsigned char* bytes, Page pages, unsigned see
     }
     std::ranges::shuffle(order, dice);
     std::vector<double> times;
-    for (int index = 0; index < faults_timed; ++index) {
+    for (Page index = 0; index < std::min(faults_timed, pages); ++index) {
         const double start = monotonic_seconds();
-        (void)bytes[std::size_t{order[static_cast<std::size_t>(index)]} * page_nbytes];
+        (void)bytes[std::size_t{order[index]} * page_nbytes];
         times.push_back(monotonic_seconds() - start);
     }
     return median(std::move(times));
@@ -138,114 +140,142 @@ private:
     std::thread thread_;
 };
 
-struct Sweep {
-    double write;
-    double read;
-    double bare_write;
-    double bare_read;
-    double port_write;
-    double port_read;
-};
-
 // Writes memory from the beginning to the end; the bytes per second.
-double time_write(void* bytes) {
+double time_write(void* bytes, std::size_t nbytes) {
     const double start = monotonic_seconds();
-    std::memset(bytes, 3, far_pages * page_nbytes);
-    return static_cast<double>(far_pages) * page_nbytes / (monotonic_seconds() - start);
+    std::memset(bytes, 3, nbytes);
+    return static_cast<double>(nbytes) / (monotonic_seconds() - start);
 }
 
 // Reads the bytes that time_write wrote.
-double time_read(const void* bytes) {
+double time_read(const void* bytes, std::size_t nbytes) {
     const auto* words = static_cast<const std::uint64_t*>(bytes);
     std::uint64_t sum = 0;
     const double start = monotonic_seconds();
-    for (std::size_t index = 0; index < far_pages * page_nbytes / sizeof(std::uint64_t); ++index) {
+    for (std::size_t index = 0; index < nbytes / sizeof(std::uint64_t); ++index) {
         sum += words[index];
     }
     const double seconds = monotonic_seconds() - start;
-    if (sum != 0x0303030303030303u * (far_pages * page_nbytes / sizeof(std::uint64_t))) {
+    if (sum != 0x0303030303030303u * (nbytes / sizeof(std::uint64_t))) {
         std::fprintf(stderr, "the sweep read other bytes than it wrote\n");
         std::exit(1);
     }
-    return static_cast<double>(far_pages) * page_nbytes / seconds;
+    return static_cast<double>(nbytes) / seconds;
 }
 
-// Bytes per second of sweeps of a region four times its budget, of bare loops that move runs of 2 MiB from and to `memory`, and
-// of the tier alone in pieces of 2 MiB.
-Sweep sweep(Port& port, Memory& memory) {
-    Sweep result{};
-    const auto staging = region::Staging(2 * mib);
-    std::memset(staging.data(), 1, 2 * mib);
-    const double total = static_cast<double>(far_pages) * page_nbytes;
-    double start = monotonic_seconds();
-    for (std::size_t at = 0; at < far_pages * page_nbytes; at += 2 * mib) {
-        port.write(at, staging.data(), 2 * mib);
+// Samples by name, one of each round.
+using Samples = std::map<std::string, std::vector<double>>;
+
+class Contenders {
+public:
+    Contenders(Page pages, Memory& memory, Port& port) : pages_(pages), memory_(memory), port_(port) {}
+
+    // Seconds of a random fault.
+    void random(Samples& samples, unsigned seed) {
+        Region region({.name = "random", .most = pages_, .budget = pages_ / 4});
+        region.grow(pages_, {{&port_, 0, pages_, "tier", false}});
+        std::memset(region.data(), 3, nbytes());  // so that every page is stored below
+        region.sync(0, pages_);
+        region.dont_need(0, pages_);
+        samples["random"].push_back(time_random(reinterpret_cast<unsigned char*>(region.data()), pages_, seed));
+        region.close();
     }
-    result.port_write = total / (monotonic_seconds() - start);
-    start = monotonic_seconds();
-    for (std::size_t at = 0; at < far_pages * page_nbytes; at += 2 * mib) {
-        port.read(at, staging.data(), 2 * mib);
+    void bare_random(Samples& samples, unsigned seed) {
+        const BareLoop bare(memory_.data(), pages_, pages_ / 4);
+        samples["bare_random"].push_back(time_random(bare.bytes, pages_, seed));
     }
-    result.port_read = total / (monotonic_seconds() - start);
-    Region region({.name = "sweep", .most = far_pages, .budget = near_pages});
-    region.grow(far_pages, {{&port, 0, far_pages, "tier", false}});
-    result.write = time_write(region.data());
-    region.sync(0, far_pages);
-    result.read = time_read(region.data());
-    region.close();
-    constexpr Page run = 2 * mib / page_nbytes;
-    {
-        const BareLoop bare(memory.data(), far_pages, near_pages, run, true);
-        result.bare_write = time_write(bare.bytes);
+    // Bytes per second of sweeps.
+    void sweep(Samples& samples, unsigned) {
+        Region region({.name = "sweep", .most = pages_, .budget = pages_ / 4});
+        region.grow(pages_, {{&port_, 0, pages_, "tier", false}});
+        samples["write"].push_back(time_write(region.data(), nbytes()));
+        region.sync(0, pages_);
+        samples["read"].push_back(time_read(region.data(), nbytes()));
+        region.close();
     }
-    std::memset(memory.data(), 3, far_pages * page_nbytes);
-    {
-        const BareLoop bare(memory.data(), far_pages, near_pages, run);
-        result.bare_read = time_read(bare.bytes);
+    // The bare loop moves runs of 2 MiB.
+    void bare_sweep(Samples& samples, unsigned) {
+        {
+            const BareLoop bare(memory_.data(), pages_, pages_ / 4, run_pages, true);
+            samples["bare_write"].push_back(time_write(bare.bytes, nbytes()));
+        }
+        std::memset(memory_.data(), 3, nbytes());
+        const BareLoop bare(memory_.data(), pages_, pages_ / 4, run_pages);
+        samples["bare_read"].push_back(time_read(bare.bytes, nbytes()));
     }
-    return result;
+    // The tier alone moves pieces of 2 MiB, one at a time.
+    void alone(Samples& samples, unsigned) {
+        const auto staging = region::Staging(2 * mib);
+        std::memset(staging.data(), 3, 2 * mib);
+        double start = monotonic_seconds();
+        for (std::size_t at = 0; at < nbytes(); at += 2 * mib) {
+            port_.write(at, staging.data(), 2 * mib);
+        }
+        samples["alone_write"].push_back(static_cast<double>(nbytes()) / (monotonic_seconds() - start));
+        start = monotonic_seconds();
+        for (std::size_t at = 0; at < nbytes(); at += 2 * mib) {
+            port_.read(at, staging.data(), 2 * mib);
+        }
+        samples["alone_read"].push_back(static_cast<double>(nbytes()) / (monotonic_seconds() - start));
+    }
+
+private:
+    std::size_t nbytes() const { return pages_ * page_nbytes; }
+
+    const Page pages_;
+    Memory& memory_;
+    Port& port_;
+};
+
+void print(const Samples& samples) {
+    const char* before = "{";
+    for (const auto& [name, values] : samples) {
+        std::printf("%s\"%s\": [", before, name.c_str());
+        for (std::size_t index = 0; index < values.size(); ++index) {
+            std::printf("%s%.9g", index == 0 ? "" : ", ", values[index]);
+        }
+        std::printf("]");
+        before = ", ";
+    }
+    std::printf("}\n");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    Memory memory(far_pages * page_nbytes);
+    const unsigned rounds = argc < 3 ? 0 : static_cast<unsigned>(std::atoi(argv[1]));
+    const auto pages = argc < 3 ? 0 : static_cast<Page>(std::atoi(argv[2]) * mib / page_nbytes);
+    if (rounds == 0 || pages % (4 * run_pages) != 0 || pages == 0) {
+        std::fprintf(stderr, "usage: region_speed ROUNDS MIB [FILE]; MIB is a multiple of 8\n");
+        return 2;
+    }
+    Memory memory(pages * page_nbytes);
     memory.touch(0, memory.nbytes());
     MemoryPort port(memory);
-    std::vector<double> ratios;
-    std::vector<double> regions;
-    std::vector<double> bares;
-    for (unsigned round = 0; round < 5; ++round) {
-        {
-            const BareLoop bare(memory.data(), far_pages, near_pages);
-            bares.push_back(time_random(bare.bytes, far_pages, round));
-        }
-        Region region({.name = "random", .most = far_pages, .budget = near_pages});
-        region.grow(far_pages, {{&port, 0, far_pages, "memory", false}});
-        std::memset(region.data(), 1, far_pages * page_nbytes);  // so that every page is stored below
-        region.sync(0, far_pages);
-        region.dont_need(0, far_pages);
-        regions.push_back(time_random(reinterpret_cast<unsigned char*>(region.data()), far_pages, round));
-        region.close();
-        ratios.push_back(regions.back() / bares.back());
-    }
     std::unique_ptr<FilePort> file;
-    Port* far = &port;
-    if (argc > 1) {
-        const int fd = open(argv[1], O_RDWR | O_CREAT | O_DIRECT, 0600);
-        if (fd < 0 || posix_fallocate(fd, 0, static_cast<off_t>(far_pages * page_nbytes)) != 0) {
-            std::perror(argv[1]);
+    if (argc > 3) {
+        const int fd = open(argv[3], O_RDWR | O_CREAT | O_DIRECT, 0600);
+        if (fd < 0 || posix_fallocate(fd, 0, static_cast<off_t>(pages * page_nbytes)) != 0) {
+            std::perror(argv[3]);
             return 1;
         }
         file = std::make_unique<FilePort>(fd, "file", FilePort::Options{true, 4096, 0, true, false});
-        far = file.get();
     }
-    const Sweep swept = sweep(*far, memory);
-    std::printf(
-        "{\"random_fault_us\": %.2f, \"bare_fault_us\": %.2f, \"random_ratio\": %.3f, \"sweep_write_gbps\": %.3f, "
-        "\"sweep_read_gbps\": %.3f, \"bare_write_gbps\": %.3f, \"bare_read_gbps\": %.3f, \"tier_write_gbps\": %.3f, "
-        "\"tier_read_gbps\": %.3f}\n",
-        median(regions) * 1e6, median(bares) * 1e6, median(ratios), swept.write / 1e9, swept.read / 1e9, swept.bare_write / 1e9,
-        swept.bare_read / 1e9, swept.port_write / 1e9, swept.port_read / 1e9);
+    Contenders contenders(pages, memory, file ? static_cast<Port&>(*file) : port);
+    // The first sweep of a file costs the file system more than the others.
+    Samples first;
+    contenders.alone(first, 0);
+    std::vector<void (Contenders::*)(Samples&, unsigned)> works{&Contenders::sweep, &Contenders::alone};
+    if (!file) {
+        works.insert(works.end(), {&Contenders::bare_sweep, &Contenders::random, &Contenders::bare_random});
+    }
+    Samples samples;
+    for (unsigned round = 0; round < rounds; ++round) {
+        for (const auto work : works) {
+            (contenders.*work)(samples, round);
+        }
+        std::ranges::rotate(works, works.begin() + 1);
+    }
+    print(samples);
     return 0;
 }
