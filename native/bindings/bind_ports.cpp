@@ -72,7 +72,9 @@ void bind_ports(nb::module_& m) {
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.write(offset, reinterpret_cast<const void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>());
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<ReleasedLock>())
+        .def_prop_ro("serves_faults", &Port::serves_faults,
+                     "True if the port moves any part of the written bytes, and never waits for the interpreter lock.");
 
     nb::class_<Referring<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(referring_slots<MemoryPort>),
                                             "Reads and writes a Memory.")
@@ -123,6 +125,9 @@ and offset.)")
             },
             nb::arg("inner"), nb::arg("name"))
         .def("forget", &VerifiedPort::forget, nb::arg("offset"), "Forget the checksum of an extent that was freed.")
+        .def_prop_ro(
+            "inner", [](const Referring<VerifiedPort>& self) { return self.reference; }, nb::sig("def inner(self) -> Port"),
+            "The port below.")
         .def_prop_ro("tracked", &VerifiedPort::tracked, "Number of extents with a checksum.");
 
     nb::class_<Referring<ThrottledPort>, Port>(

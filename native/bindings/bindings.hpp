@@ -31,6 +31,7 @@ void bind_driver(nb::module_& m);
 void bind_calls(nb::module_& m);
 void bind_footprint(nb::module_& m);
 void bind_device(nb::module_& m);
+void bind_region(nb::module_& m);
 
 namespace farpool {
 class TransferQueue;

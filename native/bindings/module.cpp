@@ -35,4 +35,5 @@ NB_MODULE(_native, m) {
     bind_calls(m);
     bind_device(m);
     bind_policy(m);
+    bind_region(m);
 }

@@ -11,6 +11,7 @@ public:
     PythonPort(PyObject* tier, PyObject* extent_type) : tier_(tier), extent_type_(extent_type) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+    bool serves_faults() const noexcept override { return false; }
 
 private:
     void transfer(const char* method, std::uint64_t offset, void* memory, std::size_t nbytes, int access) const;

@@ -91,6 +91,10 @@ bool CopiesPort::copies() const noexcept {
     return std::all_of(copies_.begin(), copies_.end(), [](const auto& copy) { return copy->port->copies(); });
 }
 
+bool CopiesPort::serves_faults() const noexcept {
+    return std::all_of(copies_.begin(), copies_.end(), [](const auto& copy) { return copy->port->serves_faults(); });
+}
+
 std::vector<std::optional<PortError>> CopiesPort::faults() const {
     const std::lock_guard lock(*mutex_);
     std::vector<std::optional<PortError>> found;

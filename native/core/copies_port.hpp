@@ -29,6 +29,7 @@ public:
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override;
     bool copies() const noexcept override;
+    bool serves_faults() const noexcept override;
 
     // For each copy, why it is out of use; nothing for one in use.
     std::vector<std::optional<PortError>> faults() const;

@@ -5,7 +5,7 @@
 
 namespace farpool {
 
-std::byte* MemoryPort::at(std::uint64_t offset, std::size_t nbytes) const {
+std::byte* MemoryPort::address(std::uint64_t offset, std::size_t nbytes) const {
     if (memory_.data() == nullptr) {
         fail_closed("the memory behind this port was released");
     }
@@ -16,10 +16,12 @@ std::byte* MemoryPort::at(std::uint64_t offset, std::size_t nbytes) const {
     return memory_.data() + offset;
 }
 
-void MemoryPort::read(std::uint64_t offset, void* into, std::size_t nbytes) { std::memcpy(into, at(offset, nbytes), nbytes); }
+void MemoryPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
+    std::memcpy(into, address(offset, nbytes), nbytes);
+}
 
 void MemoryPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
-    std::memcpy(at(offset, nbytes), from, nbytes);
+    std::memcpy(address(offset, nbytes), from, nbytes);
 }
 
 }  // namespace farpool

@@ -12,9 +12,9 @@ public:
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     bool copies() const noexcept override { return true; }
+    std::byte* address(std::uint64_t offset, std::size_t nbytes) const override;
 
 private:
-    std::byte* at(std::uint64_t offset, std::size_t nbytes) const;
     Memory& memory_;
 };
 

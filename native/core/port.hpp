@@ -47,6 +47,11 @@ public:
     // True if a transfer is only a copy in memory, which never waits. A small copy takes less time than handing it to another
     // thread, so the thread that waits for it may make it itself.
     virtual bool copies() const noexcept { return false; }
+    // Where the bytes are in this process, for a port whose transfers are plain copies of them; null for others. Saves a copy.
+    virtual std::byte* address(std::uint64_t, std::size_t) const { return nullptr; }
+    // True if the port moves any part of the written bytes, and never waits for the interpreter lock. The answer to a page
+    // fault depends on both: the thread with the fault may hold that lock, and waits for one page.
+    virtual bool serves_faults() const noexcept { return true; }
 
     void move(Direction direction, const Piece& piece) {
         if (direction == Direction::read) {

@@ -102,7 +102,7 @@ private:
 };
 
 ReplaceablePort::ReplaceablePort(std::string name, Port& inner, std::uint64_t nbytes, std::size_t chunk)
-    : name_(std::move(name)), nbytes_(nbytes), chunk_(chunk), inner_(&inner) {
+    : name_(std::move(name)), nbytes_(nbytes), chunk_(chunk), serves_faults_(inner.serves_faults()), inner_(&inner) {
     if (chunk == 0) {
         fail_value(name_ + ": chunks have 0 bytes, expected 1 or more");
     }

@@ -30,6 +30,7 @@ public:
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     std::unique_ptr<Transfer> begin(Direction direction) override;
     unsigned concurrency() const noexcept override;
+    bool serves_faults() const noexcept override { return serves_faults_; }
 
     // Sets the port that will replace the inner one. `same_bytes`: it reaches the same memory, so there is nothing to copy.
     void set_target(Port& target, bool same_bytes);
@@ -57,7 +58,8 @@ private:
     const std::string name_;
     const std::uint64_t nbytes_;
     const std::size_t chunk_;
-    Port* inner_;  // changes only while all transfers are kept out
+    const bool serves_faults_;  // of the first inner port; the others are of the same sort
+    Port* inner_;               // changes only while all transfers are kept out
 
     mutable std::mutex mutex_;  // guards the fields below
     std::condition_variable changed_;

@@ -101,6 +101,10 @@ bool StripedPort::copies() const noexcept {
     return std::all_of(ports_.begin(), ports_.end(), [](const Port* port) { return port->copies(); });
 }
 
+bool StripedPort::serves_faults() const noexcept {
+    return !placed_ && std::all_of(ports_.begin(), ports_.end(), [](const Port* port) { return port->serves_faults(); });
+}
+
 void StripedPort::place(std::uint64_t offset, std::vector<std::uint64_t> pieces) {
     const std::lock_guard lock(mutex_);
     places_.insert_or_assign(offset, std::move(pieces));

@@ -22,6 +22,7 @@ public:
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override;
     bool copies() const noexcept override;
+    bool serves_faults() const noexcept override;
 
     // Sets where the pieces of the extent at `offset` are in their ports, in order.
     void place(std::uint64_t offset, std::vector<std::uint64_t> pieces);

@@ -19,6 +19,7 @@ public:
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override { return inner_.concurrency(); }
+    bool serves_faults() const noexcept override { return inner_.serves_faults(); }
     // Ends the throttling permanently; delayed transfers end at once.
     void lift();
 

@@ -15,6 +15,7 @@ public:
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override { return inner_.concurrency(); }
+    bool serves_faults() const noexcept override { return false; }  // a part of an extent cannot be verified
     void forget(std::uint64_t offset);
     std::size_t tracked() const;
 

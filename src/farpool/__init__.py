@@ -69,6 +69,7 @@ from farpool.memory.pool import Pool, TensorLibrary, use_tensors
 from farpool.memory.pool.config import PoolConfig
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.stats import Stats
+from farpool.memory.region import Region
 from farpool.registry import open_registry
 from farpool.store import AsyncStore, Store
 from farpool.tiers import Dram, Faulty, Nvme, Remote, Striped, Throttled, Tier, Traced, Verified
@@ -126,6 +127,7 @@ __all__ = [
     "ProbeError",
     "ProtocolError",
     "QuotaExceededError",
+    "Region",
     "RegistryAwayError",
     "RegistryCompactedError",
     "RegistryDamagedError",

@@ -114,6 +114,9 @@ class Port:
         """Read into memory; blocks, without the interpreter lock. Raises what the tier raises."""
 
     def write(self, offset: int, address: int, nbytes: int) -> None: ...
+    @property
+    def serves_faults(self) -> bool:
+        """True if the port moves any part of the written bytes, and never waits for the interpreter lock."""
 
 class MemoryPort(Port):
     """Reads and writes a Memory."""
@@ -159,6 +162,10 @@ class VerifiedPort(Port):
     def __init__(self, inner: Port, name: str) -> None: ...
     def forget(self, offset: int) -> None:
         """Forget the checksum of an extent that was freed."""
+
+    @property
+    def inner(self) -> Port:
+        """The port below."""
 
     @property
     def tracked(self) -> int:
@@ -1879,3 +1886,43 @@ class PrefixEviction:
     def tenants(self) -> list[TenantCounts]: ...
     def shadows(self) -> list[tuple[str, int, float]]:
         """Return the policy, hits and saved seconds of each shadow cache."""
+
+class RegionMemory:
+    """Memory whose pages are in lower tiers while the program does not use them. Supports the buffer protocol (writable,
+    format ``B``). Pages have 4096 bytes.
+    """
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __init__(
+        self, name: str, *, most: int, budget: int, longest: int, workers: int, timeout: float, policy: str = "sieve"
+    ) -> None: ...
+    def grow(self, nbytes: int, places: Sequence[tuple[Port, int, int, str, bool]]) -> None:
+        """Grow to `nbytes` bytes. Each place is room below: port, offset, pages, name of the tier, if its bytes are verified."""
+
+    def shrink(self, nbytes: int) -> int:
+        """Shrink to `nbytes` bytes; return the number of pages for which there is still room below."""
+
+    def save(self, first: int, count: int) -> None:
+        """Return when all bytes written before the call are below."""
+
+    def set_reading(self, first: int, count: int, advice: int) -> None:
+        """Set how the program reads pages: 0 normally, 1 on and on, 2 at random."""
+
+    def will_need(self, first: int, count: int) -> None: ...
+    def dont_need(self, first: int, count: int) -> None: ...
+    def pin(self, first: int, count: int) -> bool:
+        """Load pages and keep them; return False if more than half of the budget would be pinned."""
+
+    def unpin(self, first: int, count: int) -> None: ...
+    def counters(self) -> dict[str, int]: ...
+    def unmap(self) -> None:
+        """Unmap the memory. BufferError if it is in use."""
+
+    @property
+    def uses(self) -> int:
+        """Number of buffers that programs hold, and of calls that run."""
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...

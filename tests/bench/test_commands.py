@@ -128,6 +128,23 @@ def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_regions_are_compared_with_a_bare_loop_and_with_the_tier_alone(tmp_path: Path) -> None:
+    if not (BUILT / "region_speed").exists():
+        pytest.skip(f"the program that measures is not built ({BUILT}): run make test-native")
+    report = tmp_path / "region.html"
+    places = ("--build", str(BUILT), "--folder", str(tmp_path))
+    outcome = result_of("region", bench("region", "--quick", *places, "--json", "--report", str(report)))
+    assert outcome.faults.ratio == outcome.faults.ours[0] / outcome.faults.bare[0] > 0
+    assert [case.tier for case in outcome.cases] == ["memory", "file"]
+    for case in outcome.cases:
+        assert [sweep.way for sweep in case.sweeps] == ["write", "read"]
+        assert all(sweep.of_alone == sweep.ours[0] / sweep.alone[0] > 0 for sweep in case.sweeps)
+        assert all((sweep.bare is None) == (case.tier == "file") for sweep in case.sweeps)
+    assert check_page(report.read_text()).counts["table"] == 2
+    assert [child.name for child in tmp_path.iterdir()] == ["region.html"]
+
+
+@pytest.mark.slow
 def test_the_device_is_measured_in_real_and_in_virtual_time() -> None:
     if not (BUILT / "device_speed").exists():
         pytest.skip(f"the simulated CUDA driver is not built ({BUILT}): run make test-native")
@@ -273,6 +290,7 @@ def test_results_are_put_on_one_page(tmp_path: Path) -> None:
         (lambda folder: ("growth", "--report", str(folder)), "cannot be written"),
         (lambda folder: ("nvme", "--folder", str(folder / "no")), "no folder"),
         (lambda folder: ("device", "--build", str(folder)), r"no fake_cuda/libcuda.so.1; run `make test-native`"),
+        (lambda folder: ("region", "--build", str(folder)), r"no region_speed; run `make test-native`"),
         (lambda folder: ("policies", "--trace", str(folder / "none.csv")), r"none\.csv cannot be read"),
         (lambda folder: ("policies", "--quick", "--policy", "fifo"), "'fifo' is not known; expected one of lru"),
         (lambda folder: ("policies", "--quick", "--size", "much"), "size is 'much'"),

@@ -197,6 +197,22 @@ def growth() -> list[str]:
     ]
 
 
+def region() -> list[str]:
+    outcome = result("region")
+    faults = outcome["faults"]
+    micro = [statistics.median(faults[name]) * 1e6 for name in ("ours", "bare")]
+    rows = [f"| random fault, memory below | {micro[0]:.1f} µs | {micro[1]:.1f} µs, {faults['ratio']:.2f} | - |"]
+    for case in outcome["cases"]:
+        for sweep in case["sweeps"]:
+            rates = {name: statistics.median(sweep[name]) / 1e9 for name in ("ours", "bare", "alone") if sweep[name]}
+            bare = f"{rates['bare']:.2f} GB/s, {sweep['of_bare']:.2f}" if "bare" in rates else "-"
+            rows.append(
+                f"| {sweep['way']} sweep, {case['tier']} below | {rates['ours']:.2f} GB/s | {bare} | "
+                f"{rates['alone']:.2f} GB/s, {sweep['of_alone']:.2f} |"
+            )
+    return rows
+
+
 def device() -> list[str]:
     outcome = result("device")
     thread = outcome["thread"]
@@ -344,6 +360,7 @@ def shared_pool() -> list[str]:
         stranding,
         shared_pool,
         device,
+        region,
     ],
 )
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:

@@ -17,10 +17,11 @@ MAY_INCLUDE = {
     "policy": {"core"},
     "pager": {"core"},
     "device": {"core"},
+    "region": {"core", "policy", "pager"},
     "wire": {"core"},
     "node": {"core", "policy", "wire"},
-    "bindings": {"core", "policy", "pager", "device", "wire", "node"},
-    "tests": {"core", "policy", "pager", "device", "wire", "node"},
+    "bindings": {"core", "policy", "pager", "device", "region", "wire", "node"},
+    "tests": {"core", "policy", "pager", "device", "region", "wire", "node"},
     "fuzz": {"core", "wire", "node"},
 }
 

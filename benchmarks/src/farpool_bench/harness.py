@@ -25,7 +25,7 @@ from farpool.observe.provenance import Provenance
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MEMORY = ("streaming", "training", "saved", "prefetch", "nvme", "overhead", "growth", "policies", "device")
+_MEMORY = ("streaming", "training", "saved", "prefetch", "nvme", "overhead", "growth", "policies", "device", "region")
 _CLUSTER = ("remote", "turns", "cluster")
 _KV = ("kv", "kv-blocks", "kv-ttft", "kv-codecs", "kv-generate")
 # In the order of reports. Each is a command and, with ``_`` for ``-``, a module here.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import forks
 from farpool._native import Driver, Grant
-from farpool.errors import ConfigError, FarpoolError, FarpoolWarning, PoolClosedError, TierError, TierTimeoutError
+from farpool.errors import (
+    BudgetError,
+    ConfigError,
+    FarpoolError,
+    FarpoolWarning,
+    PoolClosedError,
+    TierError,
+    TierTimeoutError,
+)
 from farpool.ledger import Ledger
 from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
@@ -35,6 +44,7 @@ from farpool.memory.pool.device import open_device
 from farpool.memory.pool.entry import Entry
 from farpool.memory.pool.events import Event
 from farpool.memory.pool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
+from farpool.memory.pool.guests import Guests
 from farpool.memory.pool.lower_tiers import LowerTiers
 from farpool.memory.pool.packing import Packing
 from farpool.memory.pool.recording import Note, Recorder, Recording, metadata
@@ -138,15 +148,11 @@ class BlockPool:
             self.allocation, self.driver, self.spaces, lower, self._queue, self._check_open, config.timeout
         )
         self._budget = Budget(
-            self.pager,
-            self.arena,
-            self.allocation,
-            self.driver,
-            self._check_open,
-            ledger,
-            lower.tiers,
-            config.timeout,
+            self.pager, self.arena, self.allocation, self.driver, self._check_open, ledger, lower.tiers, config.timeout
         )
+        self._guests = Guests(self.driver, self.spaces, ledger, self._add_budget, lower.tiers, self._check_open)
+        self._resizing = threading.Lock()
+        """Held during a change of the budget, which gives up the lock of `driver` while it waits."""
         self.closed = False
         # We register last, so that neither the exit handler nor a forked child finds a pool that is half made.
         _POOLS.add(self)
@@ -154,6 +160,7 @@ class BlockPool:
 
     def forked(self) -> None:
         """Mark the pool as closed in a forked child. No native threads run there, and a lock may never be released."""
+        self._resizing = threading.Lock()
         self.closed = True
         self.driver.forget_parent()
 
@@ -178,8 +185,13 @@ class BlockPool:
 
     @property
     def fast(self) -> int:
-        """The budget of the fast tier, in bytes."""
+        """The budget of the fast tier, in bytes, without the parts of guests."""
         return self.pager.capacity
+
+    @property
+    def guests(self) -> Guests:
+        """The objects, such as regions, that use a part of the fast tier and of the lower tiers without blocks."""
+        return self._guests
 
     @property
     def small(self) -> int:
@@ -214,7 +226,7 @@ class BlockPool:
         Raises
         ------
         PoolClosedError
-            Storages are still in use; nothing was changed.
+            Storages or regions are still in use; nothing was changed.
 
         Warns
         -----
@@ -226,7 +238,9 @@ class BlockPool:
         self.force_close()
 
     def check_unused(self) -> None:
-        """Raise `PoolClosedError` if an open pool holds storages that are in use."""
+        """Raise `PoolClosedError` if an open pool holds storages or regions that are in use."""
+        if not self.closed and (guests := self._guests.names()):
+            raise PoolClosedError(f"the pool is still used by {', '.join(guests)}: call close() of each of them first")
         if not self.closed and self.live:
             used = self.allocation
             raise PoolClosedError(
@@ -243,6 +257,8 @@ class BlockPool:
             Seconds to wait for transfers instead of the pool's timeout.
         """
         timeout = self.config.timeout if timeout is None else timeout
+        # Before the lock: what a guest waits for may need it.
+        left = [] if self.closed else self._guests.end_all()
         with self.driver:
             if self.closed:
                 return
@@ -254,7 +270,7 @@ class BlockPool:
                 self.driver.wait(deadline - time.monotonic())
             unused = not self.driver.granted
         # We wait for transfers without the lock: a thread that ends its access now needs the lock.
-        ended = all([self._queue.close(timeout), self._entry.close(timeout)])
+        ended = all([self._queue.close(timeout), self._entry.close(timeout)]) and not left
         watch, self._watch = self._watch, None
         # We compare the memory only if no transfer or operation can still write to it.
         if watch is not None and ended and unused:
@@ -268,7 +284,14 @@ class BlockPool:
             self._device.release()
         self.account.deliver()
         self.recorder.end()
-        if not ended:
+        if left:
+            warnings.warn(
+                f"the pool is closed, but the program still uses memory of {', '.join(left)}: this memory, and the "
+                "memory and files of the lower tiers, stay as they are until the process ends",
+                FarpoolWarning,
+                stacklevel=3,
+            )
+        elif not ended:
             trouble = self._queue.trouble
             warnings.warn(
                 f"the pool is closed, but transfers have not ended within {timeout:g} s"
@@ -591,11 +614,28 @@ class BlockPool:
                 setting="fast",
             )
         budget = parse_size(fast, "fast")
-        with self.driver:
+        with self._resizing, self.driver:
             self._check_open()
-            self._collect_dropped()
-            self.driver.note_ends()
-            self._budget.change(budget, self._watch)
+            self._change_budget(budget)
+
+    def _add_budget(self, nbytes: int, guest: str) -> None:
+        """Change the budget by a number of bytes that a guest gives back, or takes (less than 0)."""
+        with self._resizing, self.driver:
+            self._check_open()
+            if -nbytes >= self.fast:
+                raise BudgetError(
+                    f"{guest} needs {format_size(-nbytes)} of the fast tier, which has {format_size(self.fast)}: give "
+                    "the pool a larger fast tier, or the region a smaller part of it",
+                    op=guest,
+                    needed=-nbytes,
+                    budget=self.fast,
+                )
+            self._change_budget(self.fast + nbytes)
+
+    def _change_budget(self, budget: int) -> None:
+        self._collect_dropped()
+        self.driver.note_ends()
+        self._budget.change(budget, self._watch)
 
     def demote(self, storage: Storage) -> bool:
         """Move a storage out of the fast tier before the pager would evict it; return False if some blocks stay.

@@ -190,7 +190,7 @@ class Pool:
 
     @property
     def fast(self) -> int:
-        """The budget of the fast tier, in bytes."""
+        """The budget of the fast tier for tensors, in bytes; the parts of regions are not in it."""
         return self._blocks.fast
 
     @property
@@ -246,7 +246,7 @@ class Pool:
     # ---- budget and accounts ------------------------------------------------------------------------------------
 
     def resize(self, fast: int | str) -> None:
-        """Change the budget of the fast tier while the tier is in use.
+        """Change the budget of the fast tier for tensors while the tier is in use. Regions keep their parts.
 
         Raises
         ------
