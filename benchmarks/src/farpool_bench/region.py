@@ -64,7 +64,7 @@ class Bench(harness.Benchmark):
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise FarpoolError(f"{self._program} failed with {done.returncode}: {done.stderr.strip()}")
-        samples = msgspec.json.decode(done.stdout, type=dict[str, tuple[float, ...]])
+        samples: dict[str, list[float]] = msgspec.json.decode(done.stdout)
         self.progress(f"Lower tier: {case}", 1, 1)
         if "random" in samples:
             ours, bare = samples["random"], samples["bare_random"]
@@ -84,7 +84,7 @@ class Bench(harness.Benchmark):
         yield Grid.of("Sweeps of a region four times its budget, medians", columns, rows)
 
 
-def _sweep(samples: dict[str, tuple[float, ...]], way: str) -> Row:
+def _sweep(samples: dict[str, list[float]], way: str) -> Row:
     ours, alone, bare = samples[way], samples[f"alone_{way}"], samples.get(f"bare_{way}")
     return Row(
         way=way,
