@@ -256,6 +256,9 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
     pool = block_pool(FAST, tier := [Dram("1MiB")], timeout=0.5)
     storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
     use_all(pool, storages, Mode.OVERWRITE)
+    # Afterwards the lost device would refuse to lock the tier, and the pool would warn of that, too.
+    ledger = pool.ledger
+    within(lambda: ledger.total(owner="page locks").page_locked > 0, "the tier is not page-locked")
     machine.fake.set("copies_until_failure", 1)
     with pytest.raises(TierTimeoutError, match="does not report whether its copies have ended") as caught:
         use_all(pool, storages, Mode.READ)
